@@ -2,7 +2,7 @@
 
 use super::FeatureMap;
 use crate::simd::block::{Largest, WIDEST};
-use crate::simd::rows::Rows;
+use crate::simd::rows::{Rows, load_part};
 use crate::simd::{Operation, Real, Vector, dispatch, exp_nonpositive, ln_1p_unit};
 
 /// One loop for each elementwise map, in which it is a constant: a choice inside the loop would be made for every register. Maps of
@@ -93,7 +93,7 @@ impl<T: Real> Operation for LoadFeatures<'_, T> {
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) {
         let Self { map, shift, from, count, width, ignored, to, to_row } = self;
-        assert!(count == 0 || width.next_multiple_of(V::LANES) <= to_row);
+        assert!(count == 0 || (width <= to_row && to_row.is_multiple_of(V::LANES)));
         // SAFETY: forwarded to the caller.
         for_each_map!(map, MAP => unsafe {
             load_through::<V>(MAP, shift, from, count, width, ignored, to, to_row);
@@ -171,11 +171,15 @@ unsafe fn load_through<V: Vector>(
                 column += V::LANES;
             }
             if whole < width {
-                to[whole..].fill(V::Element::ZERO);
-                to[whole..width].copy_from_slice(&from[whole..]);
-                feature(map, V::load(to.as_ptr().add(whole)), shift).store(to.as_mut_ptr().add(whole));
+                V::splat(V::Element::ZERO).store(to.as_mut_ptr().add(whole));
+                let x = V::load_first(from.as_ptr().add(whole), width - whole);
+                feature(map, x, shift).store_first(to.as_mut_ptr().add(whole), width - whole);
+                column += V::LANES;
             }
-            to[width..].fill(V::Element::ZERO);
+            while column < to_row {
+                V::splat(V::Element::ZERO).store(to.as_mut_ptr().add(column));
+                column += V::LANES;
+            }
         }
     }
 }
@@ -202,20 +206,12 @@ impl<T: Real> Operation for PullBackFeatures<'_, T> {
             return;
         }
         assert!(count == 0 || width.next_multiple_of(V::LANES) <= row_length);
-        let mut tail = [V::Element::ZERO; WIDEST];
         for row in 0..count {
             let x = x.row(row, width);
             let phi = &phi[row * row_length..][..row_length];
             let d = &mut d[row * row_length..][..row_length];
-            let mut column = 0;
-            while column < width {
-                let source = if column + V::LANES <= width {
-                    x[column..].as_ptr()
-                } else {
-                    tail[..width - column].copy_from_slice(&x[column..]);
-                    tail.as_ptr()
-                };
-                // SAFETY: `source` has a register of numbers, `phi` and `d` a whole number of registers a row.
+            for column in (0..width).step_by(V::LANES) {
+                // SAFETY: `phi` and `d` have a whole number of registers a row.
                 unsafe {
                     let (zero, one) = (V::splat(V::Element::ZERO), V::splat(V::Element::ONE));
                     let phi = V::load(phi.as_ptr().add(column));
@@ -224,7 +220,7 @@ impl<T: Real> Operation for PullBackFeatures<'_, T> {
                         FeatureMap::EluPlusOne => one.min(phi),
                         FeatureMap::Relu => phi.if_positive(one, zero),
                         FeatureMap::Softplus => {
-                            let x = V::load(source);
+                            let x = load_part::<V>(x, column);
                             let small = exp_nonpositive(zero.sub(x.abs()));
                             x.if_positive(one, small).div(one.add(small))
                         }
@@ -233,7 +229,6 @@ impl<T: Real> Operation for PullBackFeatures<'_, T> {
                     let at = d.as_mut_ptr().add(column);
                     V::load(at).mul(slope).store(at);
                 }
-                column += V::LANES;
             }
         }
     }

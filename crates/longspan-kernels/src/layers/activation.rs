@@ -189,15 +189,9 @@ impl Operation for Activate<'_> {
 #[inline(always)]
 unsafe fn store_fresh<V: Vector<Element = f32>>(register: V, row: &mut [MaybeUninit<f32>], column: usize) {
     let row = &mut row[column..];
-    // SAFETY: a whole register lies in the row, or in the buffer that is copied from.
-    unsafe {
-        if row.len() >= V::LANES {
-            return register.store(row.as_mut_ptr().cast());
-        }
-        let mut buffer = [0.0; 16];
-        register.store(buffer.as_mut_ptr());
-        row.write_copy_of_slice(&buffer[..row.len()]);
-    }
+    let to = row.as_mut_ptr().cast();
+    // SAFETY: no more is written than there is room for.
+    unsafe { if row.len() >= V::LANES { register.store(to) } else { register.store_first(to, row.len()) } }
 }
 
 /// Multiplies gradients by the slope of the activation at `at`: its argument, or its result where that tells the slope.

@@ -1,7 +1,7 @@
 //! Sums, scalings and reductions of rows that two or more mechanisms use.
 
 use super::product::by_whole_registers;
-use super::rows::Rows;
+use super::rows::{Rows, load_part};
 use super::{Operation, Real, Vector, dispatch, exp_nonpositive};
 
 /// Numbers of the widest register.
@@ -408,31 +408,26 @@ impl<T: Real> Operation for AllFinite<'_, T> {
     #[inline(always)]
     unsafe fn run<V: Vector<Element = T>>(self) -> bool {
         let Self { from, count, width } = self;
-        // SAFETY: every register lies in its row, which is a slice of `width` numbers.
+        // Rows without a gap are one long row.
+        let (count, width) = if from.stride == width { (count.min(1), count * width) } else { (count, width) };
+        // SAFETY: no register reaches beyond its row.
         unsafe {
             // x·0 is 0 for finite x and NaN else; NaN survives the sums, of which several wait for each other less.
             let zero = V::splat(V::Element::ZERO);
             let mut sums = [zero; 4];
-            let mut rest = V::Element::ZERO;
             for row in 0..count {
-                let row = from.row(row, width);
-                let mut at = 0;
-                while at + 4 * V::LANES <= width {
+                let (whole, rest) = from.row(row, width).split_at(width / (4 * V::LANES) * (4 * V::LANES));
+                for four in whole.chunks_exact(4 * V::LANES) {
                     for (n, sum) in sums.iter_mut().enumerate() {
-                        *sum = V::load(row.as_ptr().add(at + n * V::LANES)).mul_add(zero, *sum);
+                        *sum = V::load(four.as_ptr().add(n * V::LANES)).mul_add(zero, *sum);
                     }
-                    at += 4 * V::LANES;
                 }
-                while at + V::LANES <= width {
-                    sums[0] = V::load(row.as_ptr().add(at)).mul_add(zero, sums[0]);
-                    at += V::LANES;
-                }
-                for &x in &row[at..] {
-                    rest += x * V::Element::ZERO;
+                for (sum, column) in sums.iter_mut().zip((0..rest.len()).step_by(V::LANES)) {
+                    *sum = load_part::<V>(rest, column).mul_add(zero, *sum);
                 }
             }
             let [a, b, c, d] = sums;
-            a.add(b).add(c.add(d)).sum() + rest == V::Element::ZERO
+            a.add(b).add(c.add(d)).sum() == V::Element::ZERO
         }
     }
 }

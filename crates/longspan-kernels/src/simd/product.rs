@@ -7,6 +7,9 @@ use super::{Operation, Real, Vector, dispatch};
 /// hide the latency of two fused products a cycle, and needs two loads for every four of them.
 pub(crate) const BLOCK_ROWS: usize = 4;
 
+/// Bytes of B in a block of the depth. With 64 kB in one piece, from the second cache, products were a fifth to a third slower.
+const B_BYTES: usize = 32 << 10;
+
 /// `C = A·B` or `C += A·B` over blocks.
 pub(crate) struct Product<'a, T> {
     /// Element `(i, p)` is `a[i·a_row + p·a_column]`: either stride may be 1, so a transposed block needs no copy.
@@ -198,40 +201,72 @@ unsafe fn multiply<V: Vector>(
     assert!(p.depth == 0 || (p.depth - 1) * p.b_row + columns <= p.b.len());
     assert!((p.rows - 1) * p.c_row + columns <= p.c.len());
     assert!(outer.is_none_or(|(factors, line)| p.rows <= factors.len() && columns <= line.len()));
-    let mut row = 0;
-    while row < p.rows {
-        for ahead in ahead {
-            // SAFETY: forwarded to the caller.
-            unsafe { ahead.fetch::<V>(row / BLOCK_ROWS, p.rows.div_ceil(BLOCK_ROWS)) };
+    // Narrow products take twice as many rows, for as many accumulators.
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        if 2 * columns <= V::BLOCK_COLUMNS * V::LANES {
+            blocks::<V, { 2 * BLOCK_ROWS }>(p, columns, outer, ahead);
+        } else {
+            blocks::<V, BLOCK_ROWS>(p, columns, outer, ahead);
         }
-        let last = (row + BLOCK_ROWS - 1).min(p.rows - 1);
-        let (depth_from, depth_to) = p.a_band.columns(row, last, p.depth);
-        let (from, to) = p.c_band.columns(row, last, columns);
-        let from = from / V::LANES * V::LANES;
-        // SAFETY: rows, columns and depth lie in the slices by the assertions above.
-        unsafe { by_whole_registers!(from, to, V::BLOCK_COLUMNS, tile(p, outer, (row, last), (depth_from, depth_to))) };
-        row += BLOCK_ROWS;
     }
 }
 
-/// `BLOCK_ROWS` rows and `N` registers of C. Rows beyond `last` repeat it, which writes the same numbers again.
+/// All of a product, in blocks of so many rows and of a depth whose rows of B stay in the first cache while all rows pass by.
+#[inline(always)]
+unsafe fn blocks<V: Vector, const ROWS: usize>(
+    p: &mut Product<'_, V::Element>,
+    columns: usize,
+    outer: Outer<'_, V::Element>,
+    ahead: &[Ahead<V::Element>],
+) {
+    let deep = (B_BYTES / size_of::<V::Element>() / columns).max(16);
+    for deep_from in (0..p.depth.max(1)).step_by(deep) {
+        let deep_to = (deep_from + deep).min(p.depth);
+        let begun = p.accumulate || deep_from > 0;
+        let outer = outer.filter(|_| deep_from == 0);
+        for row in (0..p.rows).step_by(ROWS) {
+            for ahead in ahead.iter().filter(|_| deep_from == 0) {
+                // SAFETY: forwarded to the caller.
+                unsafe { ahead.fetch::<V>(row / ROWS, p.rows.div_ceil(ROWS)) };
+            }
+            let last = (row + ROWS - 1).min(p.rows - 1);
+            let (depth_from, depth_to) = p.a_band.columns(row, last, p.depth);
+            let depth = (depth_from.max(deep_from), depth_to.min(deep_to));
+            if deep_from > 0 && depth.0 >= depth.1 {
+                continue;
+            }
+            let (from, to) = p.c_band.columns(row, last, columns);
+            let from = from / V::LANES * V::LANES;
+            // SAFETY: rows, columns and depth lie in the slices by the caller's assertions.
+            unsafe {
+                by_whole_registers!(from, to, V::BLOCK_COLUMNS, N, |column| {
+                    tile::<V, N, ROWS>(p, outer, (row, last), depth, begun, column);
+                });
+            };
+        }
+    }
+}
+
+/// `ROWS` rows and `N` registers of C, which are added to if they are `begun`. Rows beyond `last` repeat it, which writes the same numbers again.
 // Counted loops over registers unroll; iterators over two arrays at once are not sure to.
 #[allow(clippy::needless_range_loop)]
 #[inline(always)]
-unsafe fn tile<V: Vector, const N: usize>(
+unsafe fn tile<V: Vector, const N: usize, const ROWS: usize>(
     p: &mut Product<'_, V::Element>,
     outer: Outer<'_, V::Element>,
     (row, last): (usize, usize),
     (from, to): (usize, usize),
+    begun: bool,
     column: usize,
 ) {
     // SAFETY: the caller checked that rows `row..=last`, `N` registers from `column` and `from..to` lie in the slices.
     unsafe {
-        let rows: [usize; BLOCK_ROWS] = std::array::from_fn(|r| (row + r).min(last));
+        let rows: [usize; ROWS] = std::array::from_fn(|r| (row + r).min(last));
         let c = p.c.as_mut_ptr().add(column);
-        let mut sums = [[V::splat(V::Element::ZERO); N]; BLOCK_ROWS];
-        if p.accumulate {
-            for r in 0..BLOCK_ROWS {
+        let mut sums = [[V::splat(V::Element::ZERO); N]; ROWS];
+        if begun {
+            for r in 0..ROWS {
                 for n in 0..N {
                     sums[r][n] = V::load(c.add(rows[r] * p.c_row + n * V::LANES));
                 }
@@ -240,26 +275,26 @@ unsafe fn tile<V: Vector, const N: usize>(
         if let Some((factors, line)) = outer {
             for n in 0..N {
                 let line = V::load(line.as_ptr().add(column + n * V::LANES));
-                for r in 0..BLOCK_ROWS {
+                for r in 0..ROWS {
                     sums[r][n] = V::splat(*factors.as_ptr().add(rows[r])).mul_add(line, sums[r][n]);
                 }
             }
         }
-        let a: [*const V::Element; BLOCK_ROWS] = std::array::from_fn(|r| p.a.as_ptr().wrapping_add(rows[r] * p.a_row));
+        let a: [*const V::Element; ROWS] = std::array::from_fn(|r| p.a.as_ptr().wrapping_add(rows[r] * p.a_row));
         let b = p.b.as_ptr().wrapping_add(column);
         for k in from..to {
             let mut b_row = [V::splat(V::Element::ZERO); N];
             for n in 0..N {
                 b_row[n] = V::load(b.add(k * p.b_row + n * V::LANES));
             }
-            for r in 0..BLOCK_ROWS {
+            for r in 0..ROWS {
                 let factor = V::splat(*a[r].add(k * p.a_column));
                 for n in 0..N {
                     sums[r][n] = factor.mul_add(b_row[n], sums[r][n]);
                 }
             }
         }
-        for r in 0..BLOCK_ROWS {
+        for r in 0..ROWS {
             for n in 0..N {
                 sums[r][n].store(c.add(rows[r] * p.c_row + n * V::LANES));
             }

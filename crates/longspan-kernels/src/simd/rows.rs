@@ -4,7 +4,7 @@
 //! what stands between a row's last number and the end of its last line is 0. So no loop over a block's columns has a
 //! remainder, and only reading from and writing to a caller's tensors looks at odd widths.
 
-use super::{Real, Vector};
+use super::Vector;
 
 /// Bytes from one cache line to the next; scratch rows start on cache lines.
 pub(crate) const LINE_BYTES: usize = 64;
@@ -94,29 +94,21 @@ impl<'a, T: Copy> Fetching<'a, T> {
 #[inline(always)]
 pub(crate) unsafe fn load_part<V: Vector>(row: &[V::Element], column: usize) -> V {
     let row = &row[column..];
-    // SAFETY: a whole register lies in the row, or in the buffer that replaces it.
-    unsafe {
-        if row.len() >= V::LANES {
-            return V::load(row.as_ptr());
-        }
-        let mut buffer = [V::Element::ZERO; 16];
-        buffer[..row.len()].copy_from_slice(row);
-        V::load(buffer.as_ptr())
-    }
+    // SAFETY: no more is read than there is.
+    unsafe { if row.len() >= V::LANES { V::load(row.as_ptr()) } else { V::load_first(row.as_ptr(), row.len()) } }
 }
 
 /// Writes a register to a row of any width, as much as fits.
 #[inline(always)]
 pub(crate) unsafe fn store_part<V: Vector>(register: V, row: &mut [V::Element], column: usize) {
     let row = &mut row[column..];
-    // SAFETY: a whole register lies in the row, or in the buffer that replaces it.
+    // SAFETY: no more is written than there is room for.
     unsafe {
         if row.len() >= V::LANES {
-            return register.store(row.as_mut_ptr());
+            register.store(row.as_mut_ptr())
+        } else {
+            register.store_first(row.as_mut_ptr(), row.len())
         }
-        let mut buffer = [V::Element::ZERO; 16];
-        register.store(buffer.as_mut_ptr());
-        row.copy_from_slice(&buffer[..row.len()]);
     }
 }
 
@@ -129,28 +121,14 @@ pub(crate) fn covers<T>(rows: &Rows<'_, T>, count: usize, width: usize) -> bool 
 #[inline(always)]
 pub(crate) unsafe fn get<V: Vector, const WHOLE: bool>(from: *const V::Element, left: usize) -> V {
     // SAFETY: the caller has so many numbers there.
-    unsafe {
-        if WHOLE {
-            return V::load(from);
-        }
-        let mut buffer = [V::Element::ZERO; 16];
-        std::ptr::copy_nonoverlapping(from, buffer.as_mut_ptr(), left);
-        V::load(buffer.as_ptr())
-    }
+    unsafe { if WHOLE { V::load(from) } else { V::load_first(from, left) } }
 }
 
 /// Writes a register, or its first `left` numbers.
 #[inline(always)]
 pub(crate) unsafe fn put<V: Vector, const WHOLE: bool>(register: V, to: *mut V::Element, left: usize) {
     // SAFETY: the caller has room for so many numbers there.
-    unsafe {
-        if WHOLE {
-            return register.store(to);
-        }
-        let mut buffer = [V::Element::ZERO; 16];
-        register.store(buffer.as_mut_ptr());
-        std::ptr::copy_nonoverlapping(buffer.as_ptr(), to, left);
-    }
+    unsafe { if WHOLE { register.store(to) } else { register.store_first(to, left) } }
 }
 
 /// The rows of one batch entry and head.

@@ -19,6 +19,26 @@ pub trait Vector: Copy {
     unsafe fn splat(x: Self::Element) -> Self;
     unsafe fn load(from: *const Self::Element) -> Self;
     unsafe fn store(self, to: *mut Self::Element);
+    /// The first `count` numbers of a register, at most all, and zeros; no more is read.
+    #[inline(always)]
+    unsafe fn load_first(from: *const Self::Element, count: usize) -> Self {
+        let mut buffer = [Self::Element::ZERO; 16];
+        // SAFETY: the caller has so many numbers there, and the buffer has room for a register.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from, buffer.as_mut_ptr(), count);
+            Self::load(buffer.as_ptr())
+        }
+    }
+    /// Writes the first `count` numbers, at most all.
+    #[inline(always)]
+    unsafe fn store_first(self, to: *mut Self::Element, count: usize) {
+        let mut buffer = [Self::Element::ZERO; 16];
+        // SAFETY: the buffer has room for a register, and the caller for so many numbers.
+        unsafe {
+            self.store(buffer.as_mut_ptr());
+            std::ptr::copy_nonoverlapping(buffer.as_ptr(), to, count);
+        }
+    }
     /// Asks memory for the cache line of an address, which may be any, to have it in the second cache soon.
     #[inline(always)]
     unsafe fn fetch(_address: *const Self::Element) {}

@@ -24,6 +24,21 @@ static ROOTS: [i32; 16] = [
     0x3f7d_257d,
 ];
 
+/// The mask of the first lanes.
+#[inline(always)]
+fn first(count: usize) -> u32 {
+    (1 << count) - 1
+}
+
+/// The same for AVX2, whose masks are numbers below 0; a lane of 64 bits is two.
+#[inline(always)]
+unsafe fn first_of_eight(count: usize) -> __m256i {
+    static ONES_AND_ZEROS: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
+    let from = &ONES_AND_ZEROS[8 - count..][..8];
+    // SAFETY: the caller has the instructions, and the array eight numbers there.
+    unsafe { _mm256_loadu_si256(from.as_ptr().cast()) }
+}
+
 /// One implementation: the intrinsics that differ only by their names, and the rest written out.
 macro_rules! vector {
     (
@@ -110,6 +125,14 @@ vector! {
     _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_sub_ps, _mm512_mul_ps, _mm512_div_ps,
     _mm512_fmadd_ps, _mm512_max_ps, _mm512_min_ps, _mm512_sqrt_ps,
 
+    unsafe fn load_first(from: *const f32, count: usize) -> Self {
+        // SAFETY: the caller has the instructions and so many numbers; others are not read.
+        Self(unsafe { _mm512_maskz_loadu_ps(first(count) as __mmask16, from) })
+    }
+    unsafe fn store_first(self, to: *mut f32, count: usize) {
+        // SAFETY: the caller has the instructions and room for so many numbers; others are not written.
+        unsafe { _mm512_mask_storeu_ps(to, first(count) as __mmask16, self.0) }
+    }
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
         // SAFETY: the caller has the instructions.
         Self(unsafe {
@@ -212,6 +235,14 @@ vector! {
     _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_add_pd, _mm512_sub_pd, _mm512_mul_pd, _mm512_div_pd,
     _mm512_fmadd_pd, _mm512_max_pd, _mm512_min_pd, _mm512_sqrt_pd,
 
+    unsafe fn load_first(from: *const f64, count: usize) -> Self {
+        // SAFETY: the caller has the instructions and so many numbers; others are not read.
+        Self(unsafe { _mm512_maskz_loadu_pd(first(count) as __mmask8, from) })
+    }
+    unsafe fn store_first(self, to: *mut f64, count: usize) {
+        // SAFETY: the caller has the instructions and room for so many numbers; others are not written.
+        unsafe { _mm512_mask_storeu_pd(to, first(count) as __mmask8, self.0) }
+    }
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
         // SAFETY: the caller has the instructions.
         Self(unsafe {
@@ -245,6 +276,14 @@ vector! {
     _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_sub_ps, _mm256_mul_ps, _mm256_div_ps,
     _mm256_fmadd_ps, _mm256_max_ps, _mm256_min_ps, _mm256_sqrt_ps,
 
+    unsafe fn load_first(from: *const f32, count: usize) -> Self {
+        // SAFETY: the caller has the instructions and so many numbers; others are not read.
+        Self(unsafe { _mm256_maskload_ps(from, first_of_eight(count)) })
+    }
+    unsafe fn store_first(self, to: *mut f32, count: usize) {
+        // SAFETY: the caller has the instructions and room for so many numbers; others are not written.
+        unsafe { _mm256_maskstore_ps(to, first_of_eight(count), self.0) }
+    }
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
         // SAFETY: the caller has the instructions.
         Self(unsafe {
@@ -299,6 +338,14 @@ vector! {
     _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_add_pd, _mm256_sub_pd, _mm256_mul_pd, _mm256_div_pd,
     _mm256_fmadd_pd, _mm256_max_pd, _mm256_min_pd, _mm256_sqrt_pd,
 
+    unsafe fn load_first(from: *const f64, count: usize) -> Self {
+        // SAFETY: the caller has the instructions and so many numbers; others are not read.
+        Self(unsafe { _mm256_maskload_pd(from, first_of_eight(2 * count)) })
+    }
+    unsafe fn store_first(self, to: *mut f64, count: usize) {
+        // SAFETY: the caller has the instructions and room for so many numbers; others are not written.
+        unsafe { _mm256_maskstore_pd(to, first_of_eight(2 * count), self.0) }
+    }
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
         // SAFETY: the caller has the instructions.
         Self(unsafe {
