@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mkl_speed
+
 #: Environments of the two allocators; the second keeps glibc's from giving memory back.
 ALLOCATORS: dict[str, dict[str, str]] = {
     "system": {},
@@ -440,7 +442,7 @@ def _in_child(allocator: str, options: argparse.Namespace, folder: str) -> list[
                "--seconds", options.seconds, "--json", times, "--rows", *options.rows]  # fmt: skip
     command += ["--eager"] if options.eager else []
     command += ["--lengths", *options.lengths] if options.lengths else []
-    environment = {**os.environ, **ALLOCATORS[allocator]}
+    environment = {**os.environ, **ALLOCATORS[allocator], **mkl_speed.environment()}
     done = subprocess.run([str(part) for part in command], env=environment, stdout=sys.stderr)
     if done.returncode:
         raise SystemExit(done.returncode)

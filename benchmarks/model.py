@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import mkl_speed
 from compare import ALLOCATORS
 
 WIDTH, HEADS, INNER, LAYERS, SYMBOLS = 256, 4, 1024, 4, 256
@@ -134,7 +135,10 @@ def main() -> int:
         arguments = [sys.executable, __file__, "--child", "--command", options.command, "--rounds", options.rounds]
         arguments += ["--threads", options.threads, "--lengths", *options.lengths]
         done = subprocess.run(
-            [str(part) for part in arguments], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+            [str(part) for part in arguments],
+            env={**os.environ, **environment, **mkl_speed.environment()},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         if done.returncode:
             return done.returncode

@@ -1,5 +1,6 @@
 """The comparison with other code runs, refuses to time what differs, and says ratios."""
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 from pathlib import Path
 
 import compare
+import mkl_speed
 import pytest
 import torch
 
@@ -67,3 +69,8 @@ def test_a_slow_opponent_runs_in_the_first_rounds_alone():
 def test_interval_holds_the_ratio():
     low, high = compare.interval([2.0, 2.1, 1.9, 2.0], [1.0, 1.0, 1.05, 0.95])
     assert 1.8 < low <= 2.0 <= high < 2.3
+
+
+def test_mkl_is_told_that_it_runs_on_intels():
+    assert ctypes.CDLL(str(mkl_speed.library())).mkl_serv_intel_cpu_true() == 1
+    assert set(mkl_speed.environment()) <= {"LD_PRELOAD"}
