@@ -107,7 +107,8 @@ def test_what_is_learned_here_is_read_there(run, tmp_path):
         return (out[:, 0] - (goals - loaded.mean) / loaded.deviation).square().mean()
 
     loaded.model.train()
-    losses = learned(loaded.model.parameters(), loss, 60)
+    # Many more steps, and a loss of 0, and the weights make 2e-5 of float32's rounding here and there.
+    losses = learned(loaded.model.parameters(), loss, 20)
     assert losses[-1] < losses[0] / 2
     assert all(parameter.grad is not None for parameter in loaded.model.parameters())
     save_weights(loaded.model, tmp_path / "run" / "model.safetensors")

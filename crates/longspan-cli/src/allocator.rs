@@ -57,17 +57,27 @@ impl Blocks {
 
     /// A block that is kept, for one more in use.
     fn take(&mut self, layout: Layout) -> Option<*mut u8> {
-        let found = self.slots.iter().rposition(|slot| slot.is_some_and(|block| block.layout == layout));
-        let block = found.and_then(|at| self.remove(at));
-        self.grow(layout.size());
-        block.map(|block| block.address as *mut u8)
+        let at = self.slots.iter().rposition(|slot| slot.is_some_and(|block| block.layout == layout))?;
+        let block = self.remove(at)?;
+        self.in_use += layout.size();
+        Some(block.address as *mut u8)
     }
 
-    /// So many bytes more are in use; blocks are given back, the oldest first, where that and what is kept would be too many.
+    /// Gives blocks back, the oldest first, as long as they and what will be in use are more than ever was.
+    fn make_room(&mut self, bytes: usize) {
+        let in_use = self.in_use + bytes;
+        while in_use + self.kept > self.most.max(in_use) && self.give_back_one() {}
+    }
+
+    /// So many bytes more are in use.
     fn grow(&mut self, bytes: usize) {
         self.in_use += bytes;
         self.most = self.most.max(self.in_use);
-        while self.in_use + self.kept > self.most && self.give_back_one() {}
+    }
+
+    /// So many fewer.
+    fn shrink(&mut self, bytes: usize) {
+        self.in_use = self.in_use.saturating_sub(bytes);
     }
 
     /// Gives all back that is kept.
@@ -83,10 +93,6 @@ impl Blocks {
             unsafe { System.dealloc(address as *mut u8, layout) };
         }
         block.is_some()
-    }
-
-    fn shrink(&mut self, bytes: usize) {
-        self.in_use = self.in_use.saturating_sub(bytes);
     }
 
     /// Keeps a block that was in use, if there is a slot.
@@ -109,17 +115,21 @@ impl Blocks {
 
 /// A large block: one that is kept, `reuse`d, or one of the system's, which gets back what is kept before it has none.
 fn large(layout: Layout, reuse: impl Fn(*mut u8), request: impl Fn() -> *mut u8) -> *mut u8 {
-    if let Some(block) = Blocks::lock().take(layout) {
+    let mut blocks = Blocks::lock();
+    if let Some(block) = blocks.take(layout) {
+        drop(blocks);
         reuse(block);
         return block;
     }
+    blocks.make_room(layout.size());
+    drop(blocks);
     let mut block = request();
     if block.is_null() {
         Blocks::lock().give_back();
         block = request();
     }
-    if block.is_null() {
-        Blocks::lock().shrink(layout.size());
+    if !block.is_null() {
+        Blocks::lock().grow(layout.size());
     }
     block
 }
@@ -152,6 +162,7 @@ unsafe impl GlobalAlloc for Keeping {
             let large = |bytes: usize| if bytes < LARGE { 0 } else { bytes };
             let mut blocks = Blocks::lock();
             blocks.shrink(large(layout.size()));
+            blocks.make_room(large(size));
             blocks.grow(large(size));
         }
         moved
@@ -180,6 +191,8 @@ mod tests {
     fn used(blocks: &mut Blocks, bytes: usize) -> Block {
         let layout = layout(bytes);
         assert!(blocks.take(layout).is_none());
+        blocks.make_room(bytes);
+        blocks.grow(bytes);
         // SAFETY: the size is not 0.
         Block { address: unsafe { System.alloc(layout) } as usize, layout }
     }
@@ -198,6 +211,13 @@ mod tests {
         assert!(blocks.keep(one) && blocks.keep(third));
         blocks.give_back();
         assert_eq!((blocks.in_use, blocks.kept), (0, 0));
+    }
+
+    #[test]
+    fn what_the_system_refuses_leaves_no_trace() {
+        let layout = layout(isize::MAX as usize - 15);
+        assert!(large(layout, |_| (), std::ptr::null_mut).is_null());
+        assert!(Blocks::lock().most < layout.size());
     }
 
     #[test]

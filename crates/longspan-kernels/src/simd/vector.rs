@@ -6,7 +6,7 @@ use super::Real;
 ///
 /// # Safety
 /// Every method may only run on a processor that has the implementor's instructions; pointers must be valid for
-/// `LANES` numbers, with no alignment asked for.
+/// `LANES` numbers, or for as many as a method is told, with no alignment asked for.
 #[allow(clippy::missing_safety_doc)]
 pub trait Vector: Copy {
     type Element: Real;
