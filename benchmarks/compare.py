@@ -434,6 +434,11 @@ def _measure_all(options: argparse.Namespace) -> list[Times]:
     return found
 
 
+def environment(allocator: str) -> dict[str, str]:
+    """That of a process that measures with this allocator."""
+    return {**os.environ, **ALLOCATORS[allocator], **mkl_speed.environment()}
+
+
 def _in_child(allocator: str, options: argparse.Namespace, folder: str) -> list[Times]:
     """Measures in a process of its own, whose allocator the environment sets."""
     times = Path(folder, f"{allocator}.json")
@@ -442,8 +447,7 @@ def _in_child(allocator: str, options: argparse.Namespace, folder: str) -> list[
                "--seconds", options.seconds, "--json", times, "--rows", *options.rows]  # fmt: skip
     command += ["--eager"] if options.eager else []
     command += ["--lengths", *options.lengths] if options.lengths else []
-    environment = {**os.environ, **ALLOCATORS[allocator], **mkl_speed.environment()}
-    done = subprocess.run([str(part) for part in command], env=environment, stdout=sys.stderr)
+    done = subprocess.run([str(part) for part in command], env=environment(allocator), stdout=sys.stderr)
     if done.returncode:
         raise SystemExit(done.returncode)
     found: list[Times] = json.loads(times.read_text())

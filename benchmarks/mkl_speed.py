@@ -7,6 +7,7 @@ processes behind a library that answers MKL's question for the maker with yes.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -20,6 +21,7 @@ _ANSWER = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
 _FOLDER = tempfile.TemporaryDirectory(prefix="longspan-mkl-")
 
 
+@functools.cache
 def environment() -> dict[str, str]:
     """What a child's environment gets on top."""
     try:

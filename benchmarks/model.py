@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import mkl_speed
-from compare import ALLOCATORS
+from compare import ALLOCATORS, environment
 
 WIDTH, HEADS, INNER, LAYERS, SYMBOLS = 256, 4, 1024, 4, 256
 
@@ -131,14 +130,11 @@ def main() -> int:
         print(json.dumps({length: measure(options, length) for length in options.lengths}))
         return 0
     found: list[dict[str, dict[str, float]]] = []
-    for environment in ALLOCATORS.values():
+    for allocator in ALLOCATORS:
         arguments = [sys.executable, __file__, "--child", "--command", options.command, "--rounds", options.rounds]
         arguments += ["--threads", options.threads, "--lengths", *options.lengths]
         done = subprocess.run(
-            [str(part) for part in arguments],
-            env={**os.environ, **environment, **mkl_speed.environment()},
-            stdout=subprocess.PIPE,
-            text=True,
+            [str(part) for part in arguments], env=environment(allocator), stdout=subprocess.PIPE, text=True
         )
         if done.returncode:
             return done.returncode

@@ -17,7 +17,7 @@ const LARGE: usize = 32 << 20;
 /// Blocks that are kept at most.
 const SLOTS: usize = 64;
 
-static LARGE_BLOCKS: Mutex<Blocks> = Mutex::new(Blocks { in_use: 0, most: 0, kept: 0, slots: [None; SLOTS] });
+static LARGE_BLOCKS: Mutex<Blocks> = Mutex::new(Blocks { in_use: 0, most: 0, slots: [None; SLOTS] });
 
 /// Has glibc's allocator keep smaller blocks.
 pub fn keep_small_blocks() {
@@ -38,7 +38,6 @@ struct Keeping;
 struct Blocks {
     in_use: usize,
     most: usize,
-    kept: usize,
     /// Those that are kept, the latest at the end of the used slots.
     slots: [Option<Block>; SLOTS],
 }
@@ -55,6 +54,11 @@ impl Blocks {
         LARGE_BLOCKS.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// How many bytes are kept.
+    fn kept(&self) -> usize {
+        self.slots.iter().flatten().map(|block| block.layout.size()).sum()
+    }
+
     /// A block that is kept, for one more in use.
     fn take(&mut self, layout: Layout) -> Option<*mut u8> {
         let at = self.slots.iter().rposition(|slot| slot.is_some_and(|block| block.layout == layout))?;
@@ -66,7 +70,7 @@ impl Blocks {
     /// Gives blocks back, the oldest first, as long as they and what will be in use are more than ever was.
     fn make_room(&mut self, bytes: usize) {
         let in_use = self.in_use + bytes;
-        while in_use + self.kept > self.most.max(in_use) && self.give_back_one() {}
+        while in_use + self.kept() > self.most.max(in_use) && self.give_back_one() {}
     }
 
     /// So many bytes more are in use.
@@ -101,14 +105,12 @@ impl Blocks {
         let free = self.slots.iter_mut().find(|slot| slot.is_none());
         let Some(free) = free else { return false };
         *free = Some(block);
-        self.kept += block.layout.size();
         true
     }
 
     fn remove(&mut self, at: usize) -> Option<Block> {
         let block = self.slots[at].take()?;
         self.slots[at..].rotate_left(1);
-        self.kept -= block.layout.size();
         Some(block)
     }
 }
@@ -181,7 +183,7 @@ unsafe impl GlobalAlloc for Keeping {
 mod tests {
     use super::*;
 
-    const NOTHING: Blocks = Blocks { in_use: 0, most: 0, kept: 0, slots: [None; SLOTS] };
+    const NOTHING: Blocks = Blocks { in_use: 0, most: 0, slots: [None; SLOTS] };
 
     fn layout(bytes: usize) -> Layout {
         Layout::from_size_align(bytes, 16).unwrap()
@@ -202,15 +204,15 @@ mod tests {
         let mut blocks = NOTHING;
         let (one, other) = (used(&mut blocks, 300), used(&mut blocks, 500));
         assert!(blocks.keep(one) && blocks.keep(other));
-        assert_eq!((blocks.in_use, blocks.kept, blocks.most), (0, 800, 800));
+        assert_eq!((blocks.in_use, blocks.kept(), blocks.most), (0, 800, 800));
         assert_eq!(blocks.take(layout(300)), Some(one.address as *mut u8));
-        assert_eq!((blocks.in_use, blocks.kept), (300, 500));
+        assert_eq!((blocks.in_use, blocks.kept()), (300, 500));
         // Of another size, beside which the block of 500 would be too many.
         let third = used(&mut blocks, 400);
-        assert_eq!((blocks.in_use, blocks.kept, blocks.most), (700, 0, 800));
+        assert_eq!((blocks.in_use, blocks.kept(), blocks.most), (700, 0, 800));
         assert!(blocks.keep(one) && blocks.keep(third));
         blocks.give_back();
-        assert_eq!((blocks.in_use, blocks.kept), (0, 0));
+        assert_eq!((blocks.in_use, blocks.kept()), (0, 0));
     }
 
     #[test]

@@ -319,8 +319,8 @@ unsafe fn some_dots<V: Vector, const N: usize>(
         if whole < width {
             for r in 0..N {
                 let mut tail = [V::Element::ZERO; WIDEST];
-                tail[..width - whole].copy_from_slice(&rows[r * width + whole..][..width - whole]);
-                feature(map, V::load(tail.as_ptr()), shift).store(tail.as_mut_ptr());
+                let x = V::load_first(rows.as_ptr().add(r * width + whole), width - whole);
+                feature(map, x, shift).store(tail.as_mut_ptr());
                 rest[r] = tail.iter().zip(&q[whole..width]).fold(V::Element::ZERO, |sum, (&x, &q)| sum + x * q);
             }
         }

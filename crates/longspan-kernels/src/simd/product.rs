@@ -224,9 +224,10 @@ unsafe fn blocks<V: Vector, const ROWS: usize>(
     for deep_from in (0..p.depth.max(1)).step_by(deep) {
         let deep_to = (deep_from + deep).min(p.depth);
         let begun = p.accumulate || deep_from > 0;
-        let outer = outer.filter(|_| deep_from == 0);
+        // What is done on the way is done once.
+        let (outer, ahead) = if deep_from == 0 { (outer, ahead) } else { (None, &[][..]) };
         for row in (0..p.rows).step_by(ROWS) {
-            for ahead in ahead.iter().filter(|_| deep_from == 0) {
+            for ahead in ahead {
                 // SAFETY: forwarded to the caller.
                 unsafe { ahead.fetch::<V>(row / ROWS, p.rows.div_ceil(ROWS)) };
             }
@@ -248,7 +249,8 @@ unsafe fn blocks<V: Vector, const ROWS: usize>(
     }
 }
 
-/// `ROWS` rows and `N` registers of C, which are added to if they are `begun`. Rows beyond `last` repeat it, which writes the same numbers again.
+/// `ROWS` rows and `N` registers of C, which are added to if they are `begun`. Rows beyond `last` repeat it, which writes the same
+/// numbers again.
 // Counted loops over registers unroll; iterators over two arrays at once are not sure to.
 #[allow(clippy::needless_range_loop)]
 #[inline(always)]
