@@ -1,41 +1,26 @@
 //! The loops over taps and channels. Blocks have rows of whole registers.
 
-use crate::simd::{self, Operation, Real, Vector, dispatch};
+use crate::simd::{self, Real, dispatch, operation};
 
-/// `to[r] = Σ_t taps[t] ⊙ from[r + w − 1 − t]`, or with `ahead` `Σ_t taps[t] ⊙ from[r + t]`, for each row of `to`.
-struct Convolve<'a, T> {
-    from: &'a [T],
-    taps: &'a [T],
-    row: usize,
-    ahead: bool,
-    to: &'a mut [T],
-}
-
-impl<T: Real> Operation for Convolve<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { from, taps, row, ahead, to } = self;
-        let width = taps.len() / row;
-        assert!(row.is_multiple_of(V::LANES) && width > 0 && from.len() + row >= to.len() + width * row);
-        for (first, to) in to.chunks_exact_mut(row).enumerate() {
-            for column in (0..row).step_by(V::LANES) {
-                // SAFETY: by the assertion `width` rows of `from` begin at the row's own number.
-                unsafe {
-                    let mut sum = V::splat(T::ZERO);
-                    for t in 0..width {
-                        let at = first + if ahead { t } else { width - 1 - t };
-                        let tap = V::load(taps.as_ptr().add(t * row + column));
-                        sum = tap.mul_add(V::load(from.as_ptr().add(at * row + column)), sum);
-                    }
-                    sum.store(to.as_mut_ptr().add(column));
+// `to[r] = Σ_t taps[t] ⊙ from[r + w − 1 − t]`, or with `ahead` `Σ_t taps[t] ⊙ from[r + t]`, for each row of `to`.
+operation!(Convolve, |from: &'a [T], taps: &'a [T], row: usize, ahead: bool, to: &'a mut [T]| {
+    let width = taps.len() / row;
+    assert!(row.is_multiple_of(V::LANES) && width > 0 && from.len() + row >= to.len() + width * row);
+    for (first, to) in to.chunks_exact_mut(row).enumerate() {
+        for column in (0..row).step_by(V::LANES) {
+            // SAFETY: by the assertion `width` rows of `from` begin at the row's own number.
+            unsafe {
+                let mut sum = V::splat(T::ZERO);
+                for t in 0..width {
+                    let at = first + if ahead { t } else { width - 1 - t };
+                    let tap = V::load(taps.as_ptr().add(t * row + column));
+                    sum = tap.mul_add(V::load(from.as_ptr().add(at * row + column)), sum);
                 }
+                sum.store(to.as_mut_ptr().add(column));
             }
         }
     }
-}
+});
 
 /// The sum of a query's latest products, for each row of `to`; the first row of `from` is the oldest that the first one sees.
 pub(super) fn convolve<T: Real>(from: &[T], taps: &[T], row: usize, to: &mut [T]) {
@@ -47,107 +32,68 @@ pub(super) fn convolve_back<T: Real>(from: &[T], taps: &[T], row: usize, to: &mu
     dispatch(Convolve { from, taps, row, ahead: true, to });
 }
 
-/// The gradients of taps: `to[t] = Σ_r d[r] ⊙ from[r + w − 1 − t]`.
-struct TapSums<'a, T> {
-    d: &'a [T],
-    from: &'a [T],
-    row: usize,
-    to: &'a mut [T],
-}
-
-impl<T: Real> Operation for TapSums<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { d, from, row, to } = self;
-        let width = to.len() / row;
-        assert!(row.is_multiple_of(V::LANES) && width > 0 && from.len() + row >= d.len() + width * row);
-        for (t, to) in to.chunks_exact_mut(row).enumerate() {
-            for column in (0..row).step_by(V::LANES) {
-                // SAFETY: by the assertion every row of `d` has `width` rows of `from` from its own number on.
-                unsafe {
-                    let mut sum = V::splat(T::ZERO);
-                    for r in 0..d.len() / row {
-                        let product = V::load(from.as_ptr().add((r + width - 1 - t) * row + column));
-                        sum = V::load(d.as_ptr().add(r * row + column)).mul_add(product, sum);
-                    }
-                    sum.store(to.as_mut_ptr().add(column));
+// The gradients of taps: `to[t] = Σ_r d[r] ⊙ from[r + w − 1 − t]`.
+operation!(TapSums, |d: &'a [T], from: &'a [T], row: usize, to: &'a mut [T]| {
+    let width = to.len() / row;
+    assert!(row.is_multiple_of(V::LANES) && width > 0 && from.len() + row >= d.len() + width * row);
+    for (t, to) in to.chunks_exact_mut(row).enumerate() {
+        for column in (0..row).step_by(V::LANES) {
+            // SAFETY: by the assertion every row of `d` has `width` rows of `from` from its own number on.
+            unsafe {
+                let mut sum = V::splat(T::ZERO);
+                for r in 0..d.len() / row {
+                    let product = V::load(from.as_ptr().add((r + width - 1 - t) * row + column));
+                    sum = V::load(d.as_ptr().add(r * row + column)).mul_add(product, sum);
                 }
+                sum.store(to.as_mut_ptr().add(column));
             }
         }
     }
-}
+});
 
 /// The gradients of taps from those of the sums of rows.
 pub(super) fn tap_sums<T: Real>(d: &[T], from: &[T], row: usize, to: &mut [T]) {
     dispatch(TapSums { d, from, row, to });
 }
 
-/// `SiLU(s)` in place, and `SiLU'(s)` if there is room for it.
-struct Silu<'a, T> {
-    numbers: &'a mut [T],
-    slopes: Option<&'a mut [T]>,
-}
-
-impl<T: Real> Operation for Silu<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(mut self) {
-        let len = self.numbers.len();
-        assert!(len.is_multiple_of(V::LANES) && self.slopes.as_ref().is_none_or(|slopes| slopes.len() == len));
-        for at in (0..len).step_by(V::LANES) {
-            // SAFETY: whole registers lie in both slices.
-            unsafe {
-                let place = self.numbers.as_mut_ptr().add(at);
-                let (value, slope) = simd::silu(V::load(place));
-                value.store(place);
-                if let Some(slopes) = &mut self.slopes {
-                    slope.store(slopes.as_mut_ptr().add(at));
-                }
+// `SiLU(s)` in place, and `SiLU'(s)` if there is room for it.
+operation!(Silu, |numbers: &'a mut [T], slopes: Option<&'a mut [T]>| {
+    let (len, mut slopes) = (numbers.len(), slopes);
+    assert!(len.is_multiple_of(V::LANES) && slopes.as_ref().is_none_or(|slopes| slopes.len() == len));
+    for at in (0..len).step_by(V::LANES) {
+        // SAFETY: whole registers lie in both slices.
+        unsafe {
+            let place = numbers.as_mut_ptr().add(at);
+            let (value, slope) = simd::silu(V::load(place));
+            value.store(place);
+            if let Some(slopes) = &mut slopes {
+                slope.store(slopes.as_mut_ptr().add(at));
             }
         }
     }
-}
+});
 
 /// `SiLU(s)` in place, and `SiLU'(s)` if there is room for it.
 pub(super) fn silu<T: Real>(numbers: &mut [T], slopes: Option<&mut [T]>) {
     dispatch(Silu { numbers, slopes });
 }
 
-/// `to ← x ⊙ y`, or `to += x ⊙ y`.
-struct Products<'a, T> {
-    x: &'a [T],
-    y: &'a [T],
-    add: bool,
-    to: &'a mut [T],
-}
-
-impl<T: Real> Operation for Products<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { x, y, add, to } = self;
-        let whole = to.len() / V::LANES * V::LANES;
-        assert!(x.len() >= to.len() && y.len() >= to.len());
-        for at in (0..whole).step_by(V::LANES) {
-            // SAFETY: `whole` numbers lie in all slices.
-            unsafe {
-                let place = to.as_mut_ptr().add(at);
-                let sum = if add { V::load(place) } else { V::splat(T::ZERO) };
-                V::load(x.as_ptr().add(at)).mul_add(V::load(y.as_ptr().add(at)), sum).store(place);
-            }
-        }
-        for at in whole..to.len() {
-            to[at] = if add { to[at] } else { T::ZERO } + x[at] * y[at];
+// `to ← x ⊙ y`, or `to += x ⊙ y`.
+operation!(Products, |x: &'a [T], y: &'a [T], add: bool, to: &'a mut [T]| {
+    let whole = to.len() / V::LANES * V::LANES;
+    assert!(x.len() >= to.len() && y.len() >= to.len());
+    for at in (0..whole).step_by(V::LANES) {
+        // SAFETY: `whole` numbers lie in all slices.
+        unsafe {
+            let place = to.as_mut_ptr().add(at);
+            let sum = if add { V::load(place) } else { V::splat(T::ZERO) };
+            V::load(x.as_ptr().add(at)).mul_add(V::load(y.as_ptr().add(at)), sum).store(place);
         }
     }
-}
+    for at in whole..to.len() {
+        to[at] = if add { to[at] } else { T::ZERO } + x[at] * y[at];
+    }
+});
 
 /// `to ← x ⊙ y`.
 pub(super) fn set_products<T: Real>(x: &[T], y: &[T], to: &mut [T]) {

@@ -3,7 +3,7 @@
 use super::FeatureMap;
 use crate::simd::block::{Largest, WIDEST};
 use crate::simd::rows::{Rows, load_part};
-use crate::simd::{Operation, Real, Vector, dispatch, exp_nonpositive, ln_1p_unit};
+use crate::simd::{Operation, Real, Vector, dispatch, exp_nonpositive, ln_1p_unit, operation};
 
 /// One loop for each elementwise map, in which it is a constant: a choice inside the loop would be made for every register. Maps of
 /// whole rows are not made here and count as the identity.
@@ -73,33 +73,22 @@ pub(crate) enum Shift<'s, T> {
     Own(&'s mut [T]),
 }
 
-/// Reads `count` rows of `width` numbers from a caller's tensor into a block, through `φ(x − shift)`; rows whose entry
-/// in `ignored` is true become 0 whatever stands in them.
-pub(crate) struct LoadFeatures<'a, T> {
-    pub map: FeatureMap,
-    pub shift: Shift<'a, T>,
-    pub from: Rows<'a, T>,
-    pub count: usize,
-    pub width: usize,
-    pub ignored: Option<&'a [bool]>,
-    pub to: &'a mut [T],
-    pub to_row: usize,
-}
-
-impl<T: Real> Operation for LoadFeatures<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { map, shift, from, count, width, ignored, to, to_row } = self;
-        assert!(count == 0 || (width <= to_row && to_row.is_multiple_of(V::LANES)));
-        // SAFETY: forwarded to the caller.
-        for_each_map!(map, MAP => unsafe {
-            load_through::<V>(MAP, shift, from, count, width, ignored, to, to_row);
-        });
-    }
-}
+// Reads `count` rows of `width` numbers from a caller's tensor into a block, through `φ(x − shift)`; rows whose entry
+// in `ignored` is true become 0 whatever stands in them.
+operation!(LoadFeatures, |map: FeatureMap,
+                          shift: Shift<'a, T>,
+                          from: Rows<'a, T>,
+                          count: usize,
+                          width: usize,
+                          ignored: Option<&'a [bool]>,
+                          to: &'a mut [T],
+                          to_row: usize| {
+    assert!(count == 0 || (width <= to_row && to_row.is_multiple_of(V::LANES)));
+    // SAFETY: forwarded to the caller.
+    for_each_map!(map, MAP => unsafe {
+        load_through::<V>(MAP, shift, from, count, width, ignored, to, to_row);
+    });
+});
 
 /// Reads `count` rows of `width` numbers through `φ(x − shift)` with one shift for all, as [`LoadFeatures`].
 #[inline]
@@ -184,81 +173,54 @@ unsafe fn load_through<V: Vector>(
     }
 }
 
-/// `d ← d · φ′(x)` for rows of raw inputs `x` and their features `phi`.
-pub(crate) struct PullBackFeatures<'a, T> {
-    pub map: FeatureMap,
-    pub x: Rows<'a, T>,
-    pub phi: &'a [T],
-    pub d: &'a mut [T],
-    pub count: usize,
-    pub width: usize,
-    pub row_length: usize,
-}
-
-impl<T: Real> Operation for PullBackFeatures<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { map, x, phi, d, count, width, row_length } = self;
-        if map == FeatureMap::Identity || !map.is_elementwise() {
-            return;
-        }
-        assert!(count == 0 || width.next_multiple_of(V::LANES) <= row_length);
-        for row in 0..count {
-            let x = x.row(row, width);
-            let phi = &phi[row * row_length..][..row_length];
-            let d = &mut d[row * row_length..][..row_length];
-            for column in (0..width).step_by(V::LANES) {
-                // SAFETY: `phi` and `d` have a whole number of registers a row.
-                unsafe {
-                    let (zero, one) = (V::splat(V::Element::ZERO), V::splat(V::Element::ONE));
-                    let phi = V::load(phi.as_ptr().add(column));
-                    let slope = match map {
-                        // eˣ below 0, where φ = eˣ ≤ 1, and 1 above, where φ > 1.
-                        FeatureMap::EluPlusOne => one.min(phi),
-                        FeatureMap::Relu => phi.if_positive(one, zero),
-                        FeatureMap::Softplus => {
-                            let x = load_part::<V>(x, column);
-                            let small = exp_nonpositive(zero.sub(x.abs()));
-                            x.if_positive(one, small).div(one.add(small))
-                        }
-                        _ => phi,
-                    };
-                    let at = d.as_mut_ptr().add(column);
-                    V::load(at).mul(slope).store(at);
-                }
+// `d ← d · φ′(x)` for rows of raw inputs `x` and their features `phi`.
+operation!(PullBackFeatures, |map: FeatureMap,
+                              x: Rows<'a, T>,
+                              phi: &'a [T],
+                              d: &'a mut [T],
+                              count: usize,
+                              width: usize,
+                              row_length: usize| {
+    if map == FeatureMap::Identity || !map.is_elementwise() {
+        return;
+    }
+    assert!(count == 0 || width.next_multiple_of(V::LANES) <= row_length);
+    for row in 0..count {
+        let x = x.row(row, width);
+        let phi = &phi[row * row_length..][..row_length];
+        let d = &mut d[row * row_length..][..row_length];
+        for column in (0..width).step_by(V::LANES) {
+            // SAFETY: `phi` and `d` have a whole number of registers a row.
+            unsafe {
+                let (zero, one) = (V::splat(V::Element::ZERO), V::splat(V::Element::ONE));
+                let phi = V::load(phi.as_ptr().add(column));
+                let slope = match map {
+                    // eˣ below 0, where φ = eˣ ≤ 1, and 1 above, where φ > 1.
+                    FeatureMap::EluPlusOne => one.min(phi),
+                    FeatureMap::Relu => phi.if_positive(one, zero),
+                    FeatureMap::Softplus => {
+                        let x = load_part::<V>(x, column);
+                        let small = exp_nonpositive(zero.sub(x.abs()));
+                        x.if_positive(one, small).div(one.add(small))
+                    }
+                    _ => phi,
+                };
+                let at = d.as_mut_ptr().add(column);
+                V::load(at).mul(slope).store(at);
             }
         }
     }
-}
+});
 
 /// Rows whose scores are formed side by side: their feature maps and sums hide each other's latency.
 const ROWS: usize = 4;
 
-/// `to[r] = φ(rows[r] − shift)·q` for rows of `width` numbers, one after the other.
-pub(crate) struct FeatureDots<'a, T> {
-    pub map: FeatureMap,
-    pub shift: T,
-    pub rows: &'a [T],
-    pub width: usize,
-    pub q: &'a [T],
-    pub to: &'a mut [T],
-}
-
-impl<T: Real> Operation for FeatureDots<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { map, shift, rows, width, q, to } = self;
-        // Features of whole rows stand in the state as they are.
-        // SAFETY: forwarded to the caller.
-        for_each_map!(map, MAP => unsafe { dots_of::<V>(MAP, shift, rows, width, q, to) });
-    }
-}
+// `to[r] = φ(rows[r] − shift)·q` for rows of `width` numbers, one after the other.
+operation!(FeatureDots, |map: FeatureMap, shift: T, rows: &'a [T], width: usize, q: &'a [T], to: &'a mut [T]| {
+    // Features of whole rows stand in the state as they are.
+    // SAFETY: forwarded to the caller.
+    for_each_map!(map, MAP => unsafe { dots_of::<V>(MAP, shift, rows, width, q, to) });
+});
 
 #[inline(always)]
 unsafe fn dots_of<V: Vector>(

@@ -4,7 +4,7 @@ use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{Features, LoadFeatures, Shift, feature, for_each_map};
 use crate::simd::block::AddColumnSums;
 use crate::simd::rows::covers;
-use crate::simd::{Operation, Real, Vector};
+use crate::simd::{Operation, Real, Vector, operation};
 
 /// How a row of `m` features is turned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,29 +109,15 @@ fn sum_of_one<T: Real>([base_cos, base_sin]: [T; 2], [cos, sin]: [T; 2]) -> [T; 
     [base_cos * cos - base_sin * sin, base_sin * cos + base_cos * sin]
 }
 
-/// Writes the cosines and sines, one after the other, of the angles `base` and `angle` together.
-pub(crate) struct SumAngles<'a, T> {
-    pub base: &'a [T],
-    pub angle: [&'a [T]; 2],
-    pub to: &'a mut [T],
-}
-
-impl<T: Real> Operation for SumAngles<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { base, angle, to } = self;
-        let (base_cos, base_sin) = base.split_at(base.len() / 2);
-        let (to_cos, to_sin) = to.split_at_mut(base_cos.len());
-        let numbers =
-            to_cos.iter_mut().zip(to_sin).zip(base_cos.iter().zip(base_sin)).zip(angle[0].iter().zip(angle[1]));
-        for (((to_cos, to_sin), (&base_cos, &base_sin)), (&cos, &sin)) in numbers {
-            [*to_cos, *to_sin] = sum_of_one([base_cos, base_sin], [cos, sin]);
-        }
+// Writes the cosines and sines, one after the other, of the angles `base` and `angle` together.
+operation!(SumAngles, |base: &'a [T], angle: [&'a [T]; 2], to: &'a mut [T]| {
+    let (base_cos, base_sin) = base.split_at(base.len() / 2);
+    let (to_cos, to_sin) = to.split_at_mut(base_cos.len());
+    let numbers = to_cos.iter_mut().zip(to_sin).zip(base_cos.iter().zip(base_sin)).zip(angle[0].iter().zip(angle[1]));
+    for (((to_cos, to_sin), (&base_cos, &base_sin)), (&cos, &sin)) in numbers {
+        [*to_cos, *to_sin] = sum_of_one([base_cos, base_sin], [cos, sin]);
     }
-}
+});
 
 impl<T: Real> Rotation<'_, T> {
     /// That every number it speaks of is there, and that of as many rows of features.
@@ -153,118 +139,103 @@ impl<T: Real> Rotation<'_, T> {
     }
 }
 
-/// Writes turned rows. Numbers that belong to no feature become 0. Adds the sums of the columns to `sums`, if it is not empty.
-pub(crate) struct Rotate<'a, T> {
-    pub r: &'a Rotation<'a, T>,
-    pub x: Features<'a, T>,
-    pub to: &'a mut [T],
-    pub to_row: usize,
-    pub sums: &'a mut [T],
-}
-
-impl<T: Real> Operation for Rotate<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { r, x, to, to_row, sums } = self;
-        let (width, stride, x_row) = (r.width, r.stride, r.x_row);
-        let beyond = r.turned() * stride + if r.rest.is_some() { width } else { 0 };
-        assert!(r.count * to_row <= to.len() && beyond <= to_row && (sums.is_empty() || sums.len() == to_row));
-        let registers = width / V::LANES * V::LANES;
-        let gaps = registers < width || width < stride || beyond < to_row;
-        let x: &[V::Element] = match x {
-            Features::Formed(x) => x,
-            Features::Mapped { map, shift, from, ignored: None, to: x, keep } if r.turn == Turn::Each && !gaps => {
-                r.check(x.len());
-                assert!(covers(&from, r.count, width));
-                let x = x.as_mut_ptr();
-                // Exponentials and the memory that rotation waits for take their time together.
-                // SAFETY: every number that is read or written is there by the assertions above.
-                for_each_map!(map, MAP => unsafe {
-                    let shift = V::splat(shift);
-                    let mapped = |row: usize, column: usize| {
-                        let raw = V::load(from.data.as_ptr().add(row * from.stride + column));
-                        let feature = feature(MAP, raw, shift);
-                        if keep {
-                            feature.store(x.add(row * x_row + column));
-                        }
-                        feature
-                    };
-                    rotate_registers::<V>(r, registers, mapped, to, to_row, sums);
-                });
-                return;
-            }
-            Features::Mapped { map, shift, from, ignored, to, .. } => {
-                // SAFETY: forwarded to the caller.
-                unsafe {
-                    let shift = Shift::One(shift);
-                    LoadFeatures { map, shift, from, count: r.count, width, ignored, to, to_row: x_row }.run::<V>()
-                };
-                to
-            }
-        };
-        r.check(x.len());
-        let whole = match r.turn {
+// Writes turned rows. Numbers that belong to no feature become 0. Adds the sums of the columns to `sums`, if it is not empty.
+operation!(Rotate, |r: &'a Rotation<'a, T>, x: Features<'a, T>, to: &'a mut [T], to_row: usize, sums: &'a mut [T]| {
+    let (width, stride, x_row) = (r.width, r.stride, r.x_row);
+    let beyond = r.turned() * stride + if r.rest.is_some() { width } else { 0 };
+    assert!(r.count * to_row <= to.len() && beyond <= to_row && (sums.is_empty() || sums.len() == to_row));
+    let registers = width / V::LANES * V::LANES;
+    let gaps = registers < width || width < stride || beyond < to_row;
+    let x: &[V::Element] = match x {
+        Features::Formed(x) => x,
+        Features::Mapped { map, shift, from, ignored: None, to: x, keep } if r.turn == Turn::Each && !gaps => {
+            r.check(x.len());
+            assert!(covers(&from, r.count, width));
+            let x = x.as_mut_ptr();
+            // Exponentials and the memory that rotation waits for take their time together.
             // SAFETY: every number that is read or written is there by the assertions above.
-            Turn::Each => unsafe {
-                let formed = |row: usize, column: usize| V::load(x.as_ptr().add(row * x_row + column));
-                let sums = if gaps { &mut [] } else { &mut *sums };
-                rotate_registers::<V>(r, registers, formed, to, to_row, sums);
-                registers
-            },
-            Turn::Pairs => 0,
-        };
-        if r.turn == Turn::Each && !gaps {
+            for_each_map!(map, MAP => unsafe {
+                let shift = V::splat(shift);
+                let mapped = |row: usize, column: usize| {
+                    let raw = V::load(from.data.as_ptr().add(row * from.stride + column));
+                    let feature = feature(MAP, raw, shift);
+                    if keep {
+                        feature.store(x.add(row * x_row + column));
+                    }
+                    feature
+                };
+                rotate_registers::<V>(r, registers, mapped, to, to_row, sums);
+            });
             return;
         }
-        for row in 0..r.count {
-            let x = &x[row * x_row..][..width];
-            let [[cos, sin], base] = r.angles.of_row(row);
-            let to = &mut to[row * to_row..][..to_row];
-            let (turned, after) = to.split_at_mut(r.turned() * stride);
-            match r.turn {
-                Turn::Each => {
-                    let (first, second) = turned.split_at_mut(stride);
-                    for k in whole..width {
-                        let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
-                        first[k] = x[k] * c;
-                        second[k] = x[k] * s;
-                    }
-                    first[width..].fill(V::Element::ZERO);
-                    second[width..].fill(V::Element::ZERO);
-                }
-                Turn::Pairs => {
-                    let half = width / 2;
-                    let (cos, sin) = (&cos[..half], &sin[..half]);
-                    let base = base.map(|base| &base[..half]);
-                    turned[width..].fill(V::Element::ZERO);
-                    let (first, second) = turned[..width].split_at_mut(half);
-                    let (low, high) = x.split_at(half);
-                    for k in 0..half {
-                        let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
-                        first[k] = low[k] * c - high[k] * s;
-                        second[k] = low[k] * s + high[k] * c;
-                    }
-                }
-            }
-            let Some(rest) = r.rest else {
-                after.fill(V::Element::ZERO);
-                continue;
+        Features::Mapped { map, shift, from, ignored, to, .. } => {
+            // SAFETY: forwarded to the caller.
+            unsafe {
+                let shift = Shift::One(shift);
+                LoadFeatures { map, shift, from, count: r.count, width, ignored, to, to_row: x_row }.run::<V>()
             };
-            let (unturned, nothing) = after.split_at_mut(width);
-            nothing.fill(V::Element::ZERO);
-            for ((to, &x), &rest) in unturned.iter_mut().zip(x).zip(rest).skip(whole) {
-                *to = x * rest;
+            to
+        }
+    };
+    r.check(x.len());
+    let whole = match r.turn {
+        // SAFETY: every number that is read or written is there by the assertions above.
+        Turn::Each => unsafe {
+            let formed = |row: usize, column: usize| V::load(x.as_ptr().add(row * x_row + column));
+            let sums = if gaps { &mut [] } else { &mut *sums };
+            rotate_registers::<V>(r, registers, formed, to, to_row, sums);
+            registers
+        },
+        Turn::Pairs => 0,
+    };
+    if r.turn == Turn::Each && !gaps {
+        return;
+    }
+    for row in 0..r.count {
+        let x = &x[row * x_row..][..width];
+        let [[cos, sin], base] = r.angles.of_row(row);
+        let to = &mut to[row * to_row..][..to_row];
+        let (turned, after) = to.split_at_mut(r.turned() * stride);
+        match r.turn {
+            Turn::Each => {
+                let (first, second) = turned.split_at_mut(stride);
+                for k in whole..width {
+                    let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
+                    first[k] = x[k] * c;
+                    second[k] = x[k] * s;
+                }
+                first[width..].fill(V::Element::ZERO);
+                second[width..].fill(V::Element::ZERO);
+            }
+            Turn::Pairs => {
+                let half = width / 2;
+                let (cos, sin) = (&cos[..half], &sin[..half]);
+                let base = base.map(|base| &base[..half]);
+                turned[width..].fill(V::Element::ZERO);
+                let (first, second) = turned[..width].split_at_mut(half);
+                let (low, high) = x.split_at(half);
+                for k in 0..half {
+                    let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
+                    first[k] = low[k] * c - high[k] * s;
+                    second[k] = low[k] * s + high[k] * c;
+                }
             }
         }
-        if !sums.is_empty() {
-            // SAFETY: forwarded to the caller.
-            unsafe { AddColumnSums { block: to, row_length: to_row, rows: r.count, to: sums }.run::<V>() };
+        let Some(rest) = r.rest else {
+            after.fill(V::Element::ZERO);
+            continue;
+        };
+        let (unturned, nothing) = after.split_at_mut(width);
+        nothing.fill(V::Element::ZERO);
+        for ((to, &x), &rest) in unturned.iter_mut().zip(x).zip(rest).skip(whole) {
+            *to = x * rest;
         }
     }
-}
+    if !sums.is_empty() {
+        // SAFETY: forwarded to the caller.
+        unsafe { AddColumnSums { block: to, row_length: to_row, rows: r.count, to: sums }.run::<V>() };
+    }
+});
 
 /// Writes the registers up to column `end` of rows turned by [`Turn::Each`], whose features `x` gives by row and column. Register after
 /// register down all rows, so that what rows have in common stays where it is. Adds the sums of the columns to `sums`, if it is not empty.

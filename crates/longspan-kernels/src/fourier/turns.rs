@@ -4,7 +4,7 @@
 //! rounding of its rate alone, at position 10⁷ as at position 1.
 
 use crate::simd::rows::put;
-use crate::simd::{Constants, Operation, Real, Vector};
+use crate::simd::{Constants, Operation, Real, Vector, operation};
 
 /// 1/2π, and what rounding took from it.
 const PER_RADIAN: [f64; 2] = [0.159_154_943_091_895_35, -9.839_338_337_591_243e-18];
@@ -15,38 +15,24 @@ pub(crate) const fn is_double<T>() -> bool {
     size_of::<T>() == size_of::<f64>()
 }
 
-/// Turns for every `step`-th of `radians`, and for `f64` what rounding took from each.
-///
-/// These loops stand here for the instructions: fused products and roundings of `f64` are calls into the C library where a
-/// processor may lack them.
-pub(crate) struct TurnRates<'a, T> {
-    pub radians: &'a [T],
-    pub step: usize,
-    pub turns: &'a mut [f64],
-    pub rests: &'a mut [f64],
-}
-
-impl<T: Real> Operation for TurnRates<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { radians, step, turns, rests } = self;
-        if step == 1 {
-            turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
-        } else {
-            let radians = radians.iter().step_by(step);
-            turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
-        }
-        if is_double::<V::Element>() {
-            for ((rest, &turns), radians) in rests.iter_mut().zip(&*turns).zip(radians.iter().step_by(step)) {
-                let radians = radians.to_f64();
-                *rest = radians.mul_add(PER_RADIAN[0], -turns) + radians * PER_RADIAN[1];
-            }
+// Turns for every `step`-th of `radians`, and for `f64` what rounding took from each.
+//
+// These loops stand here for the instructions: fused products and roundings of `f64` are calls into the C library where a
+// processor may lack them.
+operation!(TurnRates, |radians: &'a [T], step: usize, turns: &'a mut [f64], rests: &'a mut [f64]| {
+    if step == 1 {
+        turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
+    } else {
+        let radians = radians.iter().step_by(step);
+        turns.iter_mut().zip(radians).for_each(|(turns, radians)| *turns = radians.to_f64() * PER_RADIAN[0]);
+    }
+    if is_double::<V::Element>() {
+        for ((rest, &turns), radians) in rests.iter_mut().zip(&*turns).zip(radians.iter().step_by(step)) {
+            let radians = radians.to_f64();
+            *rest = radians.mul_add(PER_RADIAN[0], -turns) + radians * PER_RADIAN[1];
         }
     }
-}
+});
 
 /// Adds to `to` the turns after so many steps, without whole ones.
 pub(crate) struct AddTurns<'a> {
@@ -82,58 +68,45 @@ impl Operation for AddTurns<'_> {
 /// Angles brought to one eighth of a turn in one go; they stand on the stack.
 const BATCH: usize = 64;
 
-/// `cos 2πt` and `sin 2πt` for each of `turns`, of any size; NaN for what is not finite.
-pub(crate) struct CosSin<'a, T> {
-    pub turns: &'a [f64],
-    pub cos: &'a mut [T],
-    pub sin: &'a mut [T],
-}
-
-impl<T: Real> Operation for CosSin<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { turns, cos, sin } = self;
-        let zero = V::Element::ZERO;
-        for ((turns, cos), sin) in turns.chunks(BATCH).zip(cos.chunks_mut(BATCH)).zip(sin.chunks_mut(BATCH)) {
-            let (mut quarters, mut rest) = ([zero; BATCH], [zero; BATCH]);
-            for ((&turn, quarter), rest) in turns.iter().zip(&mut quarters).zip(&mut rest) {
-                // Adding and taking off 1.5·2⁵² rounds to an integer, in every instruction set and without a call.
-                const MAGIC: f64 = 6_755_399_441_055_744.0;
-                let part = turn - turn.round_ties_even();
-                let n = (4.0 * part + MAGIC) - MAGIC;
-                *quarter = V::Element::from_f64(n);
-                *rest = V::Element::from_f64((part - 0.25 * n) * std::f64::consts::TAU);
-            }
-            for at in (0..turns.len()).step_by(V::LANES) {
-                // SAFETY: LANES divides the length of the arrays.
-                unsafe {
-                    let (n, x) = (V::load(quarters.as_ptr().add(at)), V::load(rest.as_ptr().add(at)));
-                    let (near_cos, near_sin) = cos_sin_eighth(x);
-                    // n = ±1: (cos, sin) → (∓sin, ±cos); n = ±2: both change sign.
-                    let number = |x: f64| V::splat(V::Element::from_f64(x));
-                    let size = n.abs();
-                    let odd = number(0.5).sub(size.sub(number(1.0)).abs());
-                    let sign = number(1.5).sub(size).if_positive(number(1.0), number(-1.0));
-                    let turned = number(0.0).sub(n);
-                    let turned_cos = odd.if_positive(turned.mul(near_sin), sign.mul(near_cos));
-                    let turned_sin = odd.if_positive(n.mul(near_cos), sign.mul(near_sin));
-                    let (to_cos, to_sin) = (cos[at..].as_mut_ptr(), sin[at..].as_mut_ptr());
-                    let left = turns.len().min(cos.len()).min(sin.len()) - at;
-                    if left >= V::LANES {
-                        put::<V, true>(turned_cos, to_cos, left);
-                        put::<V, true>(turned_sin, to_sin, left);
-                    } else {
-                        put::<V, false>(turned_cos, to_cos, left);
-                        put::<V, false>(turned_sin, to_sin, left);
-                    }
+// `cos 2πt` and `sin 2πt` for each of `turns`, of any size; NaN for what is not finite.
+operation!(CosSin, |turns: &'a [f64], cos: &'a mut [T], sin: &'a mut [T]| {
+    let zero = V::Element::ZERO;
+    for ((turns, cos), sin) in turns.chunks(BATCH).zip(cos.chunks_mut(BATCH)).zip(sin.chunks_mut(BATCH)) {
+        let (mut quarters, mut rest) = ([zero; BATCH], [zero; BATCH]);
+        for ((&turn, quarter), rest) in turns.iter().zip(&mut quarters).zip(&mut rest) {
+            // Adding and taking off 1.5·2⁵² rounds to an integer, in every instruction set and without a call.
+            const MAGIC: f64 = 6_755_399_441_055_744.0;
+            let part = turn - turn.round_ties_even();
+            let n = (4.0 * part + MAGIC) - MAGIC;
+            *quarter = V::Element::from_f64(n);
+            *rest = V::Element::from_f64((part - 0.25 * n) * std::f64::consts::TAU);
+        }
+        for at in (0..turns.len()).step_by(V::LANES) {
+            // SAFETY: LANES divides the length of the arrays.
+            unsafe {
+                let (n, x) = (V::load(quarters.as_ptr().add(at)), V::load(rest.as_ptr().add(at)));
+                let (near_cos, near_sin) = cos_sin_eighth(x);
+                // n = ±1: (cos, sin) → (∓sin, ±cos); n = ±2: both change sign.
+                let number = |x: f64| V::splat(V::Element::from_f64(x));
+                let size = n.abs();
+                let odd = number(0.5).sub(size.sub(number(1.0)).abs());
+                let sign = number(1.5).sub(size).if_positive(number(1.0), number(-1.0));
+                let turned = number(0.0).sub(n);
+                let turned_cos = odd.if_positive(turned.mul(near_sin), sign.mul(near_cos));
+                let turned_sin = odd.if_positive(n.mul(near_cos), sign.mul(near_sin));
+                let (to_cos, to_sin) = (cos[at..].as_mut_ptr(), sin[at..].as_mut_ptr());
+                let left = turns.len().min(cos.len()).min(sin.len()) - at;
+                if left >= V::LANES {
+                    put::<V, true>(turned_cos, to_cos, left);
+                    put::<V, true>(turned_sin, to_sin, left);
+                } else {
+                    put::<V, false>(turned_cos, to_cos, left);
+                    put::<V, false>(turned_sin, to_sin, left);
                 }
             }
         }
     }
-}
+});
 
 /// `cos x` and `sin x` for |x| ≤ π/4, by their series.
 #[inline(always)]

@@ -2,41 +2,26 @@
 
 use crate::simd::block::{AddScaled, Dot, Scale, add_registers};
 use crate::simd::product::by_whole_registers;
-use crate::simd::{Operation, Real, Vector, dispatch};
+use crate::simd::{Real, Vector, dispatch, operation};
 
-/// `to = a·x + b·y`.
-pub(crate) struct Combine<'a, T> {
-    pub to: &'a mut [T],
-    pub a: T,
-    pub x: &'a [T],
-    pub b: T,
-    pub y: &'a [T],
-}
-
-impl<T: Real> Operation for Combine<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { to, a, x, b, y } = self;
-        let whole = to.len() / V::LANES * V::LANES;
-        assert!(x.len() >= to.len() && y.len() >= to.len());
-        // SAFETY: `whole` numbers lie in all three slices.
-        unsafe {
-            let (av, bv) = (V::splat(a), V::splat(b));
-            let mut at = 0;
-            while at < whole {
-                let scaled = av.mul(V::load(x.as_ptr().add(at)));
-                bv.mul_add(V::load(y.as_ptr().add(at)), scaled).store(to.as_mut_ptr().add(at));
-                at += V::LANES;
-            }
-        }
-        for at in whole..to.len() {
-            to[at] = a * x[at] + b * y[at];
+// `to = a·x + b·y`.
+operation!(Combine, |to: &'a mut [T], a: T, x: &'a [T], b: T, y: &'a [T]| {
+    let whole = to.len() / V::LANES * V::LANES;
+    assert!(x.len() >= to.len() && y.len() >= to.len());
+    // SAFETY: `whole` numbers lie in all three slices.
+    unsafe {
+        let (av, bv) = (V::splat(a), V::splat(b));
+        let mut at = 0;
+        while at < whole {
+            let scaled = av.mul(V::load(x.as_ptr().add(at)));
+            bv.mul_add(V::load(y.as_ptr().add(at)), scaled).store(to.as_mut_ptr().add(at));
+            at += V::LANES;
         }
     }
-}
+    for at in whole..to.len() {
+        to[at] = a * x[at] + b * y[at];
+    }
+});
 
 /// `to = a·x + b·y`.
 pub(crate) fn combine<T: Real>(to: &mut [T], a: T, x: &[T], b: T, y: &[T]) {
@@ -66,113 +51,69 @@ impl<T> Run<'_, T> {
     }
 }
 
-/// Runs a sum over rows and adds it to those of `to`: `to[n] += weights[n] · sum`. Empty `to` only runs it.
-pub(crate) struct AddRunning<'a, T> {
-    pub sum: &'a mut [T],
-    pub run: Run<'a, T>,
-    pub to: &'a mut [T],
-    pub to_row: usize,
-}
-
-impl<T: Real> Operation for AddRunning<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { sum, run, to, to_row } = self;
-        if run.count == 0 {
-            return;
-        }
-        let width = sum.len();
-        assert!(width.is_multiple_of(V::LANES) && (run.count - 1) * run.row_length + width <= run.rows.len());
-        let writes = !to.is_empty();
-        assert!(!writes || (run.count - 1) * to_row + width <= to.len());
-        assert!(!writes || (run.count - 1) * run.weight_step < run.weights.len());
-        let mut column = 0;
-        while column < width {
-            // SAFETY: each row of `rows` and `to` has a register at `column` by the assertions above.
-            unsafe {
-                let (gain, decay) = (V::splat(run.gain), V::splat(run.decay));
-                let mut total = V::load(sum.as_ptr().add(column));
-                for n in 0..run.count {
-                    let row = run.order(n);
-                    total = gain.mul_add(V::load(run.rows.as_ptr().add(row * run.row_length + column)), total);
-                    if writes {
-                        let weight = V::splat(*run.weights.get_unchecked(row * run.weight_step));
-                        let place = to.as_mut_ptr().add(row * to_row + column);
-                        weight.mul_add(total, V::load(place)).store(place);
-                    }
-                    total = total.mul(decay);
+// Runs a sum over rows and adds it to those of `to`: `to[n] += weights[n] · sum`. Empty `to` only runs it.
+operation!(AddRunning, |sum: &'a mut [T], run: Run<'a, T>, to: &'a mut [T], to_row: usize| {
+    if run.count == 0 {
+        return;
+    }
+    let width = sum.len();
+    assert!(width.is_multiple_of(V::LANES) && (run.count - 1) * run.row_length + width <= run.rows.len());
+    let writes = !to.is_empty();
+    assert!(!writes || (run.count - 1) * to_row + width <= to.len());
+    assert!(!writes || (run.count - 1) * run.weight_step < run.weights.len());
+    let mut column = 0;
+    while column < width {
+        // SAFETY: each row of `rows` and `to` has a register at `column` by the assertions above.
+        unsafe {
+            let (gain, decay) = (V::splat(run.gain), V::splat(run.decay));
+            let mut total = V::load(sum.as_ptr().add(column));
+            for n in 0..run.count {
+                let row = run.order(n);
+                total = gain.mul_add(V::load(run.rows.as_ptr().add(row * run.row_length + column)), total);
+                if writes {
+                    let weight = V::splat(*run.weights.get_unchecked(row * run.weight_step));
+                    let place = to.as_mut_ptr().add(row * to_row + column);
+                    weight.mul_add(total, V::load(place)).store(place);
                 }
-                total.store(sum.as_mut_ptr().add(column));
+                total = total.mul(decay);
             }
-            column += V::LANES;
+            total.store(sum.as_mut_ptr().add(column));
         }
+        column += V::LANES;
     }
-}
+});
 
-/// Runs a sum over rows and takes its products with those of `with`: `dots[n] += with[n] · sum`.
-pub(crate) struct RunningDots<'a, T> {
-    pub sum: &'a mut [T],
-    pub run: Run<'a, T>,
-    pub with: &'a [T],
-    pub with_row: usize,
-    pub dots: &'a mut [T],
-}
-
-impl<T: Real> Operation for RunningDots<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { sum, run, with, with_row, dots } = self;
-        let width = sum.len();
-        for n in 0..run.count {
-            let row = run.order(n);
-            // SAFETY: forwarded to the caller; the slices are indexed with checks.
-            unsafe {
-                AddScaled { to: sum, a: run.gain, x: &run.rows[row * run.row_length..][..width] }.run::<V>();
-                dots[row] += Dot { x: sum, y: &with[row * with_row..][..width] }.run::<V>();
-                if run.decay != V::Element::ONE {
-                    Scale { to: sum, a: run.decay }.run::<V>();
-                }
+// Runs a sum over rows and takes its products with those of `with`: `dots[n] += with[n] · sum`.
+operation!(RunningDots, |sum: &'a mut [T], run: Run<'a, T>, with: &'a [T], with_row: usize, dots: &'a mut [T]| {
+    let width = sum.len();
+    for n in 0..run.count {
+        let row = run.order(n);
+        // SAFETY: forwarded to the caller; the slices are indexed with checks.
+        unsafe {
+            AddScaled { to: sum, a: run.gain, x: &run.rows[row * run.row_length..][..width] }.run::<V>();
+            dots[row] += Dot { x: sum, y: &with[row * with_row..][..width] }.run::<V>();
+            if run.decay != V::Element::ONE {
+                Scale { to: sum, a: run.decay }.run::<V>();
             }
         }
     }
-}
+});
 
-/// One token of a running sum: `S += k vᵀ`, then `out += qᵀ S`; `S` is `k.len() × v.len()`, row-major.
-pub(crate) struct AbsorbToken<'a, T> {
-    pub sum: &'a mut [T],
-    pub k: &'a [T],
-    pub v: &'a [T],
-    pub q: &'a [T],
-    pub out: &'a mut [T],
-}
-
-impl<T: Real> Operation for AbsorbToken<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { sum, k, v, q, out } = self;
-        let width = v.len();
-        assert!(sum.len() >= k.len() * width && q.len() >= k.len() && out.len() >= width);
-        let whole = width / V::LANES * V::LANES;
-        // SAFETY: all are as long as the assertion says.
-        unsafe { by_whole_registers!(0, whole, 4, absorb_columns(sum, k, v, q, out)) };
-        for column in whole..width {
-            for (feature, (&k, &q)) in k.iter().zip(q).enumerate() {
-                let s = &mut sum[feature * width + column];
-                *s += k * v[column];
-                out[column] += q * *s;
-            }
+// One token of a running sum: `S += k vᵀ`, then `out += qᵀ S`; `S` is `k.len() × v.len()`, row-major.
+operation!(AbsorbToken, |sum: &'a mut [T], k: &'a [T], v: &'a [T], q: &'a [T], out: &'a mut [T]| {
+    let width = v.len();
+    assert!(sum.len() >= k.len() * width && q.len() >= k.len() && out.len() >= width);
+    let whole = width / V::LANES * V::LANES;
+    // SAFETY: all are as long as the assertion says.
+    unsafe { by_whole_registers!(0, whole, 4, absorb_columns(sum, k, v, q, out)) };
+    for column in whole..width {
+        for (feature, (&k, &q)) in k.iter().zip(q).enumerate() {
+            let s = &mut sum[feature * width + column];
+            *s += k * v[column];
+            out[column] += q * *s;
         }
     }
-}
+});
 
 #[inline(always)]
 unsafe fn absorb_columns<V: Vector, const N: usize>(
@@ -200,32 +141,18 @@ unsafe fn absorb_columns<V: Vector, const N: usize>(
     }
 }
 
-/// `high + low += factor · terms` by Knuth's exact sum: `low` keeps what `high` loses, with no demand on which is larger.
-pub(crate) struct AddCompensated<'a, T> {
-    pub high: &'a mut [T],
-    pub low: &'a mut [T],
-    pub terms: &'a [T],
-    pub factor: T,
-}
-
-impl<T: Real> Operation for AddCompensated<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { high, low, terms, factor } = self;
-        for ((high, low), &term) in high.iter_mut().zip(low).zip(terms) {
-            let more = term * factor + *low;
-            let sum = *high + more;
-            let shown = sum - *high;
-            let error = (*high - (sum - shown)) + (more - shown);
-            *high = sum;
-            // An infinite or NaN sum has no error to keep.
-            *low = if error.is_finite() { error } else { V::Element::ZERO };
-        }
+// `high + low += factor · terms` by Knuth's exact sum: `low` keeps what `high` loses, with no demand on which is larger.
+operation!(AddCompensated, |high: &'a mut [T], low: &'a mut [T], terms: &'a [T], factor: T| {
+    for ((high, low), &term) in high.iter_mut().zip(low).zip(terms) {
+        let more = term * factor + *low;
+        let sum = *high + more;
+        let shown = sum - *high;
+        let error = (*high - (sum - shown)) + (more - shown);
+        *high = sum;
+        // An infinite or NaN sum has no error to keep.
+        *low = if error.is_finite() { error } else { V::Element::ZERO };
     }
-}
+});
 
 /// `high + low += factor · terms` by Knuth's exact sum: `low` keeps what `high` loses, with no demand on which is larger.
 pub(crate) fn add_compensated<T: Real>(high: &mut [T], low: &mut [T], terms: &[T], factor: T) {

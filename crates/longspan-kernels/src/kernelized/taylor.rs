@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::simd::block::add_scaled;
-use crate::simd::{Operation, Real, Vector};
+use crate::simd::{Real, operation};
 
 /// Where `t` comes from.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -49,36 +49,28 @@ pub(super) struct Weigh<'a, T> {
     pub slopes: &'a mut [T],
 }
 
-impl<T: Real> Operation for Weigh<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { taylor, rows, keys, weights, row_length, present, slopes } = self;
-        let columns = keys.next_multiple_of(V::LANES);
-        if rows == 0 || columns == 0 {
-            return;
-        }
-        let end = (rows - 1) * row_length + columns;
-        assert!(end <= weights.len() && columns <= present.len() && (slopes.is_empty() || end <= slopes.len()));
-        // SAFETY: whole registers lie in each line of the weights, in that of the keys, and in the slopes if there are any.
-        unsafe {
-            let (scale, one, half) =
-                (V::splat(T::from_f64(taylor.scale)), V::splat(T::ONE), V::splat(T::from_f64(0.5)));
-            for row in 0..rows {
-                for column in (0..columns).step_by(V::LANES) {
-                    let at = row * row_length + column;
-                    let weight = weights.as_mut_ptr().add(at);
-                    let t = V::load(weight).mul(scale);
-                    let there = V::load(present.as_ptr().add(column));
-                    // `t` of what is not there is 0.
-                    t.mul_add(t.mul_add(half, one), there).store(weight);
-                    if !slopes.is_empty() {
-                        t.mul_add(scale, scale).store(slopes.as_mut_ptr().add(at));
-                    }
+operation!(Weigh, |Self { taylor, rows, keys, weights, row_length, present, slopes }| {
+    let columns = keys.next_multiple_of(V::LANES);
+    if rows == 0 || columns == 0 {
+        return;
+    }
+    let end = (rows - 1) * row_length + columns;
+    assert!(end <= weights.len() && columns <= present.len() && (slopes.is_empty() || end <= slopes.len()));
+    // SAFETY: whole registers lie in each line of the weights, in that of the keys, and in the slopes if there are any.
+    unsafe {
+        let (scale, one, half) = (V::splat(T::from_f64(taylor.scale)), V::splat(T::ONE), V::splat(T::from_f64(0.5)));
+        for row in 0..rows {
+            for column in (0..columns).step_by(V::LANES) {
+                let at = row * row_length + column;
+                let weight = weights.as_mut_ptr().add(at);
+                let t = V::load(weight).mul(scale);
+                let there = V::load(present.as_ptr().add(column));
+                // `t` of what is not there is 0.
+                t.mul_add(t.mul_add(half, one), there).store(weight);
+                if !slopes.is_empty() {
+                    t.mul_add(scale, scale).store(slopes.as_mut_ptr().add(at));
                 }
             }
         }
     }
-}
+});

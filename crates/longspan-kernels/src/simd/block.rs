@@ -2,86 +2,57 @@
 
 use super::product::by_whole_registers;
 use super::rows::{Rows, load_part};
-use super::{Operation, Real, Vector, dispatch, exp_nonpositive};
+use super::{Real, Vector, dispatch, exp_nonpositive, operation};
 
 /// Numbers of the widest register.
 pub(crate) const WIDEST: usize = 16;
 
-/// `to[i] = from[i] · factor`.
-pub(crate) struct StoreScaled<'a, T> {
-    pub from: &'a [T],
-    pub factor: T,
-    pub to: &'a mut [T],
-}
-
-impl<T: Real> Operation for StoreScaled<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { from, factor, to } = self;
-        let whole = to.len() / V::LANES * V::LANES;
-        // SAFETY: `whole` numbers lie in both slices.
-        unsafe {
-            let factor = V::splat(factor);
-            let mut column = 0;
-            assert!(from.len() >= to.len());
-            while column < whole {
-                V::load(from.as_ptr().add(column)).mul(factor).store(to.as_mut_ptr().add(column));
-                column += V::LANES;
-            }
-        }
-        for column in whole..to.len() {
-            to[column] = from[column] * factor;
+// `to[i] = from[i] · factor`.
+operation!(StoreScaled, |from: &'a [T], factor: T, to: &'a mut [T]| {
+    let whole = to.len() / V::LANES * V::LANES;
+    // SAFETY: `whole` numbers lie in both slices.
+    unsafe {
+        let factor = V::splat(factor);
+        let mut column = 0;
+        assert!(from.len() >= to.len());
+        while column < whole {
+            V::load(from.as_ptr().add(column)).mul(factor).store(to.as_mut_ptr().add(column));
+            column += V::LANES;
         }
     }
-}
+    for column in whole..to.len() {
+        to[column] = from[column] * factor;
+    }
+});
 
 /// `to[i] = from[i] · factor`.
 pub(crate) fn store<T: Real>(from: &[T], factor: T, to: &mut [T]) {
     dispatch(StoreScaled { from, factor, to })
 }
 
-/// Writes the transpose of a block of `rows × columns`; both are rounded up to whole registers, so `to` must have that
-/// many rows and `from`'s rows beyond `rows` are read too.
-pub(crate) struct Transpose<'a, T> {
-    pub from: &'a [T],
-    pub from_row: usize,
-    pub rows: usize,
-    pub columns: usize,
-    pub to: &'a mut [T],
-    pub to_row: usize,
-}
-
-impl<T: Real> Operation for Transpose<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { from, from_row, rows, columns, to, to_row } = self;
-        let (rows, columns) = (rows.next_multiple_of(V::LANES), columns.next_multiple_of(V::LANES));
-        if rows == 0 || columns == 0 {
-            return;
-        }
-        assert!((rows - 1) * from_row + columns <= from.len());
-        assert!((columns - 1) * to_row + rows <= to.len());
-        let mut row = 0;
-        while row < rows {
-            let mut column = 0;
-            while column < columns {
-                // SAFETY: the tile lies in both slices by the assertions above.
-                unsafe {
-                    let from = from.as_ptr().add(row * from_row + column);
-                    V::transpose(from, from_row, to.as_mut_ptr().add(column * to_row + row), to_row);
-                }
-                column += V::LANES;
-            }
-            row += V::LANES;
-        }
+// Writes the transpose of a block of `rows × columns`; both are rounded up to whole registers, so `to` must have that
+// many rows and `from`'s rows beyond `rows` are read too.
+operation!(Transpose, |from: &'a [T], from_row: usize, rows: usize, columns: usize, to: &'a mut [T], to_row: usize| {
+    let (rows, columns) = (rows.next_multiple_of(V::LANES), columns.next_multiple_of(V::LANES));
+    if rows == 0 || columns == 0 {
+        return;
     }
-}
+    assert!((rows - 1) * from_row + columns <= from.len());
+    assert!((columns - 1) * to_row + rows <= to.len());
+    let mut row = 0;
+    while row < rows {
+        let mut column = 0;
+        while column < columns {
+            // SAFETY: the tile lies in both slices by the assertions above.
+            unsafe {
+                let from = from.as_ptr().add(row * from_row + column);
+                V::transpose(from, from_row, to.as_mut_ptr().add(column * to_row + row), to_row);
+            }
+            column += V::LANES;
+        }
+        row += V::LANES;
+    }
+});
 
 /// Writes the transpose of a block of `rows × columns`, as [`Transpose`]; of both blocks the numbers and the distance from
 /// one row to the next.
@@ -93,29 +64,15 @@ pub(crate) fn transpose<T: Real>(
     dispatch(Transpose { from, from_row, rows, columns, to, to_row })
 }
 
-/// `to += Σ_rows block[row]`.
-pub(crate) struct AddColumnSums<'a, T> {
-    pub block: &'a [T],
-    pub row_length: usize,
-    pub rows: usize,
-    pub to: &'a mut [T],
-}
-
-impl<T: Real> Operation for AddColumnSums<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { block, row_length, rows, to } = self;
-        if rows == 0 {
-            return;
-        }
-        assert!((rows - 1) * row_length + to.len() <= block.len() && to.len().is_multiple_of(V::LANES));
-        // SAFETY: every row has its registers by the assertion above.
-        unsafe { by_whole_registers!(0, to.len(), 4, add_register_sums(block, row_length, rows, to)) };
+// `to += Σ_rows block[row]`.
+operation!(AddColumnSums, |block: &'a [T], row_length: usize, rows: usize, to: &'a mut [T]| {
+    if rows == 0 {
+        return;
     }
-}
+    assert!((rows - 1) * row_length + to.len() <= block.len() && to.len().is_multiple_of(V::LANES));
+    // SAFETY: every row has its registers by the assertion above.
+    unsafe { by_whole_registers!(0, to.len(), 4, add_register_sums(block, row_length, rows, to)) };
+});
 
 /// `to += Σ_rows block[row]`.
 pub(crate) fn add_column_sums<T: Real>(block: &[T], row_length: usize, rows: usize, to: &mut [T]) {
@@ -151,231 +108,144 @@ unsafe fn add_register_sums<V: Vector, const N: usize>(
     }
 }
 
-/// `Σ x·y`.
-pub(crate) struct Dot<'a, T> {
-    pub x: &'a [T],
-    pub y: &'a [T],
-}
-
-impl<T: Real> Operation for Dot<'_, T> {
-    type Element = T;
-    type Output = T;
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) -> T {
-        let Self { x, y } = self;
-        let whole = x.len() / V::LANES * V::LANES;
-        assert!(x.len() <= y.len());
-        // SAFETY: `whole` numbers lie in both slices.
-        let mut sum = unsafe {
-            let mut sums = V::splat(V::Element::ZERO);
-            let mut column = 0;
-            while column < whole {
-                sums = V::load(x.as_ptr().add(column)).mul_add(V::load(y.as_ptr().add(column)), sums);
-                column += V::LANES;
-            }
-            sums.sum()
-        };
-        for column in whole..x.len() {
-            sum += x[column] * y[column];
+// `Σ x·y`.
+operation!(Dot, |x: &'a [T], y: &'a [T]| -> T {
+    let whole = x.len() / V::LANES * V::LANES;
+    assert!(x.len() <= y.len());
+    // SAFETY: `whole` numbers lie in both slices.
+    let mut sum = unsafe {
+        let mut sums = V::splat(V::Element::ZERO);
+        let mut column = 0;
+        while column < whole {
+            sums = V::load(x.as_ptr().add(column)).mul_add(V::load(y.as_ptr().add(column)), sums);
+            column += V::LANES;
         }
-        sum
+        sums.sum()
+    };
+    for column in whole..x.len() {
+        sum += x[column] * y[column];
     }
-}
+    sum
+});
 
 /// `Σ x·y`.
 pub(crate) fn dot<T: Real>(x: &[T], y: &[T]) -> T {
     dispatch(Dot { x, y })
 }
 
-/// The largest number that is not NaN; −∞ for none.
-pub(crate) struct Largest<'a, T> {
-    pub x: &'a [T],
-}
-
-impl<T: Real> Operation for Largest<'_, T> {
-    type Element = T;
-    type Output = T;
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) -> T {
-        let Self { x } = self;
-        let whole = x.len() / V::LANES * V::LANES;
-        let mut lanes = [V::Element::NEG_INFINITY; 16];
-        // SAFETY: `whole` numbers lie in the slice, a register in `lanes`.
-        unsafe {
-            let mut top = V::load(lanes.as_ptr());
-            let mut column = 0;
-            while column < whole {
-                // The second operand stays where the first is NaN.
-                top = V::load(x.as_ptr().add(column)).max(top);
-                column += V::LANES;
-            }
-            top.store(lanes.as_mut_ptr());
+// The largest number that is not NaN; −∞ for none.
+operation!(Largest, |x: &'a [T]| -> T {
+    let whole = x.len() / V::LANES * V::LANES;
+    let mut lanes = [V::Element::NEG_INFINITY; 16];
+    // SAFETY: `whole` numbers lie in the slice, a register in `lanes`.
+    unsafe {
+        let mut top = V::load(lanes.as_ptr());
+        let mut column = 0;
+        while column < whole {
+            // The second operand stays where the first is NaN.
+            top = V::load(x.as_ptr().add(column)).max(top);
+            column += V::LANES;
         }
-        lanes[..V::LANES].iter().chain(&x[whole..]).copied().fold(V::Element::NEG_INFINITY, V::Element::max)
+        top.store(lanes.as_mut_ptr());
     }
-}
+    lanes[..V::LANES].iter().chain(&x[whole..]).copied().fold(V::Element::NEG_INFINITY, V::Element::max)
+});
 
 /// The largest number that is not NaN; −∞ for none.
 pub(crate) fn largest<T: Real>(x: &[T]) -> T {
     dispatch(Largest { x })
 }
 
-/// The largest number of each row, as [`largest`].
-pub(crate) struct LargestOfRows<'a, T> {
-    pub rows: Rows<'a, T>,
-    pub width: usize,
-    pub to: &'a mut [T],
-}
-
-impl<T: Real> Operation for LargestOfRows<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { rows, width, to } = self;
-        for (row, to) in to.iter_mut().enumerate() {
-            // SAFETY: forwarded to the caller.
-            *to = unsafe { Largest { x: rows.row(row, width) }.run::<V>() };
-        }
+// The largest number of each row, as [`largest`].
+operation!(LargestOfRows, |rows: Rows<'a, T>, width: usize, to: &'a mut [T]| {
+    for (row, to) in to.iter_mut().enumerate() {
+        // SAFETY: forwarded to the caller.
+        *to = unsafe { Largest { x: rows.row(row, width) }.run::<V>() };
     }
-}
+});
 
 /// Writes the largest number of each row of `width`.
 pub(crate) fn largest_of_rows<T: Real>(rows: Rows<'_, T>, width: usize, to: &mut [T]) {
     dispatch(LargestOfRows { rows, width, to })
 }
 
-/// `to[i] += block[i]·vector` for each row.
-pub(crate) struct AddRowDots<'a, T> {
-    pub block: &'a [T],
-    pub row_length: usize,
-    pub vector: &'a [T],
-    pub to: &'a mut [T],
-}
-
-impl<T: Real> Operation for AddRowDots<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { block, row_length, vector, to } = self;
-        for (row, to) in to.iter_mut().enumerate() {
-            // SAFETY: forwarded to the caller.
-            *to += unsafe { Dot { x: &block[row * row_length..][..vector.len()], y: vector }.run::<V>() };
-        }
+// `to[i] += block[i]·vector` for each row.
+operation!(AddRowDots, |block: &'a [T], row_length: usize, vector: &'a [T], to: &'a mut [T]| {
+    for (row, to) in to.iter_mut().enumerate() {
+        // SAFETY: forwarded to the caller.
+        *to += unsafe { Dot { x: &block[row * row_length..][..vector.len()], y: vector }.run::<V>() };
     }
-}
+});
 
 /// `to[i] += block[i]·vector` for each row.
 pub(crate) fn add_row_dots<T: Real>(block: &[T], row_length: usize, vector: &[T], to: &mut [T]) {
     dispatch(AddRowDots { block, row_length, vector, to })
 }
 
-/// `to += a·x`.
-pub(crate) struct AddScaled<'a, T> {
-    pub to: &'a mut [T],
-    pub a: T,
-    pub x: &'a [T],
-}
-
-impl<T: Real> Operation for AddScaled<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { to, a, x } = self;
-        let whole = to.len() / V::LANES * V::LANES;
-        assert!(x.len() >= to.len());
-        // SAFETY: `whole` numbers lie in both slices.
-        unsafe {
-            let av = V::splat(a);
-            let mut at = 0;
-            while at < whole {
-                let place = to.as_mut_ptr().add(at);
-                av.mul_add(V::load(x.as_ptr().add(at)), V::load(place)).store(place);
-                at += V::LANES;
-            }
-        }
-        for at in whole..to.len() {
-            to[at] += a * x[at];
+// `to += a·x`.
+operation!(AddScaled, |to: &'a mut [T], a: T, x: &'a [T]| {
+    let whole = to.len() / V::LANES * V::LANES;
+    assert!(x.len() >= to.len());
+    // SAFETY: `whole` numbers lie in both slices.
+    unsafe {
+        let av = V::splat(a);
+        let mut at = 0;
+        while at < whole {
+            let place = to.as_mut_ptr().add(at);
+            av.mul_add(V::load(x.as_ptr().add(at)), V::load(place)).store(place);
+            at += V::LANES;
         }
     }
-}
+    for at in whole..to.len() {
+        to[at] += a * x[at];
+    }
+});
 
 /// `to += a·x`.
 pub(crate) fn add_scaled<T: Real>(to: &mut [T], a: T, x: &[T]) {
     dispatch(AddScaled { to, a, x })
 }
 
-/// `to ← to · x`, elementwise.
-pub(crate) struct Multiply<'a, T> {
-    pub to: &'a mut [T],
-    pub x: &'a [T],
-}
-
-impl<T: Real> Operation for Multiply<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { to, x } = self;
-        let whole = to.len() / V::LANES * V::LANES;
-        assert!(x.len() >= to.len());
-        // SAFETY: `whole` numbers lie in both slices.
-        unsafe {
-            let mut at = 0;
-            while at < whole {
-                let place = to.as_mut_ptr().add(at);
-                V::load(place).mul(V::load(x.as_ptr().add(at))).store(place);
-                at += V::LANES;
-            }
-        }
-        for at in whole..to.len() {
-            to[at] *= x[at];
+// `to ← to · x`, elementwise.
+operation!(Multiply, |to: &'a mut [T], x: &'a [T]| {
+    let whole = to.len() / V::LANES * V::LANES;
+    assert!(x.len() >= to.len());
+    // SAFETY: `whole` numbers lie in both slices.
+    unsafe {
+        let mut at = 0;
+        while at < whole {
+            let place = to.as_mut_ptr().add(at);
+            V::load(place).mul(V::load(x.as_ptr().add(at))).store(place);
+            at += V::LANES;
         }
     }
-}
+    for at in whole..to.len() {
+        to[at] *= x[at];
+    }
+});
 
 /// `to ← to · x`, elementwise.
 pub(crate) fn multiply<T: Real>(to: &mut [T], x: &[T]) {
     dispatch(Multiply { to, x })
 }
 
-/// `to ← a · to`.
-pub(crate) struct Scale<'a, T> {
-    pub to: &'a mut [T],
-    pub a: T,
-}
-
-impl<T: Real> Operation for Scale<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { to, a } = self;
-        let whole = to.len() / V::LANES * V::LANES;
-        // SAFETY: `whole` numbers lie in the slice.
-        unsafe {
-            let av = V::splat(a);
-            let mut at = 0;
-            while at < whole {
-                let place = to.as_mut_ptr().add(at);
-                V::load(place).mul(av).store(place);
-                at += V::LANES;
-            }
-        }
-        for x in &mut to[whole..] {
-            *x *= a;
+// `to ← a · to`.
+operation!(Scale, |to: &'a mut [T], a: T| {
+    let whole = to.len() / V::LANES * V::LANES;
+    // SAFETY: `whole` numbers lie in the slice.
+    unsafe {
+        let av = V::splat(a);
+        let mut at = 0;
+        while at < whole {
+            let place = to.as_mut_ptr().add(at);
+            V::load(place).mul(av).store(place);
+            at += V::LANES;
         }
     }
-}
+    for x in &mut to[whole..] {
+        *x *= a;
+    }
+});
 
 /// `to ← a · to`.
 pub(crate) fn scale_by<T: Real>(to: &mut [T], a: T) {
@@ -394,43 +264,30 @@ pub(crate) unsafe fn add_registers<V: Vector, const N: usize>(total: [V; N], to:
     }
 }
 
-/// Whether all of a caller's numbers are finite.
-pub(crate) struct AllFinite<'a, T> {
-    pub from: Rows<'a, T>,
-    pub count: usize,
-    pub width: usize,
-}
-
-impl<T: Real> Operation for AllFinite<'_, T> {
-    type Element = T;
-    type Output = bool;
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) -> bool {
-        let Self { from, count, width } = self;
-        // Rows without a gap are one long row.
-        let (count, width) = if from.stride == width { (count.min(1), count * width) } else { (count, width) };
-        // SAFETY: no register reaches beyond its row.
-        unsafe {
-            // x·0 is 0 for finite x and NaN else; NaN survives the sums, of which several wait for each other less.
-            let zero = V::splat(V::Element::ZERO);
-            let mut sums = [zero; 4];
-            for row in 0..count {
-                let (whole, rest) = from.row(row, width).split_at(width / (4 * V::LANES) * (4 * V::LANES));
-                for four in whole.chunks_exact(4 * V::LANES) {
-                    for (n, sum) in sums.iter_mut().enumerate() {
-                        *sum = V::load(four.as_ptr().add(n * V::LANES)).mul_add(zero, *sum);
-                    }
-                }
-                for (sum, column) in sums.iter_mut().zip((0..rest.len()).step_by(V::LANES)) {
-                    *sum = load_part::<V>(rest, column).mul_add(zero, *sum);
+// Whether all of a caller's numbers are finite.
+operation!(AllFinite, |from: Rows<'a, T>, count: usize, width: usize| -> bool {
+    // Rows without a gap are one long row.
+    let (count, width) = if from.stride == width { (count.min(1), count * width) } else { (count, width) };
+    // SAFETY: no register reaches beyond its row.
+    unsafe {
+        // x·0 is 0 for finite x and NaN else; NaN survives the sums, of which several wait for each other less.
+        let zero = V::splat(V::Element::ZERO);
+        let mut sums = [zero; 4];
+        for row in 0..count {
+            let (whole, rest) = from.row(row, width).split_at(width / (4 * V::LANES) * (4 * V::LANES));
+            for four in whole.chunks_exact(4 * V::LANES) {
+                for (n, sum) in sums.iter_mut().enumerate() {
+                    *sum = V::load(four.as_ptr().add(n * V::LANES)).mul_add(zero, *sum);
                 }
             }
-            let [a, b, c, d] = sums;
-            a.add(b).add(c.add(d)).sum() == V::Element::ZERO
+            for (sum, column) in sums.iter_mut().zip((0..rest.len()).step_by(V::LANES)) {
+                *sum = load_part::<V>(rest, column).mul_add(zero, *sum);
+            }
         }
+        let [a, b, c, d] = sums;
+        a.add(b).add(c.add(d)).sum() == V::Element::ZERO
     }
-}
+});
 
 /// Whether all of a caller's numbers are finite.
 pub(crate) fn all_finite<T: Real>(from: Rows<'_, T>, count: usize, width: usize) -> bool {
@@ -442,54 +299,40 @@ pub(crate) fn floor<T: Real>() -> T {
     -(T::ONE / T::MIN_POSITIVE)
 }
 
-/// Replaces every row `w` of a block by `e^{w − max w}` and puts the maxima into `tops`. Returns the largest range of
-/// any row.
-pub(crate) struct Exponentials<'a, T> {
-    pub block: &'a mut [T],
-    pub row_length: usize,
-    pub columns: usize,
-    pub row_max: &'a mut [T],
-}
-
-impl<T: Real> Operation for Exponentials<'_, T> {
-    type Element = T;
-    type Output = T;
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) -> T {
-        let Self { block, row_length, columns, row_max } = self;
-        let whole = columns.next_multiple_of(V::LANES);
-        assert!(columns > 0 && whole <= row_length && block.len() >= row_max.len() * row_length);
-        let mut widest = V::Element::ZERO;
-        for (row, top) in row_max.iter_mut().enumerate() {
-            let row = &mut block[row * row_length..][..whole];
-            let first = row[0];
-            row[columns..].fill(first);
-            // SAFETY: the row is a whole number of registers.
-            unsafe {
-                let (mut most, mut least) = (V::splat(floor()), V::load(row.as_ptr()));
-                let mut column = 0;
-                while column < whole {
-                    let w = V::load(row.as_ptr().add(column));
-                    (most, least) = (w.max(most), w.min(least));
-                    column += V::LANES;
-                }
-                // Not below the floor: −∞ − −∞ is no number.
-                *top = most.largest().max(floor());
-                let bottom = -V::splat(V::Element::ZERO).sub(least).largest();
-                widest = widest.max(*top - bottom);
-                let top = V::splat(*top);
-                column = 0;
-                while column < whole {
-                    let at = row.as_mut_ptr().add(column);
-                    exp_nonpositive(V::load(at).sub(top)).store(at);
-                    column += V::LANES;
-                }
+// Replaces every row `w` of a block by `e^{w − max w}` and puts the maxima into `tops`. Returns the largest range of
+// any row.
+operation!(Exponentials, |block: &'a mut [T], row_length: usize, columns: usize, row_max: &'a mut [T]| -> T {
+    let whole = columns.next_multiple_of(V::LANES);
+    assert!(columns > 0 && whole <= row_length && block.len() >= row_max.len() * row_length);
+    let mut widest = V::Element::ZERO;
+    for (row, top) in row_max.iter_mut().enumerate() {
+        let row = &mut block[row * row_length..][..whole];
+        let first = row[0];
+        row[columns..].fill(first);
+        // SAFETY: the row is a whole number of registers.
+        unsafe {
+            let (mut most, mut least) = (V::splat(floor()), V::load(row.as_ptr()));
+            let mut column = 0;
+            while column < whole {
+                let w = V::load(row.as_ptr().add(column));
+                (most, least) = (w.max(most), w.min(least));
+                column += V::LANES;
+            }
+            // Not below the floor: −∞ − −∞ is no number.
+            *top = most.largest().max(floor());
+            let bottom = -V::splat(V::Element::ZERO).sub(least).largest();
+            widest = widest.max(*top - bottom);
+            let top = V::splat(*top);
+            column = 0;
+            while column < whole {
+                let at = row.as_mut_ptr().add(column);
+                exp_nonpositive(V::load(at).sub(top)).store(at);
+                column += V::LANES;
             }
         }
-        widest
     }
-}
+    widest
+});
 
 /// Replaces every row `w` of a block by `e^{w − max w}` and puts the maxima into `tops`. Returns the largest range of
 /// any row.

@@ -1,7 +1,7 @@
 //! The matrix product of blocks, whole or within a band.
 
 use super::rows::Ahead;
-use super::{Operation, Real, Vector, dispatch};
+use super::{Real, Vector, dispatch, operation};
 
 /// Rows of one block of the matrix product. With four columns of AVX-512 registers that is 16 accumulators, which
 /// hide the latency of two fused products a cycle, and needs two loads for every four of them.
@@ -154,16 +154,10 @@ macro_rules! by_whole_registers {
 
 pub(crate) use by_whole_registers;
 
-impl<T: Real> Operation for Product<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(mut self) {
-        // SAFETY: forwarded to the caller.
-        unsafe { multiply::<V>(&mut self, None, &[]) }
-    }
-}
+operation!(Product, |mut product| {
+    // SAFETY: forwarded to the caller.
+    unsafe { multiply::<V>(&mut product, None, &[]) }
+});
 
 /// A number for each row and a line of numbers for the columns, whose products are added to a matrix product, if any.
 pub(crate) type Outer<'a, T> = Option<(&'a [T], &'a [T])>;
@@ -176,16 +170,10 @@ struct ProductWith<'a, T> {
     ahead: &'a [Ahead<T>],
 }
 
-impl<T: Real> Operation for ProductWith<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(mut self) {
-        // SAFETY: forwarded to the caller.
-        unsafe { multiply::<V>(&mut self.product, self.outer, self.ahead) }
-    }
-}
+operation!(ProductWith, |Self { mut product, outer, ahead }| {
+    // SAFETY: forwarded to the caller.
+    unsafe { multiply::<V>(&mut product, outer, ahead) }
+});
 
 #[inline(always)]
 unsafe fn multiply<V: Vector>(
@@ -304,41 +292,26 @@ unsafe fn tile<V: Vector, const N: usize, const ROWS: usize>(
     }
 }
 
-/// Makes the elements of a block outside `band` 0 and adds each row's sum to `sums`.
-struct MaskAndSum<'a, T> {
-    block: &'a mut [T],
-    row_length: usize,
-    columns: usize,
-    band: Band,
-    sums: &'a mut [T],
-}
-
-impl<T: Real> Operation for MaskAndSum<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { block, row_length, columns, band, sums } = self;
-        let columns = columns.next_multiple_of(V::LANES);
-        for (row, total) in sums.iter_mut().enumerate() {
-            let line = &mut block[row * row_length..][..columns];
-            let (from, to) = band.columns(row, row, columns);
-            line[..from].fill(V::Element::ZERO);
-            line[to..].fill(V::Element::ZERO);
-            // SAFETY: a row of `columns` numbers is a whole number of registers.
-            unsafe {
-                let mut sum = V::splat(V::Element::ZERO);
-                let mut column = from / V::LANES * V::LANES;
-                while column < to {
-                    sum = sum.add(V::load(line.as_ptr().add(column)));
-                    column += V::LANES;
-                }
-                *total += sum.sum();
+// Makes the elements of a block outside `band` 0 and adds each row's sum to `sums`.
+operation!(MaskAndSum, |block: &'a mut [T], row_length: usize, columns: usize, band: Band, sums: &'a mut [T]| {
+    let columns = columns.next_multiple_of(V::LANES);
+    for (row, total) in sums.iter_mut().enumerate() {
+        let line = &mut block[row * row_length..][..columns];
+        let (from, to) = band.columns(row, row, columns);
+        line[..from].fill(V::Element::ZERO);
+        line[to..].fill(V::Element::ZERO);
+        // SAFETY: a row of `columns` numbers is a whole number of registers.
+        unsafe {
+            let mut sum = V::splat(V::Element::ZERO);
+            let mut column = from / V::LANES * V::LANES;
+            while column < to {
+                sum = sum.add(V::load(line.as_ptr().add(column)));
+                column += V::LANES;
             }
+            *total += sum.sum();
         }
     }
-}
+});
 
 /// Makes the elements of a block of rows `row_length` apart outside `band` 0 and adds each row's sum to `sums`.
 pub(crate) fn mask_and_sum<T: Real>(
@@ -350,31 +323,16 @@ pub(crate) fn mask_and_sum<T: Real>(
     dispatch(MaskAndSum { block, row_length, columns, band, sums })
 }
 
-/// Makes the elements of a block outside `band` 0.
-struct ZeroOutside<'a, T> {
-    block: &'a mut [T],
-    row_length: usize,
-    rows: usize,
-    columns: usize,
-    band: Band,
-}
-
-impl<T: Real> Operation for ZeroOutside<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { block, row_length, rows, columns, band } = self;
-        let columns = columns.next_multiple_of(V::LANES);
-        for row in 0..rows {
-            let line = &mut block[row * row_length..][..columns];
-            let (from, to) = band.columns(row, row, columns);
-            line[..from].fill(V::Element::ZERO);
-            line[to..].fill(V::Element::ZERO);
-        }
+// Makes the elements of a block outside `band` 0.
+operation!(ZeroOutside, |block: &'a mut [T], row_length: usize, rows: usize, columns: usize, band: Band| {
+    let columns = columns.next_multiple_of(V::LANES);
+    for row in 0..rows {
+        let line = &mut block[row * row_length..][..columns];
+        let (from, to) = band.columns(row, row, columns);
+        line[..from].fill(V::Element::ZERO);
+        line[to..].fill(V::Element::ZERO);
     }
-}
+});
 
 /// Makes the elements of a block of rows `row_length` apart outside `band` 0.
 pub(crate) fn zero_outside<T: Real>(

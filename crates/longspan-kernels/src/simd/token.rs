@@ -2,33 +2,19 @@
 
 use super::block::{WIDEST, add_registers};
 use super::product::by_whole_registers;
-use super::{Operation, Real, Vector};
+use super::{Real, Vector, operation};
 
-/// `out += qᵀ S`.
-pub(crate) struct ReadToken<'a, T> {
-    pub sum: &'a [T],
-    pub q: &'a [T],
-    pub out: &'a mut [T],
-}
-
-impl<T: Real> Operation for ReadToken<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { sum, q, out } = self;
-        let width = out.len();
-        assert!(sum.len() >= q.len() * width);
-        let whole = width / V::LANES * V::LANES;
-        // SAFETY: the sum is as long as the assertion says.
-        unsafe { by_whole_registers!(0, whole, 4, read_columns(sum, q, out)) };
-        for column in whole..width {
-            out[column] +=
-                q.iter().enumerate().map(|(feature, &q)| q * sum[feature * width + column]).sum::<V::Element>();
-        }
+// `out += qᵀ S`.
+operation!(ReadToken, |sum: &'a [T], q: &'a [T], out: &'a mut [T]| {
+    let width = out.len();
+    assert!(sum.len() >= q.len() * width);
+    let whole = width / V::LANES * V::LANES;
+    // SAFETY: the sum is as long as the assertion says.
+    unsafe { by_whole_registers!(0, whole, 4, read_columns(sum, q, out)) };
+    for column in whole..width {
+        out[column] += q.iter().enumerate().map(|(feature, &q)| q * sum[feature * width + column]).sum::<V::Element>();
     }
-}
+});
 
 #[inline(always)]
 unsafe fn read_columns<V: Vector, const N: usize>(
@@ -51,70 +37,57 @@ unsafe fn read_columns<V: Vector, const N: usize>(
     }
 }
 
-/// `to += Σ weights[r] · v_r` over rows `v⁺ = [v, 1]`; returns the same sum of their last numbers.
-pub(crate) struct AddWeighedValues<'a, T> {
-    pub rows: &'a [T],
-    pub weights: &'a [T],
-    pub to: &'a mut [T],
-}
-
-impl<T: Real> Operation for AddWeighedValues<'_, T> {
-    type Element = T;
-    type Output = T;
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) -> T {
-        let Self { rows, weights, to } = self;
-        let (width, row_length) = (to.len(), to.len() + 1);
-        assert!(rows.len() >= weights.len() * row_length);
-        if row_length < V::LANES {
-            let mut last = V::Element::ZERO;
-            for (row, &weight) in rows.chunks_exact(row_length).zip(weights) {
-                to.iter_mut().zip(row).for_each(|(to, &x)| *to += weight * x);
-                last += weight * row[width];
-            }
-            return last;
+// `to += Σ weights[r] · v_r` over rows `v⁺ = [v, 1]`; returns the same sum of their last numbers.
+operation!(AddWeighedValues, |rows: &'a [T], weights: &'a [T], to: &'a mut [T]| -> T {
+    let (width, row_length) = (to.len(), to.len() + 1);
+    assert!(rows.len() >= weights.len() * row_length);
+    if row_length < V::LANES {
+        let mut last = V::Element::ZERO;
+        for (row, &weight) in rows.chunks_exact(row_length).zip(weights) {
+            to.iter_mut().zip(row).for_each(|(to, &x)| *to += weight * x);
+            last += weight * row[width];
         }
-        // What does not fill a register ends with the number after the values. The register that ends there reads some
-        // values again, and only its last numbers count.
-        let whole = width / V::LANES * V::LANES;
-        let rest = row_length - whole;
-        let mut tail = [V::Element::ZERO; WIDEST];
-        let mut column = 0;
-        // SAFETY: registers at columns up to `row_length − LANES` lie in each of the rows, of which there are as many as
-        // weights by the assertion above; those below `whole` lie in `to`; the tail holds one.
-        unsafe {
-            macro_rules! columns {
-                ($n:literal, $with_tail:literal) => {{
-                    let mut places = [row_length - V::LANES; $n + $with_tail];
-                    places.iter_mut().take($n).enumerate().for_each(|(n, place)| *place = column + n * V::LANES);
-                    let sums = weighed_sum::<V, { $n + $with_tail }>(rows.as_ptr(), places, row_length, weights);
-                    for (&place, sum) in places.iter().zip(sums).take($n) {
-                        let at = to.as_mut_ptr().add(place);
-                        V::load(at).add(sum).store(at);
-                    }
-                    if let Some(sum) = sums.get($n) {
-                        sum.store(tail.as_mut_ptr());
-                    }
-                }};
-            }
-            while whole - column > 4 * V::LANES {
-                columns!(4, 0);
-                column += 4 * V::LANES;
-            }
-            match (whole - column) / V::LANES {
-                4 => columns!(4, 1),
-                3 => columns!(3, 1),
-                2 => columns!(2, 1),
-                1 => columns!(1, 1),
-                _ => columns!(0, 1),
-            }
-        }
-        let tail = &tail[V::LANES - rest..V::LANES];
-        to[whole..].iter_mut().zip(tail).for_each(|(to, &x)| *to += x);
-        tail[rest - 1]
+        return last;
     }
-}
+    // What does not fill a register ends with the number after the values. The register that ends there reads some
+    // values again, and only its last numbers count.
+    let whole = width / V::LANES * V::LANES;
+    let rest = row_length - whole;
+    let mut tail = [V::Element::ZERO; WIDEST];
+    let mut column = 0;
+    // SAFETY: registers at columns up to `row_length − LANES` lie in each of the rows, of which there are as many as
+    // weights by the assertion above; those below `whole` lie in `to`; the tail holds one.
+    unsafe {
+        macro_rules! columns {
+            ($n:literal, $with_tail:literal) => {{
+                let mut places = [row_length - V::LANES; $n + $with_tail];
+                places.iter_mut().take($n).enumerate().for_each(|(n, place)| *place = column + n * V::LANES);
+                let sums = weighed_sum::<V, { $n + $with_tail }>(rows.as_ptr(), places, row_length, weights);
+                for (&place, sum) in places.iter().zip(sums).take($n) {
+                    let at = to.as_mut_ptr().add(place);
+                    V::load(at).add(sum).store(at);
+                }
+                if let Some(sum) = sums.get($n) {
+                    sum.store(tail.as_mut_ptr());
+                }
+            }};
+        }
+        while whole - column > 4 * V::LANES {
+            columns!(4, 0);
+            column += 4 * V::LANES;
+        }
+        match (whole - column) / V::LANES {
+            4 => columns!(4, 1),
+            3 => columns!(3, 1),
+            2 => columns!(2, 1),
+            1 => columns!(1, 1),
+            _ => columns!(0, 1),
+        }
+    }
+    let tail = &tail[V::LANES - rest..V::LANES];
+    to[whole..].iter_mut().zip(tail).for_each(|(to, &x)| *to += x);
+    tail[rest - 1]
+});
 
 /// `Σ weights[r] · rows[r]` for the registers of rows at `N` columns; two sums a register hide the latency of the fused
 /// products.

@@ -1,121 +1,81 @@
 //! What a softmax asks of a tile of scores that stands transposed: a row of the tile is one key, a column one query. So
 //! maxima and sums run down the columns, whole registers of queries at a time, and no register is ever summed up.
 
-use crate::simd::{Operation, Real, Vector, exp_nonpositive};
+use crate::simd::{exp_nonpositive, operation};
 
-/// Takes `keys` rows of scores into running softmaxes: `highest` rises to the largest score of each column, scores become
-/// `e^{score − highest}`, `sums`, brought to the new maximum, takes them in, and `factors` says what brings whatever else
-/// was relative to the old one to the new. Starts from a finite `highest`.
-pub(crate) struct SoftmaxTile<'a, T> {
-    pub scores: &'a mut [T],
-    pub row_length: usize,
-    pub keys: usize,
-    pub highest: &'a mut [T],
-    pub sums: &'a mut [T],
-    pub factors: &'a mut [T],
-}
-
-impl<T: Real> Operation for SoftmaxTile<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { scores, row_length, keys, highest, sums, factors } = self;
-        let columns = highest.len();
-        assert!(columns.is_multiple_of(V::LANES) && sums.len() >= columns && factors.len() >= columns);
-        assert!(keys == 0 || (keys - 1) * row_length + columns <= scores.len());
-        let mut column = 0;
-        while column < columns {
-            // SAFETY: every row has a register at `column` by the assertions above, and so have the three lines.
-            unsafe {
-                let scores = scores.as_mut_ptr().add(column);
-                let before = V::load(highest.as_ptr().add(column));
-                let mut top = before;
-                for key in 0..keys {
-                    // `max` keeps its second operand where the first is NaN, which spreads through the sum.
-                    top = V::load(scores.add(key * row_length)).max(top);
-                }
-                let factor = exp_nonpositive(before.sub(top));
-                let mut sum = V::load(sums.as_ptr().add(column)).mul(factor);
-                for key in 0..keys {
-                    let at = scores.add(key * row_length);
-                    let weight = exp_nonpositive(V::load(at).sub(top));
-                    weight.store(at);
-                    sum = sum.add(weight);
-                }
-                top.store(highest.as_mut_ptr().add(column));
-                factor.store(factors.as_mut_ptr().add(column));
-                sum.store(sums.as_mut_ptr().add(column));
+// Takes `keys` rows of scores into running softmaxes: `highest` rises to the largest score of each column, scores become
+// `e^{score − highest}`, `sums`, brought to the new maximum, takes them in, and `factors` says what brings whatever else
+// was relative to the old one to the new. Starts from a finite `highest`.
+operation!(SoftmaxTile, |scores: &'a mut [T],
+                         row_length: usize,
+                         keys: usize,
+                         highest: &'a mut [T],
+                         sums: &'a mut [T],
+                         factors: &'a mut [T]| {
+    let columns = highest.len();
+    assert!(columns.is_multiple_of(V::LANES) && sums.len() >= columns && factors.len() >= columns);
+    assert!(keys == 0 || (keys - 1) * row_length + columns <= scores.len());
+    let mut column = 0;
+    while column < columns {
+        // SAFETY: every row has a register at `column` by the assertions above, and so have the three lines.
+        unsafe {
+            let scores = scores.as_mut_ptr().add(column);
+            let before = V::load(highest.as_ptr().add(column));
+            let mut top = before;
+            for key in 0..keys {
+                // `max` keeps its second operand where the first is NaN, which spreads through the sum.
+                top = V::load(scores.add(key * row_length)).max(top);
             }
-            column += V::LANES;
-        }
-    }
-}
-
-/// `scores ← e^{score − shift}` down each column, for scores that are at most `shift`.
-pub(crate) struct ExpColumns<'a, T> {
-    pub scores: &'a mut [T],
-    pub row_length: usize,
-    pub keys: usize,
-    pub shifts: &'a [T],
-}
-
-impl<T: Real> Operation for ExpColumns<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { scores, row_length, keys, shifts } = self;
-        let columns = shifts.len();
-        assert!(columns.is_multiple_of(V::LANES) && (keys == 0 || (keys - 1) * row_length + columns <= scores.len()));
-        let mut column = 0;
-        while column < columns {
-            // SAFETY: every row has a register at `column` by the assertion above, and so has `shifts`.
-            unsafe {
-                let shift = V::load(shifts.as_ptr().add(column));
-                for key in 0..keys {
-                    let at = scores.as_mut_ptr().add(key * row_length + column);
-                    exp_nonpositive(V::load(at).sub(shift)).store(at);
-                }
+            let factor = exp_nonpositive(before.sub(top));
+            let mut sum = V::load(sums.as_ptr().add(column)).mul(factor);
+            for key in 0..keys {
+                let at = scores.add(key * row_length);
+                let weight = exp_nonpositive(V::load(at).sub(top));
+                weight.store(at);
+                sum = sum.add(weight);
             }
-            column += V::LANES;
+            top.store(highest.as_mut_ptr().add(column));
+            factor.store(factors.as_mut_ptr().add(column));
+            sum.store(sums.as_mut_ptr().add(column));
         }
+        column += V::LANES;
     }
-}
+});
 
-/// The gradient of scores from that of weights: `d ← weight · (d − dot)` down each column.
-pub(crate) struct SoftmaxPullBack<'a, T> {
-    pub weights: &'a [T],
-    pub d: &'a mut [T],
-    pub row_length: usize,
-    pub keys: usize,
-    pub dots: &'a [T],
-}
-
-impl<T: Real> Operation for SoftmaxPullBack<'_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { weights, d, row_length, keys, dots } = self;
-        let columns = dots.len();
-        let end = if keys == 0 { 0 } else { (keys - 1) * row_length + columns };
-        assert!(columns.is_multiple_of(V::LANES) && end <= weights.len() && end <= d.len());
-        let mut column = 0;
-        while column < columns {
-            // SAFETY: every row of both has a register at `column` by the assertion above, and so has `dots`.
-            unsafe {
-                let dot = V::load(dots.as_ptr().add(column));
-                for key in 0..keys {
-                    let at = key * row_length + column;
-                    let place = d.as_mut_ptr().add(at);
-                    V::load(weights.as_ptr().add(at)).mul(V::load(place).sub(dot)).store(place);
-                }
+// `scores ← e^{score − shift}` down each column, for scores that are at most `shift`.
+operation!(ExpColumns, |scores: &'a mut [T], row_length: usize, keys: usize, shifts: &'a [T]| {
+    let columns = shifts.len();
+    assert!(columns.is_multiple_of(V::LANES) && (keys == 0 || (keys - 1) * row_length + columns <= scores.len()));
+    let mut column = 0;
+    while column < columns {
+        // SAFETY: every row has a register at `column` by the assertion above, and so has `shifts`.
+        unsafe {
+            let shift = V::load(shifts.as_ptr().add(column));
+            for key in 0..keys {
+                let at = scores.as_mut_ptr().add(key * row_length + column);
+                exp_nonpositive(V::load(at).sub(shift)).store(at);
             }
-            column += V::LANES;
         }
+        column += V::LANES;
     }
-}
+});
+
+// The gradient of scores from that of weights: `d ← weight · (d − dot)` down each column.
+operation!(SoftmaxPullBack, |weights: &'a [T], d: &'a mut [T], row_length: usize, keys: usize, dots: &'a [T]| {
+    let columns = dots.len();
+    let end = if keys == 0 { 0 } else { (keys - 1) * row_length + columns };
+    assert!(columns.is_multiple_of(V::LANES) && end <= weights.len() && end <= d.len());
+    let mut column = 0;
+    while column < columns {
+        // SAFETY: every row of both has a register at `column` by the assertion above, and so has `dots`.
+        unsafe {
+            let dot = V::load(dots.as_ptr().add(column));
+            for key in 0..keys {
+                let at = key * row_length + column;
+                let place = d.as_mut_ptr().add(at);
+                V::load(weights.as_ptr().add(at)).mul(V::load(place).sub(dot)).store(place);
+            }
+        }
+        column += V::LANES;
+    }
+});
