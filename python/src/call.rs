@@ -149,7 +149,7 @@ impl Mechanism {
         let dims = inputs.dims;
         let kernel = T::kernel(&*self.kernel);
         let mut out = FreshTensor::new(py, dims.out(), inputs.q.dtype(), want.token_major)?;
-        let rows = [dims.batch, dims.heads, dims.queries];
+        let rows = kernel.denominators(&dims);
         let mut denominators = want.denominators.then(|| Fresh::new(py, &rows, T::PRECISION.dtype())).transpose()?;
         let empty_state = || kernel.empty_state(&dims).map_err(|e| self.failed(e));
         let mut final_state = want.final_state.then(empty_state).transpose()?;
@@ -394,7 +394,7 @@ impl Mechanism {
         let out = Tensor::like(operation, "out", out, dtype)?;
         self.expect_shape("out", &out, &dims.out())?;
         let denominators = Tensor::like(operation, "denominators", denominators, precision.dtype())?.row_major()?;
-        self.expect_shape("denominators", &denominators, &[dims.batch, dims.heads, dims.queries])?;
+        self.expect_shape("denominators", &denominators, &self.kernel.denominators(&dims))?;
         let d_out = Tensor::like(operation, "d_out", d_out, dtype)?;
         self.expect_shape("d_out", &d_out, &dims.out())?;
         let cotangent = [&out, &denominators, &d_out];

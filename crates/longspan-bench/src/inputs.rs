@@ -98,7 +98,7 @@ impl<T: Real> Inputs<T> {
         let nan = T::from_f64(f64::NAN);
         let dims = &self.dims;
         let mut out = vec![nan; len(dims.out())];
-        let mut denominators = vec![nan; dims.batch * dims.heads * dims.queries];
+        let mut denominators = vec![nan; len(mechanism.denominators(dims))];
         let mut scratch = Scratch::new();
         self.call(|call| {
             let output = Output::training(ViewMut::contiguous(&mut out, dims.out()), &mut denominators);

@@ -100,7 +100,8 @@ impl Buffers {
     pub fn renew(&mut self) {
         self.out = vec![0.0; len(self.dims.out())];
         if self.pass == Pass::ForwardBackward {
-            self.denominators = vec![0.0; self.dims.batch * self.dims.heads * self.dims.queries];
+            // As many as the mechanism has, once it is known.
+            self.denominators = Vec::new();
             self.dq = vec![0.0; self.q.len()];
             self.dk = vec![0.0; self.k.len()];
             self.dv = vec![0.0; self.v.len()];
@@ -179,6 +180,10 @@ impl Subject {
         .with_parameters(&parameters)
         .with_mask(Mask { order, ..Mask::default() });
         let backward = *pass == Pass::ForwardBackward;
+        let rows = len(self.mechanism.denominators(dims));
+        if backward && denominators.len() != rows {
+            *denominators = vec![0.0; rows];
+        }
         let to = ViewMut::contiguous(out, dims.out());
         let output = if backward { Output::training(to, denominators) } else { Output::new(to) };
         let (mechanism, scratch) = (&*self.mechanism, &mut self.scratch);

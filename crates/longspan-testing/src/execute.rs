@@ -68,7 +68,7 @@ pub fn forward_into<T: Number>(
     scratch: &mut Scratch<T>,
 ) -> Result<Forward<T>, Error> {
     let mut out = vec![fill; len(case.dims.out())];
-    let mut denominators = vec![fill; case.dims.batch * case.dims.heads * case.dims.queries];
+    let mut denominators = vec![fill; len(T::mechanism(subject).denominators(&case.dims))];
     let (initial_state, final_state) = states;
     inputs.call(case, initial_state, |call| {
         let output = Output::training(ViewMut::contiguous(&mut out, case.dims.out()), &mut denominators)

@@ -154,7 +154,7 @@ fn strided<T: Number>(
         (Gapped::of(dims.q(), &inputs.q), Gapped::of(key_shape, &inputs.k), Gapped::of(dims.v(), &inputs.v));
     let d_out = Gapped::of(dims.out(), &inputs.d_out);
     let mut out = Gapped::new(dims.out(), mark);
-    let mut denominators = vec![execute::nan(); dims.batch * dims.heads * dims.queries];
+    let mut denominators = vec![execute::nan(); execute::len(T::mechanism(subject).denominators(dims))];
     let parameters: Vec<&[T]> = inputs.parameters.iter().map(Vec::as_slice).collect();
     let call = Call::new(*dims, q.view(), k.view(), v.view()).with_parameters(&parameters).with_mask(case.mask());
     let mechanism = T::mechanism(subject);

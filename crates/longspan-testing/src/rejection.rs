@@ -83,9 +83,9 @@ struct Marked<T> {
 }
 
 impl<T: Number> Marked<T> {
-    fn new(case: &Case, inputs: &Inputs<T>) -> Self {
+    fn new(mechanism: &dyn Kernel<T>, case: &Case, inputs: &Inputs<T>) -> Self {
         let marks = |len: usize| vec![T::from_f64(MARK); len];
-        let rows = case.dims.batch * case.dims.heads * case.dims.queries;
+        let rows = execute::len(mechanism.denominators(&case.dims));
         Self {
             forward: [marks(inputs.d_out.len()), marks(rows)],
             gradients: [marks(inputs.q.len()), marks(inputs.k.len()), marks(inputs.v.len())],
@@ -102,7 +102,7 @@ impl<T: Number> Marked<T> {
         inputs: &Inputs<T>,
     ) -> Result<(), Error> {
         let dims = &case.dims;
-        let rows = vec![T::ONE; dims.batch * dims.heads * dims.queries];
+        let rows = vec![T::ONE; execute::len(mechanism.denominators(dims))];
         let cotangent = Cotangent {
             out: View::contiguous(&inputs.d_out, dims.out()),
             denominators: &rows,
@@ -145,7 +145,7 @@ fn both_refuse<T: Number>(
     inputs: &Inputs<T>,
 ) -> Result<(), Failure> {
     let dims = &case.dims;
-    let mut marked = Marked::new(case, inputs);
+    let mut marked = Marked::new(mechanism, case, inputs);
     refused(&format!("check: {what}"), mechanism.name(), argument, mechanism.check(call))?;
     let [out, denominators] = &mut marked.forward;
     let output = Output::training(ViewMut::contiguous(out, dims.out()), denominators);
@@ -206,7 +206,7 @@ fn outputs<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Res
     let (dims, mechanism) = (&case.dims, T::mechanism(subject));
     let shape = dims.out();
     let forward = |what: &str, argument: &str, len: usize, strides: [usize; 3], rows: usize| {
-        let mut marked = Marked::new(case, inputs);
+        let mut marked = Marked::new(mechanism, case, inputs);
         marked.forward[0].truncate(len);
         marked.forward[1].resize(rows, T::from_f64(MARK));
         let [out, denominators] = &mut marked.forward;
@@ -216,7 +216,7 @@ fn outputs<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Res
         marked.untouched(what)
     };
     let good = [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]];
-    let (len, rows) = (execute::len(shape), dims.batch * dims.heads * dims.queries);
+    let (len, rows) = (execute::len(shape), execute::len(mechanism.denominators(dims)));
     forward("an output too short", "out", len - 1, good, rows)?;
     forward("an output whose tokens overlap", "out", len, [good[0], good[1], shape[3] - 1], rows)?;
     forward("an output whose heads are one", "out", len, [good[0], 0, good[2]], rows)?;
@@ -230,8 +230,8 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
     // The wrong argument, which the error must name.
     let spoilt = ["out", "denominators", "d_out", "dq", "dk", "dv", "parameters"];
     for name in spoilt {
-        let mut marked = Marked::new(case, inputs);
-        let rows = vec![T::ONE; dims.batch * dims.heads * dims.queries - usize::from(name == "denominators")];
+        let mut marked = Marked::new(mechanism, case, inputs);
+        let rows = vec![T::ONE; execute::len(mechanism.denominators(dims)) - usize::from(name == "denominators")];
         let short = |wrong: bool| if wrong { &inputs.d_out[1..] } else { &inputs.d_out[..] };
         let cotangent = Cotangent {
             out: View::contiguous(short(name == "out"), dims.out()),
@@ -260,7 +260,7 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
         marked.untouched(&what)?;
     }
     if !inputs.parameters.is_empty() {
-        let mut marked = Marked::new(case, inputs);
+        let mut marked = Marked::new(mechanism, case, inputs);
         marked.parameters[0].pop();
         let result = inputs.call(case, None, |call| marked.backward(mechanism, call, case, inputs));
         refused("the gradient of a parameter one too short", mechanism.name(), "parameters", result)?;
@@ -285,7 +285,7 @@ fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resu
         ("a final state under a bidirectional mask", Mask::bidirectional(), false),
         ("an initial state under a bidirectional mask", Mask::bidirectional(), true),
     ] {
-        let mut marked = Marked::new(case, inputs);
+        let mut marked = Marked::new(mechanism, case, inputs);
         let mut target = if mask == case.mask() { wider.clone() } else { state.clone() };
         let before = target.clone();
         let [out, denominators] = &mut marked.forward;
@@ -304,10 +304,10 @@ fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resu
         ("a gradient of the initial state of another shape", case.mask(), Some(&state), None, true),
         ("a gradient of an initial state that is not there", case.mask(), None, None, true),
     ] {
-        let mut marked = Marked::new(case, inputs);
+        let mut marked = Marked::new(mechanism, case, inputs);
         let mut target = if initial.is_some() { wider.clone() } else { state.clone() };
         let before = target.clone();
-        let rows = vec![T::ONE; dims.batch * dims.heads * dims.queries];
+        let rows = vec![T::ONE; execute::len(mechanism.denominators(dims))];
         let cotangent = Cotangent {
             out: View::contiguous(&inputs.d_out, dims.out()),
             denominators: &rows,

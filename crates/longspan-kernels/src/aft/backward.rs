@@ -1,9 +1,10 @@
 //! Gradients, in two walks: over keys for every query, which finds the means again, and over queries for every key.
 //!
-//! The means of the forward pass are formed anew instead of kept: one number a channel would not do, since the logarithm
-//! of a sum near 10⁴ has no digits left behind the point in `f32`, and reading two back costs what forming them does.
+//! With a table of all biases the means' exponents and denominators are those that the forward kept (`forward::KEPT`); forming them anew
+//! would be a product of `2·head_dim` operations a pair. In windows it costs less than reading three numbers a channel.
 
-use super::chunks::{Chunks, Workers};
+use super::chunks::{CHUNK, Chunks, Workers};
+use super::forward::read_kept;
 use super::gradients::{BLOCK_NUMBERS, Backward, GROUPS};
 use super::items::{BlockTable, Blocks, Items, REACH, join_all};
 use super::keys::KeyItems;
@@ -128,7 +129,12 @@ impl Sides {
     /// Numbers of memory of one worker: two means more than a walk takes.
     fn work_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
         let walk = work_len(problem, &self.by_key).max(work_len(problem, &self.keys_by_key));
-        walk + self.bias_tiles_len(problem) + 2 * problem.mean()
+        walk + self.bias_tiles_len(problem) + (2 * problem.mean()).max(self.low_rank_len(problem))
+    }
+
+    /// Numbers of a tile of gradients before they are multiplied by the factors of a low rank.
+    fn low_rank_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
+        if matches!(problem.bias, Bias::LowRank(_)) { CHUNK * REACH } else { 0 }
     }
 
     fn tasks(&self, sums: &Sums) -> usize {
@@ -290,6 +296,7 @@ fn query_side<T: Real>(
     let bias_tiles_len = sides.bias_tiles_len(problem);
     let one = |group: usize, plane: usize, chunk: usize, work: &mut [T]| {
         let (bias_tiles_memory, work) = work.split_at_mut(bias_tiles_len);
+        let (tile, work) = work.split_at_mut(sides.low_rank_len(problem));
         // Heads of one sequence have the same biases.
         let mut bias_tiles = BiasTiles::new(bias_tiles_memory);
         let mut bias_tiles_of = None;
@@ -309,7 +316,7 @@ fn query_side<T: Real>(
             if let Some(bias_tiles) = bias_tiles.as_mut().filter(|_| bias_tiles_of.replace(index) != Some(index)) {
                 bias_tiles.forget();
             }
-            tiles::means(&outputs, false, bias_tiles.as_mut(), work, |i, mean_of_row, near, keys| {
+            let visit = |i: usize, mean_of_row: &[T], near: isize, keys: &[T]| {
                 // SAFETY: every row belongs to one chunk of one head, and the slices end before the next visit of it.
                 let (dq, item) = unsafe {
                     let token = sequence.query_start + i;
@@ -328,20 +335,35 @@ fn query_side<T: Real>(
                     let bias = outputs.biases.pair(i, near + n);
                     to[(first + n) as usize] += dispatch(BiasGradient { row: item, key, bias });
                 }
-            });
-            if bias_tiles.is_none() {
-                continue;
+            };
+            if problem.full() {
+                let mean_of_row = &mut work[..mean];
+                mean_of_row.fill(T::ZERO);
+                for i in from..to {
+                    let token = sequence.query_start + i;
+                    read_kept(call.kept(sequence.batch, head, token), dims.head_dim, mean_of_row);
+                    visit(i, mean_of_row, 0, &[]);
+                }
+            } else {
+                tiles::means(&outputs, false, bias_tiles.as_mut(), work, visit);
             }
+            let Some(bias_tiles) = bias_tiles.as_mut() else { continue };
             // SAFETY: the chunk's rows are one after the other, and nothing writes them any more.
             let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
-            tiles::bias_gradients(&outputs, own, work, |queries, from, to, tile| {
+            tiles::bias_gradients(&outputs, own, bias_tiles, work, |queries, from, to, pairs| {
                 if let Bias::LowRank(factors) = &problem.bias {
                     // Queries before the first key have no row, and see nothing.
                     let unseen = (-(queries.start as isize + window.shift)).clamp(0, queries.len() as isize) as usize;
-                    let (queries, tile) = (queries.start + unseen..queries.end, &tile[unseen * REACH..]);
+                    let queries = queries.start + unseen..queries.end;
                     if queries.is_empty() {
                         return;
                     }
+                    for (i, line) in queries.clone().zip(tile.chunks_exact_mut(REACH)) {
+                        let line = &mut line[..(to - from) as usize];
+                        line.fill(T::ZERO);
+                        pairs.add_to(i, 0, line);
+                    }
+                    let tile = &*tile;
                     // SAFETY: a range has a plane of its own, and one task.
                     let plane = unsafe { d_bias.row(0, plane, 0, sums.plane()) };
                     let (d_u, d_z) = plane.split_at_mut(factors.u.len());
@@ -358,7 +380,7 @@ fn query_side<T: Real>(
                     }
                     return;
                 }
-                for (i, tile) in queries.zip(tile.chunks_exact(REACH)) {
+                for i in queries {
                     let (near, behind) = window.near(i);
                     let (near, behind) = (near.max(from), behind.min(to));
                     if near >= behind {
@@ -370,8 +392,11 @@ fn query_side<T: Real>(
                     };
                     // SAFETY: as for the walk.
                     let sums = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
-                    let tile = &tile[(near - from) as usize..(behind - from) as usize];
-                    sums[(near - origin) as usize..].iter_mut().zip(tile).for_each(|(to, &d)| *to += d);
+                    pairs.add_to(
+                        i,
+                        (near - from) as usize,
+                        &mut sums[(near - origin) as usize..(behind - origin) as usize],
+                    );
                 }
             });
         }

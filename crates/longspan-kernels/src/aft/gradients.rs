@@ -1,5 +1,6 @@
 //! What a backward call starts from, and where it writes.
 
+use super::forward::KEPT;
 use super::keys::KeyItems;
 use super::outputs::OutputRows;
 use super::problem::Problem;
@@ -26,6 +27,12 @@ pub(super) struct Backward<'a, T: 'static> {
 }
 
 impl<T: Real> Backward<'_, T> {
+    /// What the forward kept of the mean of a row, where there is a table of all biases.
+    pub fn kept(&self, batch: usize, head: usize, token: usize) -> &[T] {
+        let (dims, row) = (&self.problem.dims, KEPT * self.problem.dims.head_dim);
+        &self.cotangent.denominators[((batch * dims.heads + head) * dims.queries + token) * row..][..row]
+    }
+
     /// `count` rows of a head from the sequence's row `from` on, from a column on.
     pub fn rows(
         &self,

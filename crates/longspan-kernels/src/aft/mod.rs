@@ -46,6 +46,7 @@ mod step;
 mod cost;
 mod reference;
 
+use forward::{KEPT, kept_rows};
 use gradients::Backward;
 pub use options::{Aft, Variant};
 use problem::Problem;
@@ -106,6 +107,11 @@ impl Mechanism for Aft {
         }
     }
 
+    fn denominators(&self, dims: &Dims) -> [usize; 4] {
+        let each = if matches!(self.variant, Variant::Full { .. }) { dims.head_dim.saturating_mul(KEPT) } else { 1 };
+        [dims.batch, dims.heads, dims.queries, each]
+    }
+
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
         cost::plan(self, dims, mask)
     }
@@ -135,16 +141,20 @@ impl Compute for Aft {
             check_final_mask(self.name(), &call.mask)?;
             state::check(self, &problem.dims, to, "final_state")?;
         }
-        if let Some(denominators) = denominators {
-            // One for each channel has no room here, and the backward forms them anew.
-            denominators.fill(T::ONE);
-        }
+        let kept = denominators.and_then(|numbers| {
+            if problem.full() {
+                return Some(kept_rows(&problem, numbers));
+            }
+            // Means that are no products are formed anew in less time than it takes to read them.
+            numbers.fill(T::ONE);
+            None
+        });
         let simple = matches!(self.variant, Variant::Simple);
         if !problem.is_empty() {
             match conv::Geometry::new(self, problem.causal) {
                 Some(geometry) => conv::forward(&problem, geometry, out.shared(), scratch),
                 None if simple => simple::forward(&problem, out.shared(), final_state.as_deref_mut(), scratch),
-                None => forward::forward(&problem, out.shared(), scratch),
+                None => forward::forward(&problem, out.shared(), kept, scratch),
             }
         }
         if let Some(state) = final_state {

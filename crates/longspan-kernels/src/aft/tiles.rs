@@ -12,14 +12,11 @@ use std::ops::Range;
 
 use super::chunks::{CHUNK, Window};
 use super::items::{Items, REACH};
-use super::log_sum::{
-    BiasGradient, Factored, Factors, JoinFactored, PARTS, ProjectRows, ScaleByExponents, clear, join,
-};
+use super::log_sum::{AddWeighted, BiasGradient, Factored, Factors, JoinFactored, PARTS, ProjectRows, clear, join};
 use super::walk::{Biases, Outputs, walk};
 use crate::call::Arena;
 use crate::simd::block::{Transpose, exponentials};
 use crate::simd::product::Product;
-use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
@@ -50,6 +47,7 @@ struct Work<'w, T> {
     biases: &'w mut [T],
     turned: &'w mut [T],
     running_max: &'w mut [T],
+    factors: &'w mut [T],
     reference: &'w mut [T],
     numerators: &'w mut [T],
     denominators: &'w mut [T],
@@ -66,6 +64,7 @@ impl<'w, T: Real> Work<'w, T> {
             biases: arena.take(SIDE * REACH),
             turned: arena.take(SIDE * REACH),
             running_max: arena.take(SIDE),
+            factors: arena.take(SIDE),
             reference: arena.take(2 * width),
             numerators: arena.take(REACH * width),
             denominators: arena.take(REACH * width),
@@ -110,6 +109,50 @@ impl<'w, T: Real> BiasTiles<'w, T> {
     pub fn forget(&mut self) {
         self.lengths.fill(T::ZERO);
     }
+}
+
+/// `e^{w − r}` of some outputs and items.
+struct BiasTile<'a, T> {
+    weights: &'a [T],
+    /// From one row of them to the next.
+    row: usize,
+    /// `r`, one for each row.
+    running_max: &'a [T],
+    /// The largest range of biases of any row.
+    range: T,
+}
+
+/// One of the chunk's tiles, which begins so many items after its first, if it is whole; or formed in the task's own memory.
+fn bias_tile<'a, T: Real>(
+    biases: &impl Biases<T>,
+    (outputs, from, to): (Range<usize>, isize, isize),
+    kept: Option<(&'a mut BiasTiles<'_, T>, usize)>,
+    (weights, running_max): (&'a mut [T], &'a mut [T]),
+    spare: &mut [T],
+) -> BiasTile<'a, T> {
+    let (count, columns) = (outputs.len(), (to - from) as usize);
+    let Some((bias_tiles, place)) = kept.filter(|(_, place)| place.is_multiple_of(SIDE)) else {
+        biases.tile(outputs, from, to, weights, REACH, spare);
+        let range = exponentials(weights, REACH, columns, running_max);
+        return BiasTile { weights, row: REACH, running_max, range };
+    };
+    let (index, row) = (place / SIDE, columns.next_multiple_of(SIDE));
+    let BiasTiles { tiles, running_max, ranges, lengths } = bias_tiles;
+    let running_max = &mut running_max[index * SIDE..][..count];
+    let weights = &mut tiles[place * SIDE..][..SIDE * row];
+    if lengths[index] != T::from_f64(columns as f64) {
+        biases.tile(outputs, from, to, weights, row, spare);
+        ranges[index] = exponentials(weights, row, columns, running_max);
+        // It lies where smaller ones may have been, or in a larger one.
+        for earlier in (index + 1).saturating_sub(REACH / SIDE)..index {
+            if lengths[earlier] > T::from_f64((place - earlier * SIDE) as f64) {
+                lengths[earlier] = T::ZERO;
+            }
+        }
+        lengths[index..index + row / SIDE].fill(T::ZERO);
+        lengths[index] = T::from_f64(columns as f64);
+    }
+    BiasTile { weights, row, running_max, range: ranges[index] }
 }
 
 /// Numbers that [`SIDE`] columns of a [`BiasTiles`] take.
@@ -208,32 +251,10 @@ pub(super) fn means<T: Real>(
             }
             return true;
         }
-        // A tile of the bias_tiles, or one that has been cut.
-        let place = (from - start) as usize;
-        let kept = outputs.len() == chunk_len && place.is_multiple_of(SIDE);
-        let (weights, row, running_max, range) = if kept {
-            let index = place / SIDE;
-            let row = columns.next_multiple_of(SIDE);
-            let running_max = &mut bias_tiles.running_max[index * SIDE..][..count];
-            let weights = &mut bias_tiles.tiles[place * SIDE..][..SIDE * row];
-            if bias_tiles.lengths[index] != T::from_f64(columns as f64) {
-                biases.tile(outputs.clone(), from, to, weights, row, work.turned);
-                bias_tiles.ranges[index] = exponentials(weights, row, columns, running_max);
-                // It lies where smaller ones may have been, or in a larger one.
-                for earlier in (index + 1).saturating_sub(REACH / SIDE)..index {
-                    if bias_tiles.lengths[earlier] > T::from_f64((place - earlier * SIDE) as f64) {
-                        bias_tiles.lengths[earlier] = T::ZERO;
-                    }
-                }
-                bias_tiles.lengths[index..index + row / SIDE].fill(T::ZERO);
-                bias_tiles.lengths[index] = T::from_f64(columns as f64);
-            }
-            (&*weights, row, &*running_max, bias_tiles.ranges[index])
-        } else {
-            biases.tile(outputs.clone(), from, to, work.biases, REACH, work.turned);
-            let range = exponentials(work.biases, REACH, columns, &mut work.running_max[..count]);
-            (&*work.biases, REACH, &work.running_max[..count], range)
-        };
+        let kept = (outputs.len() == chunk_len).then_some((&mut *bias_tiles, (from - start) as usize));
+        let memory = (&mut *work.biases, &mut work.running_max[..count]);
+        let BiasTile { weights, row, running_max, range } =
+            bias_tile(biases, (outputs, from, to), kept, memory, work.turned);
         let numerators = if with_numerators { &mut *work.numerators } else { &mut [] };
         let place = Factors { reference: work.reference, numerators, denominators: work.denominators };
         let (factored, depth) = factored(*items, from, columns, place, work.items);
@@ -266,26 +287,49 @@ pub(super) fn means<T: Real>(
     }
 }
 
+/// `Σ_channels p·(g·v − G·Y)` of some pairs: rows of weights × rows of terms × a factor for each row.
+pub(super) struct PairGradients<'a, T> {
+    /// The first of the outputs.
+    first: usize,
+    weights: &'a [T],
+    /// From one row of weights to the next; rows of terms have [`REACH`].
+    row: usize,
+    terms: &'a [T],
+    factors: &'a [T],
+}
+
+impl<T: Real> PairGradients<'_, T> {
+    /// Adds those of one output and as many items as `to` has room for, from a column on.
+    pub fn add_to(&self, output: usize, column: usize, to: &mut [T]) {
+        let row = output - self.first;
+        let [weights, terms] =
+            [(self.weights, self.row), (self.terms, REACH)].map(|(of, len)| &of[row * len + column..]);
+        dispatch(AddWeighted { to, weights, terms, factor: self.factors[row] })
+    }
+}
+
 /// Forms `Σ_channels p·(g·v − G·Y)` of every pair of a chunk's rows with an item that has a bias, and hands them to
-/// `visit(outputs, from, to, tile)`, rows of [`REACH`]; 0 where an output does not see an item. `rows` are those of the
-/// chunk as their keys see them.
+/// `visit(outputs, from, to, gradients)`; 0 where an output does not see an item. `rows` are those of the chunk as their keys see
+/// them; `bias_tiles` as for [`means`].
 pub(super) fn bias_gradients<T: Real>(
     outputs: &Outputs<'_, T, impl Items<T>, impl Biases<T>>,
     rows: &[T],
+    bias_tiles: &mut BiasTiles<'_, T>,
     work: &mut [T],
-    mut visit: impl FnMut(Range<usize>, isize, isize, &[T]),
+    mut visit: impl FnMut(Range<usize>, isize, isize, &PairGradients<'_, T>),
 ) {
     let Outputs { items, biases, window, chunk, edges } = outputs;
     let mean = edges.0.len();
     let width = mean / PARTS;
     let work = Work::new(&mut Arena::new(work), mean);
-    let (own, to) = window.chunk(*chunk);
-    let (start, end) = window.range(own, to);
+    let (own, to_own) = window.chunk(*chunk);
+    let (start, end) = window.range(own, to_own);
     let mut tile = |outputs: Range<usize>, from: isize, to: isize, whole: bool| {
-        let (count, columns) = (outputs.len(), (to - from) as usize);
-        biases.tile(outputs.clone(), from, to, work.biases, REACH, work.turned);
-        let rows = &rows[(outputs.start - own) * mean..][..count * mean];
+        let (first, count, columns) = (outputs.start, outputs.len(), (to - from) as usize);
+        let rows = &rows[(first - own) * mean..][..count * mean];
+        let factors = &mut work.factors[..count];
         if !whole {
+            biases.tile(outputs.clone(), from, to, work.biases, REACH, work.turned);
             let block = items.load(from, columns, work.items);
             let pairs = rows.chunks_exact(mean).zip(outputs.clone()).zip(work.biases.chunks_exact_mut(REACH));
             for ((row, n), biases) in pairs {
@@ -295,34 +339,37 @@ pub(super) fn bias_gradients<T: Real>(
                     *to = if seen { dispatch(BiasGradient { row, key, bias: *to }) } else { T::ZERO };
                 }
             }
-            visit(outputs, from, to, work.biases);
+            work.turned[..columns].fill(T::ONE);
+            factors.fill(T::ONE);
+            visit(
+                outputs,
+                from,
+                to,
+                &PairGradients { first, weights: work.turned, row: 0, terms: work.biases, factors },
+            );
             return true;
         }
+        let kept = (count == to_own - own).then_some((&mut *bias_tiles, (from - start) as usize));
+        let memory = (&mut *work.biases, &mut work.running_max[..count]);
+        let BiasTile { weights, row, running_max, range } =
+            bias_tile(biases, (outputs.clone(), from, to), kept, memory, work.turned);
         let place = Factors { reference: work.reference, numerators: work.numerators, denominators: work.denominators };
         let (factored, depth) = factored(*items, from, columns, place, work.items);
-        if depth > widest() {
-            work.turned.copy_from_slice(work.biases);
-            if exponentials(work.turned, REACH, columns, &mut work.running_max[..count]) > widest() {
-                return false;
-            }
+        if range > widest() && depth > widest() {
+            return false;
         }
-        let (values, weights) = work.products.split_at_mut(REACH * width);
-        for (from, to) in [(factored.numerators, values), (factored.denominators, weights)] {
+        let (values, ones) = work.products.split_at_mut(REACH * width);
+        for (from, to) in [(factored.numerators, values), (factored.denominators, ones)] {
             dispatch(Transpose { from, from_row: width, rows: columns, columns: width, to, to_row: REACH });
         }
-        let running_max = &mut work.running_max[..count];
-        dispatch(ProjectRows { rows, reference: factored.reference, to: work.rows, running_max });
+        dispatch(ProjectRows { rows, reference: factored.reference, biases: running_max, to: work.rows, factors });
         let (rows, keys) = ((&*work.rows, 2 * width), (&*work.products, REACH));
         Product::of(rows, keys, (work.turned, REACH), [count, columns, 2 * width]).compute();
-        let lines = work.biases.chunks_exact_mut(REACH).zip(work.turned.chunks_exact(REACH));
-        for ((biases, terms), &max) in lines.zip(&*running_max) {
-            dispatch(ScaleByExponents { to: &mut biases[..padded::<T>(columns)], shift: max, factors: terms });
-        }
-        visit(outputs, from, to, work.biases);
+        visit(outputs, from, to, &PairGradients { first, weights, row, terms: work.turned, factors });
         true
     };
     for from in (start..end).step_by(REACH) {
         threads::check();
-        cover(window, own..to, from, (from + REACH as isize).min(end), &mut tile);
+        cover(window, own..to_own, from, (from + REACH as isize).min(end), &mut tile);
     }
 }

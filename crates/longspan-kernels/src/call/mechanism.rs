@@ -96,9 +96,9 @@ pub struct Output<'a, T> {
     /// `[batch, heads, queries, value_dim]`. A row that sees no key gets 0, and so does one whose
     /// denominator is below the least normal number.
     pub out: ViewMut<'a, T>,
-    /// In training, the denominators `[batch, heads, queries]`, row-major: what the backward wants to be given. With
-    /// [`FeatureMap::Exp`](crate::FeatureMap::Exp) they are relative to the running maxima. All 1 where the mechanism
-    /// does not normalise.
+    /// In training, the denominators, row-major and in the shape of [`Mechanism::denominators`]: what the backward wants to be
+    /// given. With [`FeatureMap::Exp`](crate::FeatureMap::Exp) they are relative to the running maxima. All 1 where the
+    /// mechanism does not normalise.
     pub denominators: Option<&'a mut [T]>,
     /// The state after the last key (trailing padding is not part of a sequence); causal masks only.
     pub final_state: Option<&'a mut State<T>>,
@@ -207,6 +207,12 @@ pub trait Mechanism: Debug + Send + Sync {
 
     /// The learned tensors it takes for calls of these sizes.
     fn parameters(&self, dims: &Dims) -> Parameters;
+
+    /// The shape of [`Output::denominators`], `[batch, heads, queries, n]`: one number a row, but for a mechanism that divides
+    /// each channel by its own.
+    fn denominators(&self, dims: &Dims) -> [usize; 4] {
+        [dims.batch, dims.heads, dims.queries, 1]
+    }
 
     /// How many keys on each side of a query its call must hold if the others are given as states ([`Call::outside`]); none
     /// where keys can't be given as states.
@@ -554,14 +560,10 @@ pub(crate) fn check_token<T: Real>(
 }
 
 fn check_denominators<T: Real>(mechanism: &dyn Mechanism, dims: &Dims, denominators: &[T]) -> Result<(), Error> {
-    let rows = dims.batch * dims.heads * dims.queries;
-    expect(
-        denominators.len() == rows,
-        mechanism.name(),
-        "denominators",
-        || format!("batch × heads × queries = {rows} numbers"),
-        || denominators.len().to_string(),
-    )
+    let shape = mechanism.denominators(dims);
+    let expected = || format!("{} numbers, shape {shape:?}", shape.iter().product::<usize>());
+    let holds = denominators.len() == shape.iter().product();
+    expect(holds, mechanism.name(), "denominators", expected, || denominators.len().to_string())
 }
 
 fn key_shape(mechanism: &dyn Mechanism, dims: &Dims) -> [usize; 4] {

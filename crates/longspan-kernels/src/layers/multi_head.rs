@@ -420,7 +420,7 @@ impl<'a> MultiHead<'a> {
         let projections = self.project()?;
         let before = self.before(&projections, &mut final_state, scratch)?;
         let mut heads = try_zeros(self.x.len())?;
-        let mut denominators = try_zeros(self.batch * self.heads * self.queries)?;
+        let mut denominators = try_zeros(self.kernel.denominators(&self.dims()).iter().product())?;
         let output = Output::training(self.token_major(&mut heads), &mut denominators).with_final_state(final_state);
         self.kernel.forward(&self.call(&projections, before.as_ref()), output, scratch)?;
         Ok(KeptAttention { projections, before, heads, denominators })

@@ -239,8 +239,7 @@ fn run(mechanism: &dyn Kernel<f32>, call: &AnyCall) -> Result<(), String> {
     .with_initial_state(state.as_ref());
     let checked = mechanism.check(&made);
     let (mut out, mut denominators) = (vec![MARK; lens[4]], vec![MARK; lens[5]]);
-    let rows = dims.batch.saturating_mul(dims.heads).saturating_mul(dims.queries);
-    denominators.truncate(rows);
+    denominators.truncate(mechanism.denominators(dims).into_iter().fold(1, usize::saturating_mul));
     let width = dims.value_dim;
     let row = dims.queries.saturating_mul(width);
     let contiguous = [dims.heads.saturating_mul(row), row, width];

@@ -263,7 +263,8 @@ fn half_width_numbers_are_widened_once_and_rounded_once() {
             let kernel = layer.kernel();
             let kernel: &dyn Kernel<f32> = &*kernel;
             let mut scratch = Scratch::new();
-            let (mut out, mut denominators) = (vec![0.0; 2 * HEADS * 70 * DIM], vec![0.0; 2 * HEADS * 70]);
+            let (mut out, mut denominators) =
+                (vec![0.0; 2 * HEADS * 70 * DIM], vec![0.0; kernel.denominators(&dims).iter().product()]);
             let output = Output::training(ViewMut::contiguous(&mut out, dims.out()), &mut denominators);
             kernel.forward(&call, output, &mut scratch).unwrap();
             let out = rounded(&out);

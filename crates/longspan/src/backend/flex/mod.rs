@@ -372,8 +372,7 @@ impl Operands {
     }
 
     fn outcome_as<T: Number>(&self, settings: &Settings) -> Result<Outcome, kernels::Error> {
-        let Dims { batch, heads, queries, .. } = self.dims();
-        let rows = [batch, heads, queries];
+        let rows = T::mechanism(&*settings.kernel).denominators(&self.dims());
         let mut denominators = vec![T::ZERO; rows.iter().product()];
         let out = self.forward_as::<T>(settings, Some(&mut denominators))?;
         let denominators = FlexTensor::new(T::bytes(denominators), Layout::contiguous(Shape::from(rows)), T::DTYPE);
