@@ -62,13 +62,8 @@ half!(bf16);
 
 fn check(operation: &'static str, wide: usize, shape: [usize; 4]) -> Result<(), Error> {
     let len = shape.iter().try_fold(1usize, |n, &x| n.checked_mul(x));
-    expect(
-        len == Some(wide),
-        operation,
-        "wide",
-        || format!("as many numbers as the shape {shape:?} has"),
-        || format!("{wide}"),
-    )
+    let expected = || format!("as many numbers as the shape {shape:?} has");
+    expect(len == Some(wide), operation, "wide", expected, || format!("{wide}"))
 }
 
 /// Batch entry, head and token of a row.

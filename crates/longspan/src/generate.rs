@@ -78,13 +78,8 @@ pub fn beam_search(
     let vocabulary = model.target_vocab();
     argument(width > 0, "beam search", "width", || "at least 1".into(), || width.to_string())?;
     for (name, token) in [("start", options.start), ("end", options.end)] {
-        argument(
-            token < vocabulary,
-            "beam search",
-            name,
-            || format!("a token below {vocabulary}"),
-            || token.to_string(),
-        )?;
+        let expected = || format!("a token below {vocabulary}");
+        argument(token < vocabulary, "beam search", name, expected, || token.to_string())?;
     }
     let state = model.start(model.encode_for(source, source_lengths, options.max_tokens.saturating_add(1))?);
     Search { model, options, width, answers: vec![Vec::new(); state.batch()] }.run(state)

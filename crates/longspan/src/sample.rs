@@ -43,35 +43,16 @@ impl SampleOptions {
     pub fn draw(&self, logits: &[f32], uniform: f64) -> Result<usize> {
         const NAME: &str = "sample";
         let Self { temperature, top_k, top_p } = *self;
-        argument(
-            temperature >= 0.0 && temperature.is_finite(),
-            NAME,
-            "temperature",
-            || "a number from 0".into(),
-            || temperature.to_string(),
-        )?;
-        argument(
-            top_p > 0.0 && top_p <= 1.0,
-            NAME,
-            "top_p",
-            || "a number above 0, at most 1".into(),
-            || top_p.to_string(),
-        )?;
-        argument(
-            (0.0..1.0).contains(&uniform),
-            NAME,
-            "uniform",
-            || "a number in [0, 1)".into(),
-            || uniform.to_string(),
-        )?;
+        let got = || temperature.to_string();
+        argument(temperature >= 0.0 && temperature.is_finite(), NAME, "temperature", || "a number from 0".into(), got)?;
+        let expected = || "a number above 0, at most 1".into();
+        argument(top_p > 0.0 && top_p <= 1.0, NAME, "top_p", expected, || top_p.to_string())?;
+        let expected = || "a number in [0, 1)".into();
+        argument((0.0..1.0).contains(&uniform), NAME, "uniform", expected, || uniform.to_string())?;
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        argument(
-            largest.is_finite() && !logits.iter().any(|x| x.is_nan()),
-            NAME,
-            "logits",
-            || "finite numbers".into(),
-            || "NaN or infinity; the model's weights are broken".into(),
-        )?;
+        let expected = || "finite numbers".into();
+        let got = || "NaN or infinity; the model's weights are broken".into();
+        argument(largest.is_finite() && !logits.iter().any(|x| x.is_nan()), NAME, "logits", expected, got)?;
         let mut order: Vec<usize> = (0..logits.len()).filter(|&token| logits[token] > f32::NEG_INFINITY).collect();
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
         if temperature == 0.0 {

@@ -101,64 +101,34 @@ impl<'a> Mask<'a> {
 
     pub(crate) fn check(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
         let limit = isize::MAX / 4;
-        expect(
-            (-limit..=limit).contains(&self.offset),
-            operation,
-            "offset",
-            || format!("between -{limit} and {limit}"),
-            || self.offset.to_string(),
-        )?;
+        let expected = || format!("between -{limit} and {limit}");
+        expect((-limit..=limit).contains(&self.offset), operation, "offset", expected, || self.offset.to_string())?;
         match self.keys {
             Keys::All => Ok(()),
             Keys::Lengths(lengths) => {
-                expect(
-                    lengths.len() == dims.batch,
-                    operation,
-                    "key lengths",
-                    || format!("one for each of the {} batch entries", dims.batch),
-                    || lengths.len().to_string(),
-                )?;
+                let expected = || format!("one for each of the {} batch entries", dims.batch);
+                expect(lengths.len() == dims.batch, operation, "key lengths", expected, || lengths.len().to_string())?;
                 let too_long = lengths.iter().find(|&&n| n > dims.keys);
-                expect(
-                    too_long.is_none(),
-                    operation,
-                    "key lengths",
-                    || format!("at most {} keys", dims.keys),
-                    || too_long.copied().unwrap_or(0).to_string(),
-                )
+                let got = || too_long.copied().unwrap_or(0).to_string();
+                expect(too_long.is_none(), operation, "key lengths", || format!("at most {} keys", dims.keys), got)
             }
-            Keys::Padding(padding) => expect(
-                padding.len() == dims.batch * dims.keys,
-                operation,
-                "key padding",
-                || format!("batch × keys = {} × {} entries", dims.batch, dims.keys),
-                || padding.len().to_string(),
-            ),
+            Keys::Padding(padding) => {
+                let expected = || format!("batch × keys = {} × {} entries", dims.batch, dims.keys);
+                let got = || padding.len().to_string();
+                expect(padding.len() == dims.batch * dims.keys, operation, "key padding", expected, got)
+            }
             Keys::Packed { queries, keys } => {
-                expect(
-                    dims.batch == 1,
-                    operation,
-                    "batch",
-                    || "1 for packed sequences".into(),
-                    || dims.batch.to_string(),
-                )?;
-                expect(
-                    queries.len() == keys.len(),
-                    operation,
-                    "packed boundaries",
-                    || "as many on the key axis as on the query axis".into(),
-                    || format!("{} and {}", keys.len(), queries.len()),
-                )?;
+                let expected = || "1 for packed sequences".into();
+                expect(dims.batch == 1, operation, "batch", expected, || dims.batch.to_string())?;
+                let expected = || "as many on the key axis as on the query axis".into();
+                let got = || format!("{} and {}", keys.len(), queries.len());
+                expect(queries.len() == keys.len(), operation, "packed boundaries", expected, got)?;
                 for (name, bounds, tokens) in
                     [("packed query boundaries", queries, dims.queries), ("packed key boundaries", keys, dims.keys)]
                 {
-                    expect(
-                        bounds.first() == Some(&0) && bounds.last() == Some(&tokens) && bounds.is_sorted(),
-                        operation,
-                        name,
-                        || format!("ascending from 0 to {tokens}"),
-                        || format!("{bounds:?}"),
-                    )?;
+                    let holds = bounds.first() == Some(&0) && bounds.last() == Some(&tokens) && bounds.is_sorted();
+                    let expected = || format!("ascending from 0 to {tokens}");
+                    expect(holds, operation, name, expected, || format!("{bounds:?}"))?;
                 }
                 Ok(())
             }

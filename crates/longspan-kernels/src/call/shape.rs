@@ -60,13 +60,10 @@ impl Dims {
     }
 
     pub(crate) fn check(&self, operation: &'static str) -> Result<(), Error> {
-        expect(
-            (self.heads == 0 && self.kv_heads == 0) || (self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads)),
-            operation,
-            "heads",
-            || format!("a multiple of the {} key/value heads", self.kv_heads),
-            || self.heads.to_string(),
-        )?;
+        let holds =
+            (self.heads == 0 && self.kv_heads == 0) || (self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads));
+        let expected = || format!("a multiple of the {} key/value heads", self.kv_heads);
+        expect(holds, operation, "heads", expected, || self.heads.to_string())?;
         let fits = [self.q(), self.k(), self.v(), self.out()].iter().all(|shape| {
             // Sizes beside a 0 are not those of any numbers, but of what is kept for a row or a head.
             let most = if shape.contains(&0) { MOST_OF_NOTHING } else { isize::MAX as usize / 16 };
@@ -125,13 +122,9 @@ fn check_span(
     len: usize,
 ) -> Result<(), Error> {
     let span = span(shape, strides);
-    expect(
-        span.is_some_and(|n| n <= len),
-        operation,
-        argument,
-        || format!("shape {shape:?}, so at least {} elements under strides {strides:?}", span.unwrap_or(usize::MAX)),
-        || format!("{len} elements"),
-    )
+    let expected =
+        || format!("shape {shape:?}, so at least {} elements under strides {strides:?}", span.unwrap_or(usize::MAX));
+    expect(span.is_some_and(|n| n <= len), operation, argument, expected, || format!("{len} elements"))
 }
 
 impl<'a, T> View<'a, T> {
@@ -237,13 +230,9 @@ impl<'a, T> ViewMut<'a, T> {
         let SharedRows { len, strides, .. } = self.rows;
         check_span(operation, argument, shape, strides, len)?;
         let reach = shape[1].saturating_sub(1).saturating_mul(strides[1]).saturating_add(shape[3]);
-        expect(
-            reach <= self.reach || shape.contains(&0),
-            operation,
-            argument,
-            || format!("heads within {} numbers of a token", self.reach),
-            || format!("{} heads of {}", shape[1], shape[3]),
-        )?;
+        let expected = || format!("heads within {} numbers of a token", self.reach);
+        let got = || format!("{} heads of {}", shape[1], shape[3]);
+        expect(reach <= self.reach || shape.contains(&0), operation, argument, expected, got)?;
         // Sorted by stride, each axis must step over all that the smaller ones reach.
         let mut axes = [(strides[0], shape[0]), (strides[1], shape[1]), (strides[2], shape[2])];
         axes.sort_unstable();
@@ -255,13 +244,8 @@ impl<'a, T> ViewMut<'a, T> {
                 reach += stride * (length - 1);
             }
         }
-        expect(
-            apart || shape.contains(&0),
-            operation,
-            argument,
-            || format!("strides under which no two elements of {shape:?} overlap"),
-            || format!("{strides:?}"),
-        )
+        let expected = || format!("strides under which no two elements of {shape:?} overlap");
+        expect(apart || shape.contains(&0), operation, argument, expected, || format!("{strides:?}"))
     }
 
     /// All numbers of a checked tensor, if they are adjacent.

@@ -137,13 +137,8 @@ impl<T: Real> State<T> {
     pub fn from_numbers(shape: StateShape, numbers: Vec<T>) -> Result<Self, Error> {
         let head = shape.parts.iter().fold(0usize, |sum, &part| sum.saturating_add(part));
         let expected = head.saturating_mul(shape.batch).saturating_mul(shape.kv_heads);
-        expect(
-            numbers.len() == expected,
-            "state",
-            "numbers",
-            || format!("{expected} for {shape}"),
-            || numbers.len().to_string(),
-        )?;
+        let got = || numbers.len().to_string();
+        expect(numbers.len() == expected, "state", "numbers", || format!("{expected} for {shape}"), got)?;
         Ok(Self { shape, numbers: Lines::copy(&numbers)? })
     }
 
@@ -177,20 +172,12 @@ impl<T: Real> State<T> {
         expected: StateShape,
     ) -> Result<(), Error> {
         let own = self.shape;
-        expect(
-            own.version == expected.version,
-            operation,
-            argument,
-            || format!("a state of layout {}", expected.version),
-            || format!("one of layout {}, made by another version of longspan: make it anew", own.version),
-        )?;
-        expect(
-            own.mechanism != expected.mechanism || own.options == expected.options,
-            operation,
-            argument,
-            || "a state that was made with the same options".into(),
-            || "one made with others: another feature map, decay, or table of positions".into(),
-        )?;
+        let holds = own.version == expected.version;
+        let got = || format!("one of layout {}, made by another version of longspan: make it anew", own.version);
+        expect(holds, operation, argument, || format!("a state of layout {}", expected.version), got)?;
+        let holds = own.mechanism != expected.mechanism || own.options == expected.options;
+        let got = || "one made with others: another feature map, decay, or table of positions".into();
+        expect(holds, operation, argument, || "a state that was made with the same options".into(), got)?;
         expect(own == expected, operation, argument, || expected.to_string(), || own.to_string())
     }
 

@@ -7,13 +7,9 @@ use crate::error::{Error, expect};
 /// `out_i = q_i ⊙ a(Σ_t c_t ⊙ k_j ⊙ v_j)` with `j = i + offset − t`, over the keys `j` that are there.
 pub(super) fn reference(convolution: &ShortConvolution, call: &Call<'_, f64>) -> Result<Reference, Error> {
     Compute::check(convolution, call)?;
-    expect(
-        call.initial_state.is_none(),
-        "short-convolution reference",
-        "initial_state",
-        || "none: prepend the earlier tokens instead".into(),
-        || "a state".into(),
-    )?;
+    let expected = || "none: prepend the earlier tokens instead".into();
+    let got = || "a state".into();
+    expect(call.initial_state.is_none(), "short-convolution reference", "initial_state", expected, got)?;
     let dims = &call.dims;
     let taps = call.parameters[0];
     let mut out = Vec::new();

@@ -33,13 +33,8 @@ pub(super) fn check<T: Real>(
     state.check(convolution.name(), argument, shape(convolution, dims))?;
     let most = convolution.before() as f64;
     let wrong = state.each(2).map(|tokens| tokens[0].to_f64()).find(|n| !(0.0..=most).contains(n) || n.fract() != 0.0);
-    expect(
-        wrong.is_none(),
-        convolution.name(),
-        argument,
-        || format!("a whole number up to {most} as the number of tokens"),
-        || wrong.unwrap_or(0.0).to_string(),
-    )
+    let expected = || format!("a whole number up to {most} as the number of tokens");
+    expect(wrong.is_none(), convolution.name(), argument, expected, || wrong.unwrap_or(0.0).to_string())
 }
 
 /// Checks two states that follow each other, and gives the numbers of a product and of products.

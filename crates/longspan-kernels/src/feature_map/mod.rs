@@ -170,13 +170,8 @@ impl FeatureMap {
     /// Checks the options, and that rows of `head_dim` numbers have no more features than the kernels take.
     pub(crate) fn check(self, operation: &'static str, head_dim: usize) -> Result<(), Error> {
         let least_one = |number: Option<usize>, what: &str| {
-            expect(
-                number != Some(0),
-                operation,
-                "feature_map",
-                || format!("{} with at least one {what}", self.name()),
-                || self.to_string(),
-            )
+            let expected = || format!("{} with at least one {what}", self.name());
+            expect(number != Some(0), operation, "feature_map", expected, || self.to_string())
         };
         match self {
             Self::Prf(random) | Self::Nprf(random) => least_one(random.features, "feature")?,
@@ -186,13 +181,8 @@ impl FeatureMap {
             _ => return Ok(()),
         }
         let features = self.features(head_dim);
-        expect(
-            features <= MOST_FEATURES,
-            operation,
-            "feature_map",
-            || format!("at most {MOST_FEATURES} features of {head_dim} numbers"),
-            || format!("{self}, with {features}"),
-        )
+        let expected = || format!("at most {MOST_FEATURES} features of {head_dim} numbers");
+        expect(features <= MOST_FEATURES, operation, "feature_map", expected, || format!("{self}, with {features}"))
     }
 
     /// `φ(x)` of an elementwise map, by the standard library: the definition that the vectorised forms are tested

@@ -186,13 +186,8 @@ impl Fourier {
                 help: "use Unrotated, Literal or None",
             });
         }
-        expect(
-            features.is_multiple_of(2),
-            operation,
-            "head_dim",
-            || "an even number of features to turn in pairs".into(),
-            || features.to_string(),
-        )
+        let expected = || "an even number of features to turn in pairs".into();
+        expect(features.is_multiple_of(2), operation, "head_dim", expected, || features.to_string())
     }
 }
 

@@ -124,13 +124,9 @@ pub(crate) fn check_positions<T: Real>(
         for (n, position) in positions.chunks_exact(axes.max(1)).enumerate() {
             let (batch, token) = (n / tokens, n % tokens);
             let matters = name == "query_positions" || !ignored(batch, token);
-            expect(
-                !matters || position.iter().all(|x| x.is_finite()),
-                operation,
-                name,
-                || "finite numbers".into(),
-                || format!("{position:?} for token {token} of batch entry {batch}"),
-            )?;
+            let expected = || "finite numbers".into();
+            let got = || format!("{position:?} for token {token} of batch entry {batch}");
+            expect(!matters || position.iter().all(|x| x.is_finite()), operation, name, expected, got)?;
         }
     }
     Ok(())

@@ -161,13 +161,8 @@ impl KernelizedAttention {
     /// Checks the decay for so many key/value heads.
     fn check_decay(&self, operation: &'static str, kv_heads: usize) -> Result<(), Error> {
         let Some(decay) = &self.decay else { return Ok(()) };
-        expect(
-            decay.len() == kv_heads,
-            operation,
-            "decay",
-            || format!("one for each of the {kv_heads} key/value heads"),
-            || decay.len().to_string(),
-        )?;
+        let expected = || format!("one for each of the {kv_heads} key/value heads");
+        expect(decay.len() == kv_heads, operation, "decay", expected, || decay.len().to_string())?;
         let wrong = decay.iter().find(|&&gamma| !(gamma > 0.0 && gamma <= 1.0));
         expect(wrong.is_none(), operation, "decay", || "numbers in (0, 1]".into(), || format!("{wrong:?}"))
     }

@@ -411,13 +411,9 @@ fn check_outside<T: Real>(attention: &KernelizedAttention, call: &Call<'_, T>) -
     let [before, after] = outside.map(|state| state.heads().map(Head::from).any(|head| head.tokens() > 0));
     let (reach, keys, first) = (reach as isize, call.dims.keys as isize, call.mask.offset);
     let end = first + call.dims.queries as isize;
-    expect(
-        (!before || first >= reach) && (!after || end + reach <= keys),
-        attention.name(),
-        "outside",
-        || format!("queries at least {reach} keys away from those given as states"),
-        || format!("queries at {first}..{end} of {keys} keys"),
-    )
+    let expected = || format!("queries at least {reach} keys away from those given as states");
+    let got = || format!("queries at {first}..{end} of {keys} keys");
+    expect((!before || first >= reach) && (!after || end + reach <= keys), attention.name(), "outside", expected, got)
 }
 
 impl<T: Real> Unit<'_, T> {

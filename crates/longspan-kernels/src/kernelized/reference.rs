@@ -11,13 +11,9 @@ use crate::shaw::{self, RelativeMap};
 /// `out_i = Σ_j w_ij v_j / Σ_j w_ij` over the keys `j` that row `i` sees.
 pub(crate) fn reference(attention: &KernelizedAttention, call: &Call<'_, f64>) -> Result<Reference, Error> {
     Compute::check(attention, call)?;
-    expect(
-        call.initial_state.is_none(),
-        "kernelized_attention reference",
-        "initial_state",
-        || "none: prepend the earlier tokens instead".into(),
-        || "a state".into(),
-    )?;
+    let expected = || "none: prepend the earlier tokens instead".into();
+    let got = || "a state".into();
+    expect(call.initial_state.is_none(), "kernelized_attention reference", "initial_state", expected, got)?;
     Ok(definition(attention, call))
 }
 

@@ -154,21 +154,14 @@ fn check_shape<T: Real>(
     let rows = attention.score.shaw().map_or(0, |shaw| shaw.radius).max(1);
     for marks in state.each(MARKS_PART) {
         let counts = &marks[TOKENS..MARKS];
-        expect(
-            counts.iter().all(|n| n.to_f64() >= 0.0 && n.to_f64() < TOKENS_CARRY as f64 && n.to_f64().fract() == 0.0),
-            operation,
-            argument,
-            || format!("whole numbers below {TOKENS_CARRY} as the count of tokens"),
-            || format!("{counts:?}"),
-        )?;
+        let holds =
+            counts.iter().all(|n| n.to_f64() >= 0.0 && n.to_f64() < TOKENS_CARRY as f64 && n.to_f64().fract() == 0.0);
+        let expected = || format!("whole numbers below {TOKENS_CARRY} as the count of tokens");
+        expect(holds, operation, argument, expected, || format!("{counts:?}"))?;
         let oldest = marks[OLDEST].to_f64();
-        expect(
-            oldest >= 0.0 && oldest < rows as f64 && oldest.fract() == 0.0,
-            operation,
-            argument,
-            || format!("a whole number below {rows} as the index of the ring's oldest row"),
-            || oldest.to_string(),
-        )?;
+        let expected = || format!("a whole number below {rows} as the index of the ring's oldest row");
+        let got = || oldest.to_string();
+        expect(oldest >= 0.0 && oldest < rows as f64 && oldest.fract() == 0.0, operation, argument, expected, got)?;
     }
     Ok(())
 }
@@ -225,13 +218,8 @@ impl<'a, T: Real> Pair<'a, T> {
         let counted = attention.score.fourier().filter(|fourier| fourier.positions == Positions::Counted);
         let rates = counted.map(|fourier| (parameters.first().copied().unwrap_or_default(), fourier.angles(mapped)));
         if let Some((rates, angles)) = rates {
-            expect(
-                rates.len() == kv_heads * angles,
-                operation,
-                "a",
-                || format!("shape {:?}, so {} elements", [kv_heads, angles, 1], kv_heads * angles),
-                || format!("{} elements", rates.len()),
-            )?;
+            let expected = || format!("shape {:?}, so {} elements", [kv_heads, angles, 1], kv_heads * angles);
+            expect(rates.len() == kv_heads * angles, operation, "a", expected, || format!("{} elements", rates.len()))?;
         }
         Ok(Self { attention, shape, value_dim, rates })
     }

@@ -83,13 +83,8 @@ impl CrossEntropy<'_> {
         let fits = (0.0..1.0).contains(&smoothing);
         expect(fits, OPERATION, "smoothing", || "a number in [0, 1)".into(), || smoothing.to_string())?;
         let beyond = self.targets.iter().flatten().find(|&&target| target as usize >= vocabulary);
-        expect(
-            beyond.is_none(),
-            OPERATION,
-            "targets",
-            || format!("entries below {vocabulary}"),
-            || beyond.copied().unwrap_or(0).to_string(),
-        )
+        let expected = || format!("entries below {vocabulary}");
+        expect(beyond.is_none(), OPERATION, "targets", expected, || beyond.copied().unwrap_or(0).to_string())
     }
 
     /// The loss.

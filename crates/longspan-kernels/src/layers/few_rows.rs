@@ -201,13 +201,8 @@ impl MultiHead<'_> {
         self.check()?;
         check_out(OPERATION, self.x, out)?;
         let one = self.queries == 1 && self.memory.is_none() && self.dropout.is_none();
-        expect(
-            one,
-            OPERATION,
-            "x",
-            || "one token, no memory, no dropout".into(),
-            || format!("{} tokens", self.queries),
-        )?;
+        let expected = || "one token, no memory, no dropout".into();
+        expect(one, OPERATION, "x", expected, || format!("{} tokens", self.queries))?;
         let width = self.width();
         let columns = self.columns();
         let [q, z, k, v] = self.parts().map(|[heads, width]| heads * width);

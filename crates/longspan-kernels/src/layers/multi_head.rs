@@ -369,13 +369,10 @@ impl<'a> MultiHead<'a> {
         scratch: &mut Scratch<f32>,
     ) -> Result<(Vec<f32>, State<f32>), Error> {
         self.check()?;
-        expect(
-            rows.start <= rows.end && rows.end.max(next) <= self.queries && self.batch == 1 && self.memory.is_none(),
-            OPERATION,
-            "rows",
-            || format!("rows of the {} of one sequence, in self-attention", self.queries),
-            || format!("{rows:?} and {next} of a batch of {}", self.batch),
-        )?;
+        let holds =
+            rows.start <= rows.end && rows.end.max(next) <= self.queries && self.batch == 1 && self.memory.is_none();
+        let expected = || format!("rows of the {} of one sequence, in self-attention", self.queries);
+        expect(holds, OPERATION, "rows", expected, || format!("{rows:?} and {next} of a batch of {}", self.batch))?;
         let (width, columns) = (self.width(), self.columns());
         let segment = Self { x: &self.x[rows.start * width..rows.end * width], queries: rows.len(), ..*self };
         let Projections { own, .. } = self.project()?;

@@ -59,13 +59,8 @@ impl MultiHead<'_> {
             seen.extend_from_slice(&stretch[(next - first) * width..(end - first) * width]);
             drop(stretch);
             let results = then(results)?;
-            expect(
-                results.len() == (end - start) * width,
-                name,
-                "results",
-                || format!("{} × {width} numbers", end - start),
-                || results.len().to_string(),
-            )?;
+            let expected = || format!("{} × {width} numbers", end - start);
+            expect(results.len() == (end - start) * width, name, "results", expected, || results.len().to_string())?;
             x[start * width..end * width].copy_from_slice(&results);
             start = end;
         }

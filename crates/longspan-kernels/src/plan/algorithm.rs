@@ -45,16 +45,12 @@ impl Algorithm {
 
     /// Checks that a mechanism which has the algorithms `known` can run this one.
     pub(crate) fn check(self, operation: &'static str, known: &[Self]) -> Result<(), Error> {
-        expect(
-            self == Self::Auto || known.contains(&self),
-            operation,
-            "algorithm",
-            || {
-                let known: Vec<_> = [Self::Auto].iter().chain(known).map(|algorithm| algorithm.name()).collect();
-                format!("one of {}", known.join(", "))
-            },
-            || self.name().into(),
-        )
+        let expected = || {
+            let known: Vec<_> = [Self::Auto].iter().chain(known).map(|algorithm| algorithm.name()).collect();
+            format!("one of {}", known.join(", "))
+        };
+        let got = || self.name().into();
+        expect(self == Self::Auto || known.contains(&self), operation, "algorithm", expected, got)
     }
 }
 

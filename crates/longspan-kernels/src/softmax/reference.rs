@@ -7,13 +7,8 @@ use crate::error::{Error, expect};
 /// `out_i = Σ_j e^{s·q_i·k_j} v_j / Σ_j e^{s·q_i·k_j}` over the keys `j` that row `i` sees, by mask and window.
 pub(super) fn reference(attention: &SoftmaxAttention, call: &Call<'_, f64>) -> Result<Reference, Error> {
     Compute::check(attention, call)?;
-    expect(
-        call.initial_state.is_none(),
-        "softmax reference",
-        "initial_state",
-        || "none: prepend the earlier tokens instead".into(),
-        || "a state".into(),
-    )?;
+    let expected = || "none: prepend the earlier tokens instead".into();
+    expect(call.initial_state.is_none(), "softmax reference", "initial_state", expected, || "a state".into())?;
     let dims = &call.dims;
     let scale = attention.scale.unwrap_or(1.0 / (dims.head_dim as f64).sqrt());
     let (mut out, mut denominators) = (Vec::new(), Vec::new());

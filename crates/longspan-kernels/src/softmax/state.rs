@@ -19,13 +19,10 @@ pub(super) fn shape(attention: &SoftmaxAttention, dims: &Dims) -> Result<StateSh
         .zip(numbers(dims.value_dim))
         .and_then(|(k, v)| k.checked_add(v)?.checked_add(1 + present));
     let bytes = head.zip(heads).and_then(|(head, heads)| head.checked_mul(heads)?.checked_mul(8));
-    expect(
-        bytes.is_some_and(|bytes| bytes < isize::MAX as usize),
-        attention.name(),
-        if attention.window.is_some() { "window" } else { "capacity" },
-        || "a state that fits the address space".into(),
-        || rows.to_string(),
-    )?;
+    let holds = bytes.is_some_and(|bytes| bytes < isize::MAX as usize);
+    let expected = || "a state that fits the address space".into();
+    let got = || rows.to_string();
+    expect(holds, attention.name(), if attention.window.is_some() { "window" } else { "capacity" }, expected, got)?;
     Ok(StateShape {
         mechanism: attention.name(),
         version: VERSION,
@@ -115,34 +112,20 @@ pub(super) fn check<T: Real>(
     let limit = attention.window.map_or(attention.capacity, |window| 2 * window - 1) as f64;
     for head in state.each(2) {
         let held = head[0].to_f64();
-        expect(
-            held >= 0.0 && held <= limit && held.fract() == 0.0,
-            attention.name(),
-            argument,
-            || format!("a whole number up to {limit} as the number of tokens"),
-            || held.to_string(),
-        )?;
+        let expected = || format!("a whole number up to {limit} as the number of tokens");
+        let got = || held.to_string();
+        expect(held >= 0.0 && held <= limit && held.fract() == 0.0, attention.name(), argument, expected, got)?;
     }
     let marks = state.each(PRESENT).flatten();
     let other = marks.copied().find(|&mark| mark != T::ZERO && mark != T::ONE);
-    expect(
-        other.is_none(),
-        attention.name(),
-        argument,
-        || "0 or 1 for each token of a window".into(),
-        || other.unwrap_or(T::ZERO).to_string(),
-    )
+    let expected = || "0 or 1 for each token of a window".into();
+    expect(other.is_none(), attention.name(), argument, expected, || other.unwrap_or(T::ZERO).to_string())
 }
 
 /// Checks that a cache has room for so many tokens.
 pub(super) fn check_room(attention: &SoftmaxAttention, argument: &'static str, tokens: usize) -> Result<(), Error> {
-    expect(
-        tokens <= attention.capacity,
-        attention.name(),
-        argument,
-        || format!("at most {} tokens; make the mechanism with a larger capacity", attention.capacity),
-        || tokens.to_string(),
-    )
+    let expected = || format!("at most {} tokens; make the mechanism with a larger capacity", attention.capacity);
+    expect(tokens <= attention.capacity, attention.name(), argument, expected, || tokens.to_string())
 }
 
 /// Makes every number 0.

@@ -84,38 +84,31 @@ impl Bias {
     pub(super) fn check(&self) -> Result<(), Error> {
         let limit = isize::MAX as usize / 64;
         match *self {
-            Self::Table { first, count, .. } => expect(
-                (1..limit).contains(&count) && first.unsigned_abs() < limit,
-                OPERATION,
-                "bias table",
-                || "at least one entry, at distances that fit memory".into(),
-                || format!("{count} entries from distance {first}"),
-            ),
+            Self::Table { first, count, .. } => {
+                let holds = (1..limit).contains(&count) && first.unsigned_abs() < limit;
+                let expected = || "at least one entry, at distances that fit memory".into();
+                expect(holds, OPERATION, "bias table", expected, || format!("{count} entries from distance {first}"))
+            }
             Self::Buckets { buckets, max_distance, bidirectional } => {
                 let least = if bidirectional { 4 } else { 2 };
                 let exact = if bidirectional { buckets / 4 } else { buckets / 2 };
-                expect(
-                    buckets >= least
-                        && (!bidirectional || buckets.is_multiple_of(2))
-                        && max_distance > exact
-                        && max_distance < limit,
-                    OPERATION,
-                    "bias buckets",
-                    || {
-                        format!(
-                            "at least {least} buckets, even in number if bidirectional, and a larger max_distance than the {exact} exact ones"
-                        )
-                    },
-                    || format!("{buckets} buckets up to distance {max_distance}"),
-                )
+                let holds = buckets >= least
+                    && (!bidirectional || buckets.is_multiple_of(2))
+                    && max_distance > exact
+                    && max_distance < limit;
+                let expected = || {
+                    format!(
+                        "at least {least} buckets, even in number if bidirectional, and a larger max_distance than the {exact} exact ones"
+                    )
+                };
+                let got = || format!("{buckets} buckets up to distance {max_distance}");
+                expect(holds, OPERATION, "bias buckets", expected, got)
             }
-            Self::Grid { height, width } => expect(
-                height > 0 && width > 0 && side(height).checked_mul(side(width)).is_some_and(|n| n < limit),
-                OPERATION,
-                "bias grid",
-                || "an image that fits memory".into(),
-                || format!("{height} × {width}"),
-            ),
+            Self::Grid { height, width } => {
+                let holds = height > 0 && width > 0 && side(height).checked_mul(side(width)).is_some_and(|n| n < limit);
+                let expected = || "an image that fits memory".into();
+                expect(holds, OPERATION, "bias grid", expected, || format!("{height} × {width}"))
+            }
         }
     }
 
@@ -239,24 +232,18 @@ impl Bias {
     ) -> Result<(), Error> {
         let Some((low, high)) = Self::distances(sequence, order, offset, past) else { return Ok(()) };
         match *self {
-            Self::Table { first, count, beyond: Beyond::Error } => expect(
-                low >= first && high < first + count as isize,
-                OPERATION,
-                "bias",
-                || format!("entries for the distances {low} to {high}, or a clipped bias"),
-                || format!("a table from {first} to {}", first + count as isize - 1),
-            ),
+            Self::Table { first, count, beyond: Beyond::Error } => {
+                let expected = || format!("entries for the distances {low} to {high}, or a clipped bias");
+                let got = || format!("a table from {first} to {}", first + count as isize - 1);
+                expect(low >= first && high < first + count as isize, OPERATION, "bias", expected, got)
+            }
             Self::Grid { height, width } => {
                 let pixels = (height * width) as isize;
                 let ends = sequence.queries as isize + offset + past as isize;
                 let tokens = (past + sequence.keys) as isize;
-                expect(
-                    offset >= 0 && ends <= pixels && tokens <= pixels,
-                    OPERATION,
-                    "bias",
-                    || format!("queries and keys that stand on an image of {height} × {width} pixels"),
-                    || format!("{} queries from pixel {offset} and {tokens} keys", sequence.queries),
-                )
+                let expected = || format!("queries and keys that stand on an image of {height} × {width} pixels");
+                let got = || format!("{} queries from pixel {offset} and {tokens} keys", sequence.queries);
+                expect(offset >= 0 && ends <= pixels && tokens <= pixels, OPERATION, "bias", expected, got)
             }
             _ => Ok(()),
         }

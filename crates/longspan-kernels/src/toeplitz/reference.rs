@@ -9,13 +9,8 @@ use crate::feature_map::rows::Side;
 /// `out_i = Σ_j e^{b_δ} φ(q_i)·φ(k_j) v_j / Σ_j e^{b_δ} φ(q_i)·φ(k_j)` over the keys `j` that row `i` sees.
 pub(super) fn reference(toeplitz: &Toeplitz, call: &Call<'_, f64>) -> Result<Reference, Error> {
     Compute::check(toeplitz, call)?;
-    expect(
-        call.initial_state.is_none(),
-        OPERATION,
-        "initial_state of the reference",
-        || "none: prepend the earlier tokens instead".into(),
-        || "a state".into(),
-    )?;
+    let expected = || "none: prepend the earlier tokens instead".into();
+    expect(call.initial_state.is_none(), OPERATION, "initial_state of the reference", expected, || "a state".into())?;
     let dims = &call.dims;
     let mut reference = Reference { out: Vec::new(), denominators: Vec::new() };
     let map = Map::new(toeplitz.feature_map, dims, &call.parameters[1..]);

@@ -78,13 +78,9 @@ pub(super) fn empty<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<State<T
     let numbers = shape.parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
     let bytes =
         numbers.and_then(|n| n.checked_mul(shape.batch.max(1))?.checked_mul(shape.kv_heads.max(1))?.checked_mul(8));
-    expect(
-        bytes.is_some_and(|bytes| bytes < isize::MAX as usize),
-        OPERATION,
-        "state",
-        || "a bias whose reach fits memory: all tokens that it reaches are kept".into(),
-        || format!("{shape:?}"),
-    )?;
+    let expected = || "a bias whose reach fits memory: all tokens that it reaches are kept".into();
+    let got = || format!("{shape:?}");
+    expect(bytes.is_some_and(|bytes| bytes < isize::MAX as usize), OPERATION, "state", expected, got)?;
     let mut state = State::zeros(shape)?;
     for head in state.heads_mut().map(Head::from) {
         head.marks[EXPONENT] = T::NEG_INFINITY;
@@ -111,13 +107,9 @@ fn check_marks<T: Real>(toeplitz: &Toeplitz, state: &State<T>, argument: &'stati
             let mark = marks[place].to_f64();
             mark >= 0.0 && mark < below as f64 && mark.fract() == 0.0
         };
-        expect(
-            whole(SLOT, near.max(1)) && whole(TOKENS, near + 1) && marks[EXPONENT].to_f64() < f64::INFINITY,
-            OPERATION,
-            argument,
-            || format!("whole numbers of at most {near} tokens as marks"),
-            || format!("{:?}", &marks[..MARKS]),
-        )?;
+        let holds = whole(SLOT, near.max(1)) && whole(TOKENS, near + 1) && marks[EXPONENT].to_f64() < f64::INFINITY;
+        let expected = || format!("whole numbers of at most {near} tokens as marks");
+        expect(holds, OPERATION, argument, expected, || format!("{:?}", &marks[..MARKS]))?;
     }
     Ok(())
 }
@@ -125,26 +117,16 @@ fn check_marks<T: Real>(toeplitz: &Toeplitz, state: &State<T>, argument: &'stati
 /// Checks that a bias reaches back over `tokens` tokens.
 pub(super) fn check_reach(toeplitz: &Toeplitz, argument: &'static str, tokens: usize) -> Result<(), Error> {
     let near = toeplitz.bias.near();
-    expect(
-        toeplitz.bias.far().is_some() || tokens <= near,
-        OPERATION,
-        argument,
-        || format!("at most {near} tokens, which is as far as the bias reaches, or a clipped bias"),
-        || format!("{tokens}"),
-    )
+    let expected = || format!("at most {near} tokens, which is as far as the bias reaches, or a clipped bias");
+    expect(toeplitz.bias.far().is_some() || tokens <= near, OPERATION, argument, expected, || format!("{tokens}"))
 }
 
 /// The state after two ranges of tokens: those of `later` enter that of `earlier`.
 pub(super) fn combine<T: Real>(toeplitz: &Toeplitz, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
     let shape = earlier.shape();
     let near = toeplitz.bias.near();
-    expect(
-        shape.mechanism == OPERATION && shape.parts[MARKS_PART] >= MARKS,
-        OPERATION,
-        "earlier state",
-        || format!("a state of {OPERATION}"),
-        || format!("{shape:?}"),
-    )?;
+    let holds = shape.mechanism == OPERATION && shape.parts[MARKS_PART] >= MARKS;
+    expect(holds, OPERATION, "earlier state", || format!("a state of {OPERATION}"), || format!("{shape:?}"))?;
     later.check(OPERATION, "later state", shape)?;
     check_marks(toeplitz, earlier, "earlier state")?;
     check_marks(toeplitz, later, "later state")?;

@@ -209,13 +209,10 @@ impl FourierAttention {
     ) -> Result<Tensor<4>> {
         let tokens = [&q, &k].map(|x| (x.dims()[0], x.dims()[2]));
         self.check_positions(&positions, tokens, q.dtype(), &AttentionMask::causal())?;
-        argument(
-            backend::steps_in_kernels(&q),
-            Layer::name(self),
-            "q",
-            || "a tensor on the CPU backend without autodiff; elsewhere, forward_at over the whole sequence".into(),
-            || format!("one on {:?}", q.device()),
-        )?;
+        let expected =
+            || "a tensor on the CPU backend without autodiff; elsewhere, forward_at over the whole sequence".into();
+        let got = || format!("one on {:?}", q.device());
+        argument(backend::steps_in_kernels(&q), Layer::name(self), "q", expected, got)?;
         backend::step(&self.placed(positions), q, k, v, state)
     }
 
@@ -231,21 +228,13 @@ impl FourierAttention {
         for ((name, positions), (batch, tokens)) in
             ["query positions", "key positions"].into_iter().zip(positions).zip(tokens)
         {
-            argument(
-                positions.dims() == [batch, tokens, axes] && positions.dtype() == dtype,
-                Layer::name(self),
-                name,
-                || format!("[{batch}, {tokens}, {axes}] of {dtype:?}"),
-                || format!("{:?} of {:?}", positions.dims(), positions.dtype()),
-            )?;
+            let holds = positions.dims() == [batch, tokens, axes] && positions.dtype() == dtype;
+            let got = || format!("{:?} of {:?}", positions.dims(), positions.dtype());
+            argument(holds, Layer::name(self), name, || format!("[{batch}, {tokens}, {axes}] of {dtype:?}"), got)?;
         }
-        argument(
-            !matches!(mask.keys, KeyMask::Packed { .. }),
-            Layer::name(self),
-            "mask",
-            || "no packed sequences where positions are given; each sequence in its own batch entry".into(),
-            || "packed sequences".into(),
-        )
+        let expected = || "no packed sequences where positions are given; each sequence in its own batch entry".into();
+        let got = || "packed sequences".into();
+        argument(!matches!(mask.keys, KeyMask::Packed { .. }), Layer::name(self), "mask", expected, got)
     }
 
     /// The same attention at these positions.
@@ -350,13 +339,8 @@ impl Layer for FourierAttention {
 
     fn ready(&self) -> Result<()> {
         let axes = self.a.val().dims()[2];
-        argument(
-            axes == 1,
-            Layer::name(self),
-            "positions",
-            || format!("{axes} numbers for each token, given to forward_at or step_at"),
-            || "none".into(),
-        )
+        let expected = || format!("{axes} numbers for each token, given to forward_at or step_at");
+        argument(axes == 1, Layer::name(self), "positions", expected, || "none".into())
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {

@@ -201,13 +201,8 @@ impl MultiHeadAttention {
         self.check("cross-attention", "x", &x)?;
         self.check("cross-attention", "memory", &memory)?;
         let ([batch, ..], [memory_batch, ..]) = (x.dims(), memory.dims());
-        argument(
-            batch == memory_batch,
-            "cross-attention",
-            "memory",
-            || format!("a batch of {batch}, like x"),
-            || memory_batch.to_string(),
-        )?;
+        let expected = || format!("a batch of {batch}, like x");
+        argument(batch == memory_batch, "cross-attention", "memory", expected, || memory_batch.to_string())?;
         #[cfg(feature = "flex")]
         if self.is_fused(&x) && is_f32(&memory) {
             return fused::multi_head(self, self.attention.layer(), x, Some(memory), mask, around, None);
@@ -259,15 +254,12 @@ impl MultiHeadAttention {
             *state = states.into_state();
             return Ok(out);
         }
-        argument(
-            !state.is_between(),
-            "self-attention",
-            "peers",
-            || {
-                "none: over several processes it takes the CPU backend, f32, and a mechanism with states of constant size".into()
-            },
-            || format!("some, under {}", self.attention.layer().name()),
-        )?;
+        let expected = || {
+            "none: over several processes it takes the CPU backend, f32, and a mechanism with states of constant size"
+                .into()
+        };
+        let got = || format!("some, under {}", self.attention.layer().name());
+        argument(!state.is_between(), "self-attention", "peers", expected, got)?;
         let (x, after) = around.split(x);
         let (gate, [q, k, v]) = self.split(x);
         self.merge(self.attention.advance(q, k, v, state)?, gate, after)
@@ -431,13 +423,8 @@ impl MultiHeadAttention {
 
     fn check(&self, operation: &'static str, name: &'static str, x: &Tensor<3>) -> Result<()> {
         let width = self.heads.heads * self.heads.head_dim;
-        argument(
-            x.dims()[2] == width,
-            operation,
-            name,
-            || format!("[batch, tokens, d_model = {width}]"),
-            || format!("{:?}", x.dims()),
-        )
+        let expected = || format!("[batch, tokens, d_model = {width}]");
+        argument(x.dims()[2] == width, operation, name, expected, || format!("{:?}", x.dims()))
     }
 }
 

@@ -279,13 +279,9 @@ impl Attention {
     /// Shapes that do not fit each other or the module, a mask of the wrong size, or one of packed sequences.
     pub fn remember(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<MemoryState> {
         let layer = self.layer();
-        argument(
-            !matches!(mask.keys, KeyMask::Packed { .. }),
-            layer.name(),
-            "mask",
-            || "one batch entry for each memory".into(),
-            || "packed sequences".into(),
-        )?;
+        let expected = || "one batch entry for each memory".into();
+        let got = || "packed sequences".into();
+        argument(!matches!(mask.keys, KeyMask::Packed { .. }), layer.name(), "mask", expected, got)?;
         let Heads { heads, head_dim, .. } = layer.heads();
         let q = Tensor::zeros([k.dims()[0], heads, 1, head_dim], (&k.device(), k.dtype()));
         backend::check(layer, &q, &k, &v)?;
@@ -319,15 +315,10 @@ impl Attention {
         }
         match &memory.remembered {
             Remembered::Total(total) => {
-                let expected = total.query();
+                let shape = total.query();
                 let [batch, heads, _, dim] = q.dims();
-                argument(
-                    [batch, heads, 1, dim] == expected,
-                    name,
-                    "q",
-                    || format!("[{}, {}, queries, {}]", expected[0], expected[1], expected[3]),
-                    || format!("{:?}", q.dims()),
-                )?;
+                let expected = || format!("[{}, {}, queries, {}]", shape[0], shape[1], shape[3]);
+                argument([batch, heads, 1, dim] == shape, name, "q", expected, || format!("{:?}", q.dims()))?;
                 Ok(total.recall(q))
             }
             Remembered::Whole(whole) => {
@@ -337,13 +328,8 @@ impl Attention {
             #[cfg(feature = "flex")]
             Remembered::Near(near) => {
                 let end = first + q.dims()[2];
-                argument(
-                    end <= near.longest,
-                    name,
-                    "first",
-                    || format!("queries before position {}, for which the memory was made", near.longest),
-                    || format!("{first}..{end}"),
-                )?;
+                let expected = || format!("queries before position {}, for which the memory was made", near.longest);
+                argument(end <= near.longest, name, "first", expected, || format!("{first}..{end}"))?;
                 backend::attend_between(self.layer(), q, near.k.clone(), near.v.clone(), first, &near.outside)
             }
         }

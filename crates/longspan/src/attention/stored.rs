@@ -108,13 +108,8 @@ impl StoredAttention {
         out: &mut [f32],
     ) -> Result<()> {
         let Some(rows) = memory.rows(self.kernel.name()) else { unreachable!("a memory of rows") };
-        argument(
-            position < rows.longest,
-            self.kernel.name(),
-            "position",
-            || format!("queries before position {}, for which the memory was made", rows.longest),
-            || position.to_string(),
-        )?;
+        let expected = || format!("queries before position {}, for which the memory was made", rows.longest);
+        argument(position < rows.longest, self.kernel.name(), "position", expected, || position.to_string())?;
         let parameters = self.parameters();
         let mask = rows.mask.as_kernel().with_offset(position as isize);
         let keys = rows.k.layout().shape().dims::<4>()[2];

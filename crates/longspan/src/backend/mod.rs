@@ -201,13 +201,10 @@ pub(crate) fn in_tensors(
 pub(crate) fn flat(layer: &dyn Layer, dtype: DType) -> Result<Option<Tensor<1>>> {
     let mut all = layer.parameters();
     for learned in &all {
-        argument(
-            learned.dtype() == dtype,
-            layer.name(),
-            "number types",
-            || format!("{:?} everywhere, like the layer's learned tensors; cast one of them", learned.dtype()),
-            || format!("{dtype:?} queries, keys and values"),
-        )?;
+        let expected =
+            || format!("{:?} everywhere, like the layer's learned tensors; cast one of them", learned.dtype());
+        let got = || format!("{dtype:?} queries, keys and values");
+        argument(learned.dtype() == dtype, layer.name(), "number types", expected, got)?;
     }
     Ok(if all.len() > 1 { Some(Tensor::cat(all, 0)) } else { all.pop() })
 }
@@ -244,13 +241,9 @@ pub(crate) fn step(
     state: &mut AttentionState,
 ) -> Result<Tensor<4>> {
     check(layer, &q, &k, &v)?;
-    argument(
-        q.dims()[2] == 1 && k.dims()[2] == 1,
-        layer.name(),
-        "tokens",
-        || "1 query and 1 key in a step".into(),
-        || format!("{} and {}", q.dims()[2], k.dims()[2]),
-    )?;
+    let expected = || "1 query and 1 key in a step".into();
+    let got = || format!("{} and {}", q.dims()[2], k.dims()[2]);
+    argument(q.dims()[2] == 1 && k.dims()[2] == 1, layer.name(), "tokens", expected, got)?;
     #[cfg(feature = "flex")]
     if steps_in_kernels(&q) && !layer.keeps_past() {
         return step_kernel(layer, q, k, v, state);
@@ -295,13 +288,9 @@ fn step_in_tensors(
         Some(TensorState::Past(past)) => {
             let [keys, values] = past.as_ref();
             let rest = |x: &Tensor<4>| (x.dims()[..2].to_vec(), x.dims()[3], x.dtype());
-            argument(
-                rest(keys) == rest(&k) && rest(values) == rest(&v),
-                layer.name(),
-                "state",
-                || format!("keys and values such as {:?} and {:?}", k.dims(), v.dims()),
-                || format!("{:?} and {:?}", keys.dims(), values.dims()),
-            )?;
+            let expected = || format!("keys and values such as {:?} and {:?}", k.dims(), v.dims());
+            let got = || format!("{:?} and {:?}", keys.dims(), values.dims());
+            argument(rest(keys) == rest(&k) && rest(values) == rest(&v), layer.name(), "state", expected, got)?;
             (Tensor::cat(vec![keys.clone(), k], 2), Tensor::cat(vec![values.clone(), v], 2))
         }
     };
@@ -372,13 +361,8 @@ pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<
         argument(x.dims() == shape, name, argument_name, || text, || format!("{:?}", x.dims()))?;
     }
     let dtypes = [q.dtype(), k.dtype(), v.dtype()];
-    argument(
-        dtypes.iter().all(|&dtype| dtype == q.dtype()),
-        name,
-        "number types",
-        || format!("{:?} everywhere, like q", q.dtype()),
-        || format!("{dtypes:?}"),
-    )
+    let expected = || format!("{:?} everywhere, like q", q.dtype());
+    argument(dtypes.iter().all(|&dtype| dtype == q.dtype()), name, "number types", expected, || format!("{dtypes:?}"))
 }
 
 /// The kernel's own checks of options, mask and sizes, for calls that run in tensor operations.

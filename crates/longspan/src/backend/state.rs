@@ -154,13 +154,8 @@ impl AttentionState {
             Some(Inner::Kernels(state)) => Some(Inner::Kernels(state.select(indices)?)),
             Some(Inner::Tensors(state)) => {
                 let batch = state.batch();
-                argument(
-                    indices.iter().all(|&index| index < batch),
-                    NAME,
-                    "indices",
-                    || format!("indices below {batch}"),
-                    || format!("{indices:?}"),
-                )?;
+                let holds = indices.iter().all(|&index| index < batch);
+                argument(holds, NAME, "indices", || format!("indices below {batch}"), || format!("{indices:?}"))?;
                 Some(Inner::Tensors(state.select(&index_tensor(indices, device))))
             }
         };
@@ -233,13 +228,8 @@ impl AttentionState {
     /// Rebuilds the state of `layer` on `device` from its numbers.
     pub(super) fn from_stored(layer: &dyn Layer, stored: &StoredState, device: &Device) -> Result<Self> {
         let name = layer.name();
-        argument(
-            stored.mechanism == name,
-            NAME,
-            "mechanism",
-            || format!("a state of {name}"),
-            || format!("one of {}", stored.mechanism),
-        )?;
+        let expected = || format!("a state of {name}");
+        argument(stored.mechanism == name, NAME, "mechanism", expected, || format!("one of {}", stored.mechanism))?;
         let float = |x: &TensorData| matches!(x.dtype(), DType::F64 | DType::F32 | DType::F16 | DType::BF16);
         let broken = |got: String| Error::Argument {
             operation: NAME,

@@ -36,13 +36,8 @@ pub fn cross_entropy(
     let (rows, got) = (batch * tokens, targets.len());
     argument(got == rows, NAME, "targets", || format!("{rows}, one a token"), || got.to_string())?;
     let beyond = targets.iter().flatten().find(|&&target| target as usize >= vocabulary);
-    argument(
-        beyond.is_none(),
-        NAME,
-        "targets",
-        || format!("entries below {vocabulary}"),
-        || beyond.map_or(String::new(), u32::to_string),
-    )?;
+    let expected = || format!("entries below {vocabulary}");
+    argument(beyond.is_none(), NAME, "targets", expected, || beyond.map_or(String::new(), u32::to_string))?;
     let fits = (0.0..1.0).contains(&smoothing);
     argument(fits, NAME, "smoothing", || "a number in [0, 1)".into(), || smoothing.to_string())?;
     let x = x.reshape([rows, width]);

@@ -18,13 +18,9 @@ pub fn pinball(y: Tensor<2>, targets: &[f32], quantiles: &[f32]) -> Result<Tenso
     let [numbers, columns] = y.dims();
     let got = targets.len();
     argument(got == numbers, "pinball", "targets", || format!("{numbers}, one a row"), || got.to_string())?;
-    argument(
-        quantiles.len() == columns && quantiles.iter().all(|q| 0.0 < *q && *q < 1.0),
-        "pinball",
-        "quantiles",
-        || format!("{columns} between 0 and 1, one a column"),
-        || format!("{quantiles:?}"),
-    )?;
+    let holds = quantiles.len() == columns && quantiles.iter().all(|q| 0.0 < *q && *q < 1.0);
+    let expected = || format!("{columns} between 0 and 1, one a column");
+    argument(holds, "pinball", "quantiles", expected, || format!("{quantiles:?}"))?;
     let place = (y.device(), y.dtype());
     let tensor = |numbers: Vec<f32>, dims: [usize; 2]| {
         Tensor::<2>::from_data(TensorData::new(numbers, dims), (&place.0, place.1))

@@ -61,20 +61,11 @@ impl LanguageModel {
     pub fn decoder(&self, state: &LanguageState, batch: usize) -> Result<LanguageDecoder> {
         const NAME: &str = "language decoder";
         let weight = self.embedding.weight.val();
-        argument(
-            is_f32(&weight) && !weight.device().is_autodiff(),
-            NAME,
-            "model",
-            || "one of f32 on the CPU backend, without autodiff".into(),
-            || format!("{:?} on {:?}", weight.dtype(), weight.device()),
-        )?;
-        argument(
-            !self.keeps_past(),
-            NAME,
-            "model",
-            || "mechanisms with states of constant size".into(),
-            || "one whose state grows with every token: use LanguageModel::step".into(),
-        )?;
+        let expected = || "one of f32 on the CPU backend, without autodiff".into();
+        let got = || format!("{:?} on {:?}", weight.dtype(), weight.device());
+        argument(is_f32(&weight) && !weight.device().is_autodiff(), NAME, "model", expected, got)?;
+        let got = || "one whose state grows with every token: use LanguageModel::step".into();
+        argument(!self.keeps_past(), NAME, "model", || "mechanisms with states of constant size".into(), got)?;
         argument(batch > 0, NAME, "batch", || "at least 1".into(), || "0".into())?;
         let blocks = self.blocks.iter().map(StoredBlock::new).collect::<Result<Vec<_>>>()?;
         let [vocabulary, width] = shape(&taken(weight.clone())).dims();
@@ -83,13 +74,8 @@ impl LanguageModel {
             let state = state.layer(n).cloned().unwrap_or_default();
             let state = backend::states_of(layer, [batch, 1], DType::F32, &state)?;
             let state = state.before().ok_or_else(|| backend::foreign_state(layer))?.try_clone()?;
-            argument(
-                state.shape().batch == batch && state.shape().kv_heads == block.attention.heads.kv_heads,
-                NAME,
-                "state",
-                || format!("a batch of {batch}"),
-                || state.shape().batch.to_string(),
-            )?;
+            let holds = state.shape().batch == batch && state.shape().kv_heads == block.attention.heads.kv_heads;
+            argument(holds, NAME, "state", || format!("a batch of {batch}"), || state.shape().batch.to_string())?;
             Ok(state)
         });
         let states = states.collect::<Result<_>>()?;
@@ -119,13 +105,9 @@ impl LanguageDecoder {
     /// Not one token for each text, or a token outside the vocabulary.
     pub fn step(&mut self, tokens: &[usize]) -> Result<&[f32]> {
         let [vocabulary, width] = shape(&self.embedding).dims();
-        argument(
-            tokens.len() == self.batch && tokens.iter().all(|&token| token < vocabulary),
-            "language decoder",
-            "tokens",
-            || format!("{} tokens below {vocabulary}", self.batch),
-            || format!("{tokens:?}"),
-        )?;
+        let holds = tokens.len() == self.batch && tokens.iter().all(|&token| token < vocabulary);
+        let expected = || format!("{} tokens below {vocabulary}", self.batch);
+        argument(holds, "language decoder", "tokens", expected, || format!("{tokens:?}"))?;
         let table = numbers(&self.embedding);
         for (x, &token) in self.x.chunks_exact_mut(width).zip(tokens) {
             x.iter_mut().zip(&table[token * width..]).for_each(|(x, &e)| *x = e * self.scale);

@@ -125,13 +125,8 @@ impl LanguageModel {
     pub fn forward_at(&self, tokens: Tensor<2, Int>, rows: &[usize]) -> Result<Tensor<2>> {
         let count = tokens.shape().num_elements();
         let beyond = rows.iter().find(|&&row| row >= count);
-        argument(
-            beyond.is_none(),
-            NAME,
-            "rows",
-            || format!("rows below {count}"),
-            || beyond.map_or(String::new(), usize::to_string),
-        )?;
+        let expected = || format!("rows below {count}");
+        argument(beyond.is_none(), NAME, "rows", expected, || beyond.map_or(String::new(), usize::to_string))?;
         let x = self.whole(tokens)?.reshape([count, self.d_model]);
         let x = x.select(0, index_tensor(rows, &self.embedding.weight.device())).unsqueeze_dim::<3>(1);
         Ok(apply(&self.output(), x, Activation::Identity, After::default()).squeeze_dim(1))
@@ -182,21 +177,11 @@ impl LanguageModel {
         peers: &Arc<dyn Peers>,
     ) -> Result<CrossEntropyLoss> {
         let [batch, count] = tokens.dims();
-        argument(
-            next.len() == batch * count,
-            NAME,
-            "next",
-            || format!("{} tokens", batch * count),
-            || next.len().to_string(),
-        )?;
+        let expected = || format!("{} tokens", batch * count);
+        argument(next.len() == batch * count, NAME, "next", expected, || next.len().to_string())?;
         let enough = count >= peers.count();
-        argument(
-            enough,
-            NAME,
-            "tokens",
-            || format!("one or more for each of {} processes", peers.count()),
-            || count.to_string(),
-        )?;
+        let expected = || format!("one or more for each of {} processes", peers.count());
+        argument(enough, NAME, "tokens", expected, || count.to_string())?;
         // The last stretch hands no state on, which spares its backward a pass over its keys: it is longer by a 24th.
         let (rank, ranks) = (peers.rank(), peers.count());
         let alike = count - count / (24 * ranks);
@@ -238,13 +223,8 @@ impl LanguageModel {
     /// A token outside the vocabulary, a state of another batch or model.
     pub fn step(&self, tokens: &[usize], state: &mut LanguageState) -> Result<Tensor<2>> {
         let vocab = self.vocab();
-        argument(
-            tokens.iter().all(|&t| t < vocab),
-            NAME,
-            "tokens",
-            || format!("tokens below {vocab}"),
-            || format!("{tokens:?}"),
-        )?;
+        let expected = || format!("tokens below {vocab}");
+        argument(tokens.iter().all(|&t| t < vocab), NAME, "tokens", expected, || format!("{tokens:?}"))?;
         let tokens = index_tensor(tokens, &self.embedding.weight.device()).unsqueeze_dim::<2>(1);
         let states = state.of(self)?;
         let mut x = self.embed(tokens, states.position)?;
@@ -387,13 +367,9 @@ impl LanguageState {
         let Some(first) = states.first() else { return Ok(Self::default()) };
         let unlike =
             states.iter().find(|state| (state.position, state.layers.len()) != (first.position, first.layers.len()));
-        argument(
-            unlike.is_none(),
-            NAME,
-            "states",
-            || format!("states after {} tokens, of one model", first.position),
-            || unlike.map_or(String::new(), |state| format!("one after {}", state.position)),
-        )?;
+        let expected = || format!("states after {} tokens, of one model", first.position);
+        let got = || unlike.map_or(String::new(), |state| format!("one after {}", state.position));
+        argument(unlike.is_none(), NAME, "states", expected, got)?;
         let layer = |n: usize| AttentionState::join(&states.iter().map(|state| &state.layers[n]).collect::<Vec<_>>());
         Ok(Self { layers: (0..first.layers.len()).map(layer).collect::<Result<_>>()?, position: first.position })
     }

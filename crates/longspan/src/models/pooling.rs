@@ -52,13 +52,9 @@ impl Pooling {
 
 /// The mask of sequences of these lengths in rows of `count` tokens.
 pub(super) fn mask(lengths: &[usize], [batch, count]: [usize; 2], causal: bool) -> Result<AttentionMask> {
-    argument(
-        lengths.len() == batch && lengths.iter().all(|n| (1..=count).contains(n)),
-        "classifier",
-        "lengths",
-        || format!("{batch} lengths from 1 to {count}"),
-        || format!("{lengths:?}"),
-    )?;
+    let holds = lengths.len() == batch && lengths.iter().all(|n| (1..=count).contains(n));
+    let expected = || format!("{batch} lengths from 1 to {count}");
+    argument(holds, "classifier", "lengths", expected, || format!("{lengths:?}"))?;
     let mask = if causal { AttentionMask::causal() } else { AttentionMask::bidirectional() };
     Ok(if lengths.iter().any(|&n| n < count) { mask.with_lengths(lengths) } else { mask })
 }

@@ -142,13 +142,8 @@ impl Seq2Seq {
     /// What the decoder gives to the output layer.
     fn decode(&self, source: Tensor<2, Int>, source_lengths: &[usize], target: Tensor<2, Int>) -> Result<Tensor<3>> {
         let ([batch, _], [target_batch, _]) = (source.dims(), target.dims());
-        argument(
-            batch == target_batch,
-            "seq2seq",
-            "target",
-            || format!("a batch of {batch}, like the source"),
-            || target_batch.to_string(),
-        )?;
+        let expected = || format!("a batch of {batch}, like the source");
+        argument(batch == target_batch, "seq2seq", "target", expected, || target_batch.to_string())?;
         let (memory, mask) = self.encode_source(source, source_lengths)?;
         let mut x = self.embed(&self.target_embedding, target, 0)?;
         for block in &self.decoder {
@@ -207,13 +202,9 @@ impl Seq2Seq {
     /// Not one token for each batch entry, or a token outside the vocabulary.
     pub fn step(&self, tokens: &[usize], state: &mut DecoderState) -> Result<Tensor<2>> {
         let vocabulary = self.target_vocab();
-        argument(
-            tokens.len() == state.memory.batch && tokens.iter().all(|&t| t < vocabulary),
-            "seq2seq step",
-            "tokens",
-            || format!("{} tokens below {vocabulary}", state.memory.batch),
-            || format!("{tokens:?}"),
-        )?;
+        let holds = tokens.len() == state.memory.batch && tokens.iter().all(|&t| t < vocabulary);
+        let expected = || format!("{} tokens below {vocabulary}", state.memory.batch);
+        argument(holds, "seq2seq step", "tokens", expected, || format!("{tokens:?}"))?;
         let tokens = index_tensor(tokens, &state.memory.device).unsqueeze_dim::<2>(1);
         let mut x = self.embed(&self.target_embedding, tokens, state.position)?;
         #[cfg(feature = "flex")]
@@ -238,13 +229,9 @@ impl Seq2Seq {
     /// The encoder's output, `[batch, source_tokens, d_model]`, and the mask under which to look at it.
     fn encode_source(&self, source: Tensor<2, Int>, lengths: &[usize]) -> Result<(Tensor<3>, AttentionMask)> {
         let [batch, tokens] = source.dims();
-        argument(
-            lengths.len() == batch && lengths.iter().all(|&n| n <= tokens),
-            "seq2seq",
-            "source_lengths",
-            || format!("{batch} lengths, each at most {tokens}"),
-            || format!("{lengths:?}"),
-        )?;
+        let holds = lengths.len() == batch && lengths.iter().all(|&n| n <= tokens);
+        let expected = || format!("{batch} lengths, each at most {tokens}");
+        argument(holds, "seq2seq", "source_lengths", expected, || format!("{lengths:?}"))?;
         let mut mask = AttentionMask::bidirectional();
         if lengths.iter().any(|&n| n < tokens) {
             mask = mask.with_lengths(lengths);
@@ -318,13 +305,8 @@ impl DecoderState {
     /// An index beyond the batch.
     pub fn select(&self, indices: &[usize]) -> Result<Self> {
         let batch = self.memory.batch;
-        argument(
-            indices.iter().all(|&i| i < batch),
-            "seq2seq select",
-            "indices",
-            || format!("indices below {batch}"),
-            || format!("{indices:?}"),
-        )?;
+        let expected = || format!("indices below {batch}");
+        argument(indices.iter().all(|&i| i < batch), "seq2seq select", "indices", expected, || format!("{indices:?}"))?;
         let device = &self.memory.device;
         let layers = self.layers.iter().map(|layer| layer.select(indices, device)).collect::<Result<_>>()?;
         let sources: Vec<usize> = indices.iter().map(|&i| self.sources[i]).collect();
