@@ -11,8 +11,8 @@ fn bad_pairs_are_named_with_their_line() {
     let place = Place::new();
     let good = "ab\tba\n".repeat(6);
     for (file, contents, parts) in [
-        ("a.tsv", [good.as_bytes(), b"no tab here\n"].concat(), ["a.tsv, line 7: 1 column", "tab"]),
-        ("b.tsv", [good.as_bytes(), b"a\tb\tc\n"].concat(), ["b.tsv, line 7: 3 columns", "cut -f 1,2"]),
+        ("a.tsv", [good.as_bytes(), b"no tab here\n"].concat(), ["a.tsv, line 7: 1 column, expected two", "tab"]),
+        ("b.tsv", [good.as_bytes(), b"a\tb\tc\n"].concat(), ["b.tsv, line 7: 3 columns, expected two", "cut -f 1,2"]),
         ("c.tsv", [good.as_bytes(), b"a\xffb\tc\n"].concat(), ["c.tsv, line 7, byte 2: invalid UTF-8 (0xff)", "iconv"]),
         ("d.tsv", Vec::new(), ["d.tsv: no pairs", "one pair a line"]),
         ("e.tsv", b"\n\n".to_vec(), ["e.tsv: no pairs", "one pair a line"]),
@@ -66,14 +66,18 @@ fn unknown_names_and_keys_are_answered_with_the_known_ones() {
         &["attention_options", "unknown field `width`", "the options of shaw are"],
     );
     train(&["--set", "attention_options=3"], &["`attention_options` = 3", "expected a table"]);
-    train(&["--set", "feature_map=gelu"], &["unknown feature map \"gelu\"", "elu+1"]);
-    train(&["--set", "learning-rat=1"], &["--set: unknown key `learning-rat`", "did you mean `learning_rate`"]);
+    train(&["--set", "feature_map=gelu"], &["unknown feature map \"gelu\"", "known are elu+1"]);
+    train(
+        &["--set", "learning-rat=1"],
+        &["--set: unknown key `learning-rat`; did you mean `learning_rate`? known are"],
+    );
+    train(&["--set", "qqqqqqqq=1"], &["--set: unknown key `qqqqqqqq`; known are"]);
     let error = train(&["--set", "steps=many"], &["--set: `steps` = \"many\"", "expected a whole number"]);
     assert!(!error.contains("usize"), "{error}");
     train(&["--set", "steps"], &["no `=`"]);
     train(&["--minutes", "nan"], &["cannot be used with"]);
     train(&["--learning-rate", "inf"], &["--learning-rate inf: expected a finite number"]);
-    train(&["--set", "norm=both"], &["unknown norm \"both\""]);
+    train(&["--set", "norm=both"], &["unknown norm \"both\"", "known are pre, post"]);
     train(&["--set", "heads=3"], &["not a multiple of heads = 3"]);
     train(&["--set", "dropout=1.5"], &["dropout = 1.5"]);
     train(&["--source-tokens", "syllables"], &["unknown tokens \"syllables\"", "characters, words, bytes"]);

@@ -146,7 +146,11 @@ fn train_in_spite_of(place: &Place, arguments: &dyn Fn(&str) -> Vec<String>, kil
         child.wait().expect("its end");
         killed += 1;
         if place.path("run").exists() {
-            assert!(place.info("run")["step"].is_u64());
+            let info = place.info("run");
+            assert!(info["step"].is_u64());
+            if info["config"]["pairs"].is_string() {
+                place.ok(&["predict", "run", "pairs.tsv"]);
+            }
         }
     }
     println!("{killed} kills while training, {ended} runs came to their end between them");
@@ -215,6 +219,8 @@ fn every_task_survives_kills_at_random_moments() {
         .collect();
     for task in [
         ["--text", "verses.txt", "--set", "segment=16", "--set", "carry=3", "--set", "backpropagate=2"].as_slice(),
+        &["--text", "verses.txt", "--set", "segment=16", "--set", "carry=3", "--attention", "softmax"],
+        &["--text", "verses.txt", "--set", "segment=16", "--set", "carry=3", "--tokens", "bytes"],
         &["--labelled", "reports.tsv"],
         &["--series", "series.jsonl"],
         &["--series", "series.jsonl", "--forecast", "1", "--set", "context=2"],

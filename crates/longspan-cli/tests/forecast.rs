@@ -5,20 +5,7 @@ mod support;
 use std::fmt::Write as _;
 
 use serde_json::Value;
-use support::{Place, text};
-
-/// Settings of a model that takes a step in a few milliseconds.
-const TINY: [&str; 8] =
-    ["d_model=16", "heads=2", "layers=1", "d_ff=16", "workers=2", "batch_size=8", "warmup_steps=5", "context=16"];
-
-/// Numbers from 0 to 1.
-fn random(seed: u64) -> impl FnMut() -> f64 {
-    let mut state = seed;
-    move || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f64 / (1u64 << 24) as f64
-    }
-}
+use support::{Place, random, text};
 
 /// A wave of a period of 9 with noise, at irregular times: times and values.
 fn wave(points: usize, seed: u64) -> (Vec<f64>, Vec<f64>) {
@@ -56,10 +43,8 @@ fn table(points: usize, ahead: &[f64]) -> String {
 
 /// Arguments of a tiny training run on a file, then `more`.
 fn train<'a>(file: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--series", file, "--forecast", "6", "--out", out, "--steps", steps];
-    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
-    arguments.extend(more);
-    arguments
+    let source = ["--series", file, "--forecast", "6", "--set", "context=16", "--set", "radius=8"];
+    support::train(&source, out, steps, more)
 }
 
 /// As a model that can learn: wider, in larger batches.
@@ -273,9 +258,7 @@ fn mistakes_are_named_and_no_run_is_made() {
     let labelled: String =
         (0..60).map(|n| format!("{{\"values\": [{n}, {}], \"label\": \"{}\"}}\n", n % 7, n % 2)).collect();
     place.write("labelled.jsonl", labelled.as_bytes());
-    let mut arguments = vec!["train", "--series", "labelled.jsonl", "--out", "labels", "--steps", "2"];
-    arguments.extend(TINY[..7].iter().flat_map(|setting| ["--set", setting]));
-    place.ok(&arguments);
+    place.ok(&support::train(&["--series", "labelled.jsonl"], "labels", "2", &[]));
     place.write("ahead.jsonl", b"{\"values\": [1, 2], \"forecast\": [3]}\n");
     place.fails(
         &["predict", "labels", "ahead.jsonl"],

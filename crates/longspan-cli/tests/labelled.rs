@@ -5,10 +5,6 @@ mod support;
 use serde_json::Value;
 use support::{Place, text};
 
-/// Settings of a model that takes a step in a few milliseconds.
-const TINY: [&str; 8] =
-    ["d_model=16", "heads=2", "layers=1", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
-
 /// Reports on the weather, labelled by whether they say "not" before "cold": counts of words do not tell.
 fn reports() -> String {
     let names = ["today", "here", "there", "now", "still", "again", "always"];
@@ -34,10 +30,7 @@ fn place() -> Place {
 
 /// Arguments of a tiny training run on a file, then `more`.
 fn train<'a>(file: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--labelled", file, "--out", out, "--steps", steps];
-    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
-    arguments.extend(more);
-    arguments
+    support::train(&["--labelled", file], out, steps, more)
 }
 
 #[test]

@@ -38,29 +38,19 @@ fn error(output: &Output) -> String {
     errors[0].to_string()
 }
 
-/// Settings of models that take a step in a few milliseconds, of all but pairs. Three processes take 2, 2 and 1 of a text's lanes,
-/// whose states begin anew after seven segments: amid the steps at which runs are gone on with.
-const TINY: [&str; 11] = [
-    "d_model=16",
-    "heads=2",
-    "layers=2",
-    "d_ff=16",
-    "radius=2",
-    "workers=2",
-    "batch_size=5",
-    "segment=16",
-    "carry=7",
-    "warmup_steps=5",
-    "dropout=0",
-];
+/// Arguments of a run on all but pairs. Three processes take 2, 2 and 1 of a text's lanes, whose states begin anew after seven
+/// segments: amid the steps at which runs are gone on with.
+fn train_on<'a>(data: &[&'a str], out: &'a str, steps: &'a str) -> Vec<&'a str> {
+    let settings = ["layers=2", "batch_size=5", "segment=16", "carry=7", "dropout=0"];
+    support::train(&settings.map(|setting| ["--set", setting]).concat(), out, steps, data)
+}
 
 /// Arguments of a run of 10 steps; on pairs if nothing else is given.
 fn train<'a>(place: &Place, out: &'a str, data: &[&'a str]) -> Vec<&'a str> {
     if data.is_empty() {
         return place.train(out, "10", &["--set", "dropout=0"]);
     }
-    let settings = TINY.iter().flat_map(|setting| ["--set", setting]);
-    ["train", "--out", out, "--steps", "10"].into_iter().chain(settings).chain(data.iter().copied()).collect()
+    train_on(data, out, "10")
 }
 
 /// A text, series and, as ever, pairs.
@@ -256,12 +246,7 @@ fn a_full_disk_on_rank_0_ends_all_and_the_run_goes_on() {
 fn an_interrupt_saves_and_ends_all() {
     for more in [&["--pairs", "pairs.tsv"][..], &["--text", "novel.txt", "--split-sequence", "--set", "segment=64"]] {
         let place = place();
-        let settings = TINY.iter().flat_map(|setting| ["--set", setting]);
-        let train: Vec<&str> = ["train", "--out", "run", "--steps", "100000"]
-            .into_iter()
-            .chain(settings)
-            .chain(more.iter().copied())
-            .collect();
+        let train = train_on(more, "run", "100000");
         let running =
             mpirun(&place, 3, "", &train).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("mpirun starts");
         place.wait_for_lines("run/metrics.jsonl", 25);

@@ -5,20 +5,7 @@ mod support;
 use std::fmt::Write as _;
 
 use serde_json::Value;
-use support::{Place, text};
-
-/// Settings of a model that takes a step in a few milliseconds.
-const TINY: [&str; 8] =
-    ["d_model=16", "heads=2", "layers=1", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
-
-/// Numbers from 0 to 1.
-fn random(seed: u64) -> impl FnMut() -> f64 {
-    let mut state = seed;
-    move || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f64 / (1u64 << 24) as f64
-    }
-}
+use support::{Place, random, text};
 
 /// Waves of two frequencies seen at random times, as JSON lines; the label is the kind, or the frequency itself.
 fn waves(count: usize, seed: u64, number: bool) -> String {
@@ -47,10 +34,7 @@ fn place() -> Place {
 
 /// Arguments of a tiny training run on a file, then `more`.
 fn train<'a>(file: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--series", file, "--out", out, "--steps", steps];
-    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
-    arguments.extend(more);
-    arguments
+    support::train(&["--series", file], out, steps, more)
 }
 
 /// As a model that can learn: wider, in larger batches.

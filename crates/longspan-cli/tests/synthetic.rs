@@ -5,18 +5,11 @@ mod support;
 use serde_json::Value;
 use support::{Place, text};
 
-/// Settings of a model that takes a step in a few milliseconds.
-const TINY: [&str; 8] =
-    ["d_model=16", "heads=2", "layers=2", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
-
 const SPEC: &str = "mqar:pairs=2,length=16,vocabulary=12";
 
 /// Arguments of a tiny training run, then `more`.
 fn train<'a>(spec: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--synthetic", spec, "--out", out, "--steps", steps];
-    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
-    arguments.extend(more);
-    arguments
+    support::train(&["--synthetic", spec, "--set", "layers=2"], out, steps, more)
 }
 
 #[test]

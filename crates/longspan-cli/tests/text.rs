@@ -5,24 +5,9 @@ mod support;
 use std::fs;
 use std::io::Write;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use serde_json::Value;
 use support::{Place, failed, signal, text};
-
-/// Settings of a model that takes a step in a few milliseconds.
-const TINY: [&str; 10] = [
-    "d_model=16",
-    "heads=2",
-    "layers=2",
-    "d_ff=16",
-    "radius=2",
-    "workers=2",
-    "batch_size=4",
-    "segment=16",
-    "carry=3",
-    "warmup_steps=5",
-];
 
 /// Lines whose words follow each other by rule, some thousand bytes of them.
 fn verses(lines: usize) -> String {
@@ -47,12 +32,8 @@ fn train<'a>(out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 }
 
 fn train_on<'a>(texts: &[&'a str], out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--out", out, "--steps", steps];
-    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
-    arguments.extend(more);
-    arguments.push("--text");
-    arguments.extend(texts);
-    arguments
+    let settings = ["layers=2", "batch_size=4", "segment=16", "carry=3"].map(|setting| ["--set", setting]).concat();
+    support::train(&[&settings[..], &["--text"], texts].concat(), out, steps, more)
 }
 
 /// Runs the command with something on its standard input.
@@ -134,40 +115,6 @@ fn gradients_reach_back_over_segments_and_blocks_have_forms() {
     assert_eq!(place.losses("forms"), place.losses("again"));
     assert!(!place.ok(&["generate", "forms", "--tokens", "50", "--no-end"]).is_empty());
     place.ok(&["eval", "forms", "verses.txt"]);
-}
-
-#[test]
-fn kill_9_at_any_moment_leaves_a_run_that_goes_on_to_the_same_bits() {
-    let place = place();
-    for (name, more) in [
-        ("plain", vec!["--set", "checkpoint_steps=1"]),
-        ("softmax", vec!["--set", "checkpoint_steps=2", "--attention", "softmax"]),
-        ("bytes", vec!["--set", "checkpoint_steps=3", "--tokens", "bytes", "--set", "dropout=0.1"]),
-    ] {
-        let (whole, parts) = (format!("{name}-whole"), format!("{name}-parts"));
-        place.ok(&train(&whole, "160", &more));
-        let begin = || place.command(&train(&parts, "160", &more)).stderr(Stdio::null()).spawn().unwrap();
-        let go_on = || place.command(&["train", "--resume", &parts]).stderr(Stdio::null()).spawn().unwrap();
-        let mut child = begin();
-        let mut killed = 0;
-        for round in 0..20u64 {
-            // Irregular, so that the kills fall on different parts of a step and of a save.
-            std::thread::sleep(Duration::from_millis(60 + (round * 37) % 101));
-            if child.try_wait().unwrap().is_some() {
-                break;
-            }
-            signal("KILL", child.id());
-            child.wait().unwrap();
-            killed += 1;
-            child = if place.path(&parts).exists() { go_on() } else { begin() };
-        }
-        child.wait().unwrap();
-        assert!(killed >= 3, "{name}: only {killed} kills came in time");
-        place.ok(&["train", "--resume", &parts]);
-        assert_eq!(place.losses(&parts), place.losses(&whole), "{name}");
-        let weights = |run: &str| place.read(&format!("{run}/model.safetensors"));
-        assert_eq!(weights(&parts), weights(&whole), "{name}");
-    }
 }
 
 #[test]

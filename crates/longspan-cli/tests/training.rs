@@ -70,15 +70,6 @@ fn the_same_seed_gives_the_same_run_and_another_seed_another() {
 }
 
 #[test]
-fn every_attention_trains() {
-    let place = Place::new();
-    for attention in ["kernelized", "shaw", "softmax"] {
-        place.ok(&place.train(attention, "3", &["--attention", attention]));
-        assert_eq!(place.info(attention)["config"]["attention"], attention);
-    }
-}
-
-#[test]
 fn blocks_of_other_forms_train_go_on_and_answer() {
     let place = Place::new();
     let forms = ["norm_kind=rms", "activation=silu", "gated=true", "gated_attention=true", "recompute=true"];
@@ -143,37 +134,6 @@ fn an_interrupted_run_goes_on_to_the_losses_of_one_that_was_not() {
         let answers = |run: &str| place.ok(&["predict", run, "pairs.tsv", "--json"]);
         assert_eq!(answers(&parts), answers(&whole));
     }
-}
-
-#[test]
-fn kill_9_at_any_moment_leaves_a_run_that_goes_on() {
-    let place = Place::new();
-    let more = ["--set", "checkpoint_steps=1"];
-    place.ok(&place.train("whole", "400", &more));
-    let mut child = place.command(&place.train("killed", "400", &more)).stderr(Stdio::null()).spawn().unwrap();
-    let mut killed = 0;
-    for round in 0..25u64 {
-        // Irregular, so that the kills fall on different parts of a step and of a save.
-        std::thread::sleep(Duration::from_millis(60 + (round * 37) % 101));
-        if child.try_wait().unwrap().is_some() {
-            break;
-        }
-        signal("KILL", child.id());
-        child.wait().unwrap();
-        killed += 1;
-        if place.path("killed").exists() {
-            assert!(place.info("killed")["step"].is_u64());
-            place.ok(&["predict", "killed", "pairs.tsv"]);
-            child = place.command(&["train", "--resume", "killed"]).stderr(Stdio::null()).spawn().unwrap();
-        } else {
-            child = place.command(&place.train("killed", "400", &more)).stderr(Stdio::null()).spawn().unwrap();
-        }
-    }
-    child.wait().unwrap();
-    assert!(killed >= 3, "only {killed} kills came in time");
-    place.ok(&["train", "--resume", "killed"]);
-    assert_eq!(place.losses("killed"), place.losses("whole"));
-    assert!(!place.names("killed").iter().any(|name| name.ends_with(".tmp")), "{:?}", place.names("killed"));
 }
 
 #[test]

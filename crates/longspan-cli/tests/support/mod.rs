@@ -18,17 +18,16 @@ pub fn tells_memory() -> bool {
 pub struct Place(TempDir);
 
 /// Settings of a model that takes a step in a few milliseconds.
-pub const TINY: [&str; 9] = [
-    "d_model=16",
-    "heads=2",
-    "encoder_layers=1",
-    "decoder_layers=1",
-    "d_ff=16",
-    "radius=2",
-    "workers=2",
-    "batch_size=8",
-    "warmup_steps=5",
-];
+const TINY: [&str; 8] =
+    ["d_model=16", "heads=2", "layers=1", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
+
+/// Arguments of a tiny training run on `source`, whose settings win over the tiny ones, then `more`.
+pub fn train<'a>(source: &[&'a str], out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["train", "--out", out, "--steps", steps];
+    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
+    arguments.extend(source.iter().chain(more));
+    arguments
+}
 
 impl Place {
     pub fn new() -> Self {
@@ -90,7 +89,8 @@ impl Place {
     /// Arguments of a tiny training run on `pairs.tsv`, then `more`.
     pub fn train<'a>(&self, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
         let mut arguments = vec!["train", "--pairs", "pairs.tsv", "--out", out, "--steps", steps];
-        arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
+        let layers = ["encoder_layers=1", "decoder_layers=1"];
+        arguments.extend(TINY.iter().chain(&layers).flat_map(|setting| ["--set", setting]));
         arguments.extend(more);
         arguments
     }
@@ -170,6 +170,15 @@ fn pairs(count: usize) -> String {
             format!("{a}{b}{c}\t{c}{b}{a}\n")
         })
         .collect()
+}
+
+/// Numbers from 0 to 1.
+pub fn random(seed: u64) -> impl FnMut() -> f64 {
+    let mut state = seed;
+    move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f64 / (1u64 << 24) as f64
+    }
 }
 
 /// Sends a signal, such as `INT`.

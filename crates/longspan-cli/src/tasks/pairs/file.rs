@@ -114,14 +114,6 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_line_is_named_with_its_number() {
-        assert!(message(b"a\tb\nc\n", false).starts_with("x, line 2: 1 column, expected two"));
-        assert!(message(b"a\tb\tc\n", false).starts_with("x, line 1: 3 columns, expected two"));
-        assert!(message(b"a\tb\nab\xff\tc\n", false).starts_with("x, line 2, byte 3: invalid UTF-8 (0xff)"));
-        assert!(message(b"", false).starts_with("x: no pairs"));
-    }
-
-    #[test]
     fn json_lines_take_one_target_or_several() {
         let pairs = b"{\"source\":\"a\",\"target\":[\"1\",\"2\"]}\n{\"source\":\"b\",\"target\":\"3\"}";
         assert_eq!(texts(pairs, Format::JsonLines).len(), 3);

@@ -86,16 +86,4 @@ mod tests {
             assert!(error.contains("length = 300") && error.contains("513"), "{error}");
         }
     }
-
-    #[test]
-    fn unknown_names_are_listed() {
-        let with = |change: &dyn Fn(&mut RunConfig)| {
-            let mut config = RunConfig::default();
-            change(&mut config);
-            configure(&config, 7, 9).unwrap_err().to_string()
-        };
-        assert!(with(&|c| c.attention = "shw".into()).contains("did you mean `shaw`"));
-        assert!(with(&|c| c.feature_map = "gelu".into()).contains("known are elu+1"));
-        assert!(with(&|c| c.norm = "both".into()).contains("known are pre, post"));
-    }
 }
