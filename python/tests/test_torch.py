@@ -137,11 +137,13 @@ def test_another_device_is_never_the_cpu():
 def test_opcheck(dtype, requires_grad):
     q, k, v = inputs(dtype=dtype, requires_grad=requires_grad)
     shaw = '{"feature_map": "softplus"}'
+    biases, values = (draw(*shape, seed=5, dtype=dtype, requires_grad=requires_grad) for shape in ((9, 9), k.shape))
     for arguments in (
         (q, k, v, [], None, None, None, "kernelized", "{}", "test", True, 0),
         (q, k, v, [table(dtype=dtype, requires_grad=requires_grad)], padding(), None, None, "shaw", shaw, "test", False, 1),
         (q.detach()[:1], k[:1], v[:1], [], None, torch.tensor([0, 4, 9]), torch.tensor([0, 3, 9]), "kernelized", "{}", "test", True, 0),
         (q[:, :, :0], k, v, [], None, None, None, "kernelized", "{}", "test", True, 0),
+        (q, k, values, [biases], padding(), None, None, "aft-full", "{}", "test", False, 0),
     ):
         torch.library.opcheck(torch.ops.longspan.attention.default, arguments)
 

@@ -203,8 +203,8 @@ operation!(JoinFactored, |to: &'a mut [T], from: Factored<'a, T>, biases: &'a [T
 });
 
 // Brings means to one exponent a channel, the largest: `e^{x+b−X−B}·n`, if there is room for numerators,
-// `e^{x+b−X−B}·d`, and `(X, B)`. Returns the largest range of exponents of any channel, without those at the floor or below,
-// which stand for nothing.
+// `e^{x+b−X−B}·d`, and `(X, B)`. Returns the largest range of exponents of any channel: with those at the floor or below, which
+// stand for nothing, because a bias of theirs may be the largest of its row.
 operation!(FactorMeans, |items: &'a [T], to: Factors<'a, T>| -> T {
     let Factors { reference, numerators, denominators } = to;
     let width = reference.len() / 2;
@@ -230,7 +230,7 @@ operation!(FactorMeans, |items: &'a [T], to: Factors<'a, T>| -> T {
             for item in 0..count {
                 let own = at(item, 0);
                 let depth = x.sub(own).add(b.sub(at(item, 1)));
-                range = own.sub(bottom).if_positive(depth, zero).max(range);
+                range = depth.max(range);
                 let weight = exp_nonpositive(zero.sub(depth));
                 if !numerators.is_empty() {
                     at(item, 2).mul(weight).store(numerators.as_mut_ptr().add(item * width + column));

@@ -1,7 +1,7 @@
 //! The conformance suite over attention-free transformers, and the numerics that they are known to fail at.
 
 use longspan_kernels::aft::Variant;
-use longspan_kernels::{Aft, Call, Dims, Kernel, Mask, Mechanism, Output, Scratch, Token, View, ViewMut};
+use longspan_kernels::{Aft, Call, Dims, Kernel, Keys, Mask, Mechanism, Order, Output, Scratch, Token, View, ViewMut};
 use longspan_testing::execute::Backward;
 use longspan_testing::subject::{Assumptions, ParameterScale};
 use longspan_testing::suite::{Check, Sample, assert_all};
@@ -480,6 +480,29 @@ fn opposite_ranges_of_keys_and_biases_cancel() {
             let sum: f64 = (0..keys).map(|j| weight(j) * f64::from(v[j])).sum();
             let expected = sum / (0..keys).map(weight).sum::<f64>();
             assert!((f64::from(*row) - expected).abs() < 2e-5, "row {i} is {row} instead of {expected}, {mask:?}");
+        }
+    }
+}
+
+/// A tile's biases are relative to the largest of each row, which may be that of a key that is not there.
+#[test]
+fn a_large_bias_of_an_ignored_key_leaves_the_others() {
+    let count = 150;
+    let k: Vec<f32> = (0..count).map(|n| (n as f32 * 0.9).cos()).collect();
+    let v: Vec<f32> = (0..count).map(|n| (n as f32 * 0.7).sin()).collect();
+    let bias = |i: usize, j: usize| if j == 70 { 200.0 } else { ((i * count + j) as f32 * 0.3).cos() };
+    let w: Vec<f32> = (0..count * count).map(|n| bias(n / count, n % count)).collect();
+    let ignored: Vec<bool> = (0..count).map(|j| j == 70).collect();
+    let variant = Variant::Full { length: count, rank: None };
+    for order in [Order::Causal, Order::Bidirectional] {
+        let mask = Mask { order, keys: Keys::Padding(&ignored), ..Mask::default() };
+        let rows = row_means(variant, &k, &v, &[&w], mask);
+        for (i, row) in rows.iter().enumerate() {
+            let keys = || (0..if order == Order::Causal { i + 1 } else { count }).filter(|&j| j != 70);
+            let weight = |j: usize| f64::from(bias(i, j) + k[j]).exp();
+            let sum: f64 = keys().map(|j| weight(j) * f64::from(v[j])).sum();
+            let expected = sum / keys().map(weight).sum::<f64>();
+            assert!((f64::from(*row) - expected).abs() < 2e-5, "row {i} is {row} instead of {expected}, {order:?}");
         }
     }
 }

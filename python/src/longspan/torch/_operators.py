@@ -210,10 +210,15 @@ def _output_of(q: Tensor, v: Tensor) -> Tensor:
     return _token_major(q, batch, heads, queries, v.shape[3])
 
 
+#: Numbers a channel in the denominators of mechanisms that divide each channel by its own; the others have one number a row.
+_PER_CHANNEL = {"aft-full": 3}
+
+
 def _shapes(q: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
     """What a compiler has to know of an output and its denominators."""
     _refuse_onnx(call.operation, call.mechanism)
-    return _output_of(q, v), q.new_empty(q.shape[:3], dtype=_dtype_of_denominators(q))
+    each = _PER_CHANNEL[call.mechanism] * q.shape[3] if call.mechanism in _PER_CHANNEL else 1
+    return _output_of(q, v), q.new_empty((*q.shape[:3], each), dtype=_dtype_of_denominators(q))
 
 
 @attention.register_fake  # type: ignore[untyped-decorator]
