@@ -149,8 +149,7 @@ pub(super) struct Operands {
     pub parameters: Option<FlexTensor>,
 }
 
-/// What the forward call gives: outputs `[batch, heads, queries, value_dim]` and denominators `[batch, heads,
-/// queries]`.
+/// What the forward call gives: outputs `[batch, heads, queries, value_dim]` and denominators in the mechanism's shape.
 #[derive(Debug, Clone)]
 pub(super) struct Outcome {
     pub out: FlexTensor,
