@@ -56,7 +56,6 @@ pub(super) fn tap_sums<T: Real>(d: &[T], from: &[T], row: usize, to: &mut [T]) {
     dispatch(TapSums { d, from, row, to });
 }
 
-// `SiLU(s)` in place, and `SiLU'(s)` if there is room for it.
 operation!(Silu, |numbers: &'a mut [T], slopes: Option<&'a mut [T]>| {
     let (len, mut slopes) = (numbers.len(), slopes);
     assert!(len.is_multiple_of(V::LANES) && slopes.as_ref().is_none_or(|slopes| slopes.len() == len));

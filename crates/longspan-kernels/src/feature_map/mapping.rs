@@ -147,7 +147,7 @@ impl<'a, T: Real> Mapping<'a, T> {
         }
     }
 
-    /// What is subtracted from the exponents of queries, whose own are written to `tops`: any number cancels in the division, and
+    /// What is subtracted from the exponents of queries, whose own are written to `row_max`: any number cancels in the division, and
     /// the largest exponent of a row keeps its features in (0, 1].
     pub fn query_shift<'s>(&self, row_max: &'s mut [T]) -> Shift<'s, T> {
         row_max.fill(T::ZERO);

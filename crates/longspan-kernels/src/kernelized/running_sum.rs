@@ -4,7 +4,6 @@ use crate::simd::block::{AddScaled, Dot, Scale, add_registers};
 use crate::simd::product::by_whole_registers;
 use crate::simd::{Real, Vector, dispatch, operation};
 
-// `to = a·x + b·y`.
 operation!(Combine, |to: &'a mut [T], a: T, x: &'a [T], b: T, y: &'a [T]| {
     let whole = to.len() / V::LANES * V::LANES;
     assert!(x.len() >= to.len() && y.len() >= to.len());
@@ -141,7 +140,6 @@ unsafe fn absorb_columns<V: Vector, const N: usize>(
     }
 }
 
-// `high + low += factor · terms` by Knuth's exact sum: `low` keeps what `high` loses, with no demand on which is larger.
 operation!(AddCompensated, |high: &'a mut [T], low: &'a mut [T], terms: &'a [T], factor: T| {
     for ((high, low), &term) in high.iter_mut().zip(low).zip(terms) {
         let more = term * factor + *low;

@@ -7,7 +7,6 @@ use super::{Real, Vector, dispatch, exp_nonpositive, operation};
 /// Numbers of the widest register.
 pub(crate) const WIDEST: usize = 16;
 
-// `to[i] = from[i] · factor`.
 operation!(StoreScaled, |from: &'a [T], factor: T, to: &'a mut [T]| {
     let whole = to.len() / V::LANES * V::LANES;
     // SAFETY: `whole` numbers lie in both slices.
@@ -64,7 +63,6 @@ pub(crate) fn transpose<T: Real>(
     dispatch(Transpose { from, from_row, rows, columns, to, to_row })
 }
 
-// `to += Σ_rows block[row]`.
 operation!(AddColumnSums, |block: &'a [T], row_length: usize, rows: usize, to: &'a mut [T]| {
     if rows == 0 {
         return;
@@ -108,7 +106,6 @@ unsafe fn add_register_sums<V: Vector, const N: usize>(
     }
 }
 
-// `Σ x·y`.
 operation!(Dot, |x: &'a [T], y: &'a [T]| -> T {
     let whole = x.len() / V::LANES * V::LANES;
     assert!(x.len() <= y.len());
@@ -133,7 +130,6 @@ pub(crate) fn dot<T: Real>(x: &[T], y: &[T]) -> T {
     dispatch(Dot { x, y })
 }
 
-// The largest number that is not NaN; −∞ for none.
 operation!(Largest, |x: &'a [T]| -> T {
     let whole = x.len() / V::LANES * V::LANES;
     let mut lanes = [V::Element::NEG_INFINITY; 16];
@@ -169,7 +165,6 @@ pub(crate) fn largest_of_rows<T: Real>(rows: Rows<'_, T>, width: usize, to: &mut
     dispatch(LargestOfRows { rows, width, to })
 }
 
-// `to[i] += block[i]·vector` for each row.
 operation!(AddRowDots, |block: &'a [T], row_length: usize, vector: &'a [T], to: &'a mut [T]| {
     for (row, to) in to.iter_mut().enumerate() {
         // SAFETY: forwarded to the caller.
@@ -182,7 +177,6 @@ pub(crate) fn add_row_dots<T: Real>(block: &[T], row_length: usize, vector: &[T]
     dispatch(AddRowDots { block, row_length, vector, to })
 }
 
-// `to += a·x`.
 operation!(AddScaled, |to: &'a mut [T], a: T, x: &'a [T]| {
     let whole = to.len() / V::LANES * V::LANES;
     assert!(x.len() >= to.len());
@@ -206,7 +200,6 @@ pub(crate) fn add_scaled<T: Real>(to: &mut [T], a: T, x: &[T]) {
     dispatch(AddScaled { to, a, x })
 }
 
-// `to ← to · x`, elementwise.
 operation!(Multiply, |to: &'a mut [T], x: &'a [T]| {
     let whole = to.len() / V::LANES * V::LANES;
     assert!(x.len() >= to.len());
@@ -229,7 +222,6 @@ pub(crate) fn multiply<T: Real>(to: &mut [T], x: &[T]) {
     dispatch(Multiply { to, x })
 }
 
-// `to ← a · to`.
 operation!(Scale, |to: &'a mut [T], a: T| {
     let whole = to.len() / V::LANES * V::LANES;
     // SAFETY: `whole` numbers lie in the slice.
@@ -264,7 +256,6 @@ pub(crate) unsafe fn add_registers<V: Vector, const N: usize>(total: [V; N], to:
     }
 }
 
-// Whether all of a caller's numbers are finite.
 operation!(AllFinite, |from: Rows<'a, T>, count: usize, width: usize| -> bool {
     // Rows without a gap are one long row.
     let (count, width) = if from.stride == width { (count.min(1), count * width) } else { (count, width) };
@@ -299,8 +290,6 @@ pub(crate) fn floor<T: Real>() -> T {
     -(T::ONE / T::MIN_POSITIVE)
 }
 
-// Replaces every row `w` of a block by `e^{w − max w}` and puts the maxima into `tops`. Returns the largest range of
-// any row.
 operation!(Exponentials, |block: &'a mut [T], row_length: usize, columns: usize, row_max: &'a mut [T]| -> T {
     let whole = columns.next_multiple_of(V::LANES);
     assert!(columns > 0 && whole <= row_length && block.len() >= row_max.len() * row_length);
@@ -334,7 +323,7 @@ operation!(Exponentials, |block: &'a mut [T], row_length: usize, columns: usize,
     widest
 });
 
-/// Replaces every row `w` of a block by `e^{w − max w}` and puts the maxima into `tops`. Returns the largest range of
+/// Replaces every row `w` of a block by `e^{w − max w}` and puts the maxima into `row_max`. Returns the largest range of
 /// any row.
 pub(crate) fn exponentials<T: Real>(block: &mut [T], row_length: usize, columns: usize, row_max: &mut [T]) -> T {
     dispatch(Exponentials { block, row_length, columns, row_max })

@@ -4,7 +4,6 @@ use realfft::num_complex::Complex;
 
 use crate::simd::{Real, dispatch, operation};
 
-// `to[i] += x[i] · y[i]`.
 operation!(AddProducts, |to: &'a mut [T], x: &'a [T], y: &'a [T]| {
     let whole = to.len() / V::LANES * V::LANES;
     assert!(x.len() >= to.len() && y.len() >= to.len());
