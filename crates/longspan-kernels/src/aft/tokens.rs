@@ -54,7 +54,7 @@ impl<'a, T> Tokens<'a, T> {
 }
 
 // Brings tokens to one exponent a channel, as [`FactorMeans`](super::log_sum::FactorMeans) does with their means: `e^{k−X}·v`, if
-// there is room for numerators, `e^{k−X}` and `X`. Returns the largest range of keys of any channel.
+// there is room for numerators, `e^{k−X}` and `X`. Returns the largest range of keys of any channel, with those that stand for nothing.
 operation!(FactorTokens, |tokens: Tokens<'a, T>, to: Factors<'a, T>| -> T {
     let Factors { reference, numerators, denominators } = to;
     let (count, width) = (tokens.count, reference.len() / 2);
@@ -72,13 +72,12 @@ operation!(FactorTokens, |tokens: Tokens<'a, T>, to: Factors<'a, T>| -> T {
         by_registers!(tokens.head_dim, 4, N, WHOLE, |column, left| {
             let (zero, bottom) = (V::splat(T::ZERO), V::splat(floor()));
             let key = |token: usize, n: usize| tokens.key::<V, WHOLE>(token, column + n * V::LANES, left);
-            // Keys below the floor stand for nothing, and have no depth.
             let (mut most, mut least) = ([bottom; N], [zero.sub(bottom); N]);
             for token in 0..count {
                 for n in 0..N {
                     let key = key(token, n);
                     most[n] = key.max(most[n]);
-                    least[n] = key.sub(bottom).if_positive(key, least[n]).min(least[n]);
+                    least[n] = key.min(least[n]);
                 }
             }
             set_part(reference, width, 0, column, most);

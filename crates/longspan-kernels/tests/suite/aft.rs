@@ -484,7 +484,7 @@ fn opposite_ranges_of_keys_and_biases_cancel() {
     }
 }
 
-/// A tile's biases are relative to the largest of each row, which may be that of a key that is not there.
+/// A tile's biases are relative to the largest of each row, which may be that of a key that is not there: one of padding or of −∞.
 #[test]
 fn a_large_bias_of_an_ignored_key_leaves_the_others() {
     let count = 150;
@@ -494,9 +494,11 @@ fn a_large_bias_of_an_ignored_key_leaves_the_others() {
     let w: Vec<f32> = (0..count * count).map(|n| bias(n / count, n % count)).collect();
     let ignored: Vec<bool> = (0..count).map(|j| j == 70).collect();
     let variant = Variant::Full { length: count, rank: None };
-    for order in [Order::Causal, Order::Bidirectional] {
-        let mask = Mask { order, keys: Keys::Padding(&ignored), ..Mask::default() };
-        let rows = row_means(variant, &k, &v, &[&w], mask);
+    let mut without = k.clone();
+    without[70] = f32::NEG_INFINITY;
+    let all = [(&k, Keys::Padding(&ignored)), (&without, Keys::All)];
+    for ((keys, mask), order) in all.into_iter().flat_map(|of| [(of, Order::Causal), (of, Order::Bidirectional)]) {
+        let rows = row_means(variant, keys, &v, &[&w], Mask { order, keys: mask, ..Mask::default() });
         for (i, row) in rows.iter().enumerate() {
             let keys = || (0..if order == Order::Causal { i + 1 } else { count }).filter(|&j| j != 70);
             let weight = |j: usize| f64::from(bias(i, j) + k[j]).exp();
