@@ -65,7 +65,6 @@ pub(crate) struct Buffers {
     v: Vec<f32>,
     d_out: Vec<f32>,
     out: Vec<f32>,
-    denominators: Vec<f32>,
     dq: Vec<f32>,
     dk: Vec<f32>,
     dv: Vec<f32>,
@@ -83,7 +82,6 @@ impl Buffers {
             v: random.normals(len(dims.v()), 1.0),
             d_out: random.normals(if backward { len(dims.out()) } else { 0 }, 1.0),
             out: Vec::new(),
-            denominators: Vec::new(),
             dq: Vec::new(),
             dk: Vec::new(),
             dv: Vec::new(),
@@ -100,8 +98,6 @@ impl Buffers {
     pub fn renew(&mut self) {
         self.out = vec![0.0; len(self.dims.out())];
         if self.pass == Pass::ForwardBackward {
-            // As many as the mechanism has, once it is known.
-            self.denominators = Vec::new();
             self.dq = vec![0.0; self.q.len()];
             self.dk = vec![0.0; self.k.len()];
             self.dv = vec![0.0; self.v.len()];
@@ -125,11 +121,12 @@ pub(crate) fn parameter_bytes(mechanism: &dyn Kernel<f32>, dims: &Dims, pass: Pa
     numbers.saturating_mul(if pass == Pass::ForwardBackward { 2 } else { 1 }).saturating_mul(size_of::<f32>())
 }
 
-/// A mechanism with what belongs to it alone: parameters, their gradients, scratch.
+/// A mechanism with what belongs to it alone: parameters, their gradients, denominators, scratch.
 pub(crate) struct Subject {
     mechanism: Arc<dyn Kernel<f32>>,
     parameters: Vec<Vec<f32>>,
     d_parameters: Vec<Vec<f32>>,
+    denominators: Vec<f32>,
     scratch: Scratch<f32>,
 }
 
@@ -137,18 +134,25 @@ impl Subject {
     pub fn new(mechanism: Arc<dyn Kernel<f32>>, dims: &Dims, pass: Pass) -> Self {
         let mut random = Random::new(2);
         let shapes = mechanism.parameters(dims);
-        let d_parameters = if pass == Pass::ForwardBackward {
-            shapes.iter().map(|parameter| vec![0.0; parameter.len()]).collect()
+        let (d_parameters, denominators) = if pass == Pass::ForwardBackward {
+            let d_parameters = shapes.iter().map(|parameter| vec![0.0; parameter.len()]).collect();
+            (d_parameters, vec![0.0; len(mechanism.denominators(dims))])
         } else {
-            Vec::new()
+            (Vec::new(), Vec::new())
         };
         Self {
             mechanism,
             // Small, as parameters are after training has begun; in exponents large ones would leave weight to a few keys only.
             parameters: shapes.iter().map(|parameter| random.normals(parameter.len(), 0.1)).collect(),
             d_parameters,
+            denominators,
             scratch: Scratch::new(),
         }
+    }
+
+    /// Fresh denominators, as [`Buffers::renew`] makes fresh outputs.
+    pub fn renew(&mut self) {
+        self.denominators = vec![0.0; self.denominators.len()];
     }
 
     /// One call of the buffers' pass, which is not [`Pass::Decode`].
@@ -167,7 +171,7 @@ impl Subject {
         order: Order,
         clock: &dyn Fn(&mut dyn FnMut()) -> f64,
     ) -> Result<[Option<f64>; 2], KernelError> {
-        let Buffers { dims, pass, q, k, v, d_out, out, denominators, dq, dk, dv } = buffers;
+        let Buffers { dims, pass, q, k, v, d_out, out, dq, dk, dv } = buffers;
         let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
         let k_shape = key_shape(&*self.mechanism, dims);
         let k_len = len(k_shape);
@@ -180,12 +184,8 @@ impl Subject {
         .with_parameters(&parameters)
         .with_mask(Mask { order, ..Mask::default() });
         let backward = *pass == Pass::ForwardBackward;
-        let rows = len(self.mechanism.denominators(dims));
-        if backward && denominators.len() != rows {
-            *denominators = vec![0.0; rows];
-        }
         let to = ViewMut::contiguous(out, dims.out());
-        let output = if backward { Output::training(to, denominators) } else { Output::new(to) };
+        let output = if backward { Output::training(to, &mut self.denominators) } else { Output::new(to) };
         let (mechanism, scratch) = (&*self.mechanism, &mut self.scratch);
         let forward = once(clock, || mechanism.forward(&call, output, scratch))?;
         if !backward {
@@ -193,7 +193,7 @@ impl Subject {
         }
         let cotangent = Cotangent {
             out: View::contiguous(out, dims.out()),
-            denominators,
+            denominators: &self.denominators,
             d_out: View::contiguous(d_out, dims.out()),
             final_state: None,
         };

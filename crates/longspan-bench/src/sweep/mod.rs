@@ -425,6 +425,7 @@ impl Timed<'_, '_> {
             let time = seconds(|| {
                 result = (0..calls).try_for_each(|_| {
                     buffers.renew();
+                    self.subject.renew();
                     self.subject.run(buffers, order)
                 });
             });

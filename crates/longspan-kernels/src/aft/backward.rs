@@ -1,7 +1,7 @@
 //! Gradients, in two walks: over keys for every query, which finds the means again, and over queries for every key.
 //!
 //! With a table of all biases the means' exponents and denominators are those that the forward kept (`forward::KEPT`); forming them anew
-//! would be a product of `2·head_dim` operations a pair. In windows it costs less than reading three numbers a channel.
+//! would be a product of `2·head_dim` operations a pair. Windows form theirs anew.
 
 use super::chunks::{CHUNK, Chunks, Workers};
 use super::forward::read_kept;
@@ -126,7 +126,7 @@ impl Sides {
         bias_tiles_len(problem, &self.by_key).max(bias_tiles_len(problem, &self.keys_by_key))
     }
 
-    /// Numbers of memory of one worker: two means more than a walk takes.
+    /// Numbers of memory of one worker: two means, or a tile of a low rank's gradients, more than a walk takes.
     fn work_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
         let walk = work_len(problem, &self.by_key).max(work_len(problem, &self.keys_by_key));
         walk + self.bias_tiles_len(problem) + (2 * problem.mean()).max(self.low_rank_len(problem))

@@ -18,12 +18,6 @@ pub(super) const KEPT: usize = 3;
 /// Where these parts are within a mean.
 const KEPT_PARTS: [usize; KEPT] = [0, 1, 3];
 
-/// The rows of what is kept.
-pub(super) fn kept_rows<'a, T: Real>(problem: &Problem<'_, T>, numbers: &'a mut [T]) -> SharedRows<'a, T> {
-    let (dims, row) = (&problem.dims, KEPT * problem.dims.head_dim);
-    SharedRows::new(numbers, [dims.heads * dims.queries * row, dims.queries * row, row])
-}
-
 /// Keeps a row's mean.
 fn keep<T: Real>(mean: &[T], head_dim: usize, kept: &mut [T]) {
     for (part, kept) in KEPT_PARTS.into_iter().zip(kept.chunks_exact_mut(head_dim)) {

@@ -1,11 +1,10 @@
 //! What a backward call starts from, and where it writes.
 
-use super::forward::KEPT;
 use super::keys::KeyItems;
 use super::outputs::OutputRows;
 use super::problem::Problem;
 use super::state_gradient::Links;
-use crate::call::{Cotangent, Sequence, SharedRows, View};
+use crate::call::{Cotangent, Mechanism, Sequence, SharedRows, View};
 use crate::simd::Real;
 use crate::simd::rows::Rows;
 
@@ -29,8 +28,8 @@ pub(super) struct Backward<'a, T: 'static> {
 impl<T: Real> Backward<'_, T> {
     /// What the forward kept of the mean of a row, where there is a table of all biases.
     pub fn kept(&self, batch: usize, head: usize, token: usize) -> &[T] {
-        let (dims, row) = (&self.problem.dims, KEPT * self.problem.dims.head_dim);
-        &self.cotangent.denominators[((batch * dims.heads + head) * dims.queries + token) * row..][..row]
+        let shape = self.problem.aft.denominators(&self.problem.dims);
+        View::contiguous(self.cotangent.denominators, shape).token(batch, head, token, shape[3])
     }
 
     /// `count` rows of a head from the sequence's row `from` on, from a column on.

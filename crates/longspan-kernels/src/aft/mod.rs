@@ -46,7 +46,7 @@ mod step;
 mod cost;
 mod reference;
 
-use forward::{KEPT, kept_rows};
+use forward::KEPT;
 use gradients::Backward;
 pub use options::{Aft, Variant};
 use problem::Problem;
@@ -141,20 +141,21 @@ impl Compute for Aft {
             check_final_mask(self.name(), &call.mask)?;
             state::check(self, &problem.dims, to, "final_state")?;
         }
-        let kept = denominators.and_then(|numbers| {
-            if problem.full() {
-                return Some(kept_rows(&problem, numbers));
+        let mut kept = None;
+        match denominators {
+            Some(numbers) if problem.full() => {
+                kept = Some(ViewMut::contiguous(numbers, self.denominators(&problem.dims)));
             }
-            // Means that are no products are formed anew in less time than it takes to read them.
-            numbers.fill(T::ONE);
-            None
-        });
+            // The backward of the other variants forms the means anew.
+            Some(numbers) => numbers.fill(T::ONE),
+            None => {}
+        }
         let simple = matches!(self.variant, Variant::Simple);
         if !problem.is_empty() {
             match conv::Geometry::new(self, problem.causal) {
                 Some(geometry) => conv::forward(&problem, geometry, out.shared(), scratch),
                 None if simple => simple::forward(&problem, out.shared(), final_state.as_deref_mut(), scratch),
-                None => forward::forward(&problem, out.shared(), kept, scratch),
+                None => forward::forward(&problem, out.shared(), kept.as_mut().map(ViewMut::shared), scratch),
             }
         }
         if let Some(state) = final_state {

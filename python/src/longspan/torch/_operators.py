@@ -210,7 +210,8 @@ def _output_of(q: Tensor, v: Tensor) -> Tensor:
     return _token_major(q, batch, heads, queries, v.shape[3])
 
 
-#: Numbers a channel in the denominators of mechanisms that divide each channel by its own; the others have one number a row.
+#: Numbers a channel in the denominators of mechanisms that divide each channel by its own; the others have one number a row
+#: (`Mechanism::denominators` in the kernels).
 _PER_CHANNEL = {"aft-full": 3}
 
 
