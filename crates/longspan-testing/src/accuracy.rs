@@ -3,7 +3,7 @@
 use longspan_kernels::{Error, KernelizedAttention};
 
 use crate::case::{Case, Inputs};
-use crate::compare::{Failure, close, ensure};
+use crate::compare::{Failure, close, close_gradients, ensure};
 use crate::execute::{self, Backward, Forward};
 use crate::random::Random;
 use crate::subject::{Number, Subject};
@@ -50,7 +50,7 @@ pub fn backward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> R
         *out = -*out;
     }
     let mut backward = execute::backward(subject, case, &inputs, &forward)?;
-    // A gradient with a inputs_f32 term, such as that of a gate, has the sign of that term.
+    // A gradient with a single term, such as that of a gate, has the sign of that term.
     backward.gradients.iter_mut().flatten().for_each(|x| *x = x.abs());
     if subject.assumptions.turned {
         backward.gradients.iter_mut().for_each(|gradient| level(gradient));
@@ -61,16 +61,10 @@ pub fn backward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> R
         let reach = 4.0 * (dims.queries.max(dims.keys) as f64 + case.offset.unsigned_abs() as f64 + 4.0);
         backward.gradients[3..].iter_mut().for_each(|gradient| gradient.fill(features * reach));
     }
-    if let Some(bound) = subject.assumptions.parameter_scale {
-        bound(case, &inputs, &mut backward);
+    if let Some(correct) = &subject.parameter_scale {
+        correct(case, &inputs, &mut backward);
     }
     Ok(backward)
-}
-
-/// Names the gradients.
-pub fn gradient_names(inputs: &Inputs<f64>) -> Vec<String> {
-    let parameters = (0..inputs.parameters.len()).map(|n| format!("gradient of parameter {n}"));
-    ["dq", "dk", "dv"].into_iter().map(str::to_owned).chain(parameters).collect()
 }
 
 /// Terms of the sums that gradients are: a parameter may be shared by all heads and batch entries.
@@ -109,10 +103,39 @@ pub fn forward_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<f64
 
 /// Distance of the points of the difference quotient. Its truncation error falls with the fourth power of the ratio to
 /// the smallest input that [`Random::normal`] gives, 1/64: below 2e-9.
-pub(crate) const STEP: f64 = 1e-4;
+const STEP: f64 = 1e-4;
 
 /// The accuracy of the difference quotient, relative to the sum of the magnitudes of its terms.
-pub(crate) const QUOTIENT: f64 = 1e-6;
+const QUOTIENT: f64 = 1e-6;
+
+/// 1 or −1 for each of so many numbers.
+pub(crate) fn direction(random: &mut Random, len: usize) -> Vec<f64> {
+    (0..len).map(|_| if random.chance(0.5) { 1.0 } else { -1.0 }).collect()
+}
+
+/// Checks a gradient along a direction against the difference quotient of `loss`, which gets a step in that direction and
+/// gives the loss there with the sum of its terms' magnitudes.
+pub(crate) fn is_quotient(
+    name: &str,
+    gradient: &[f64],
+    direction: &[f64],
+    terms: usize,
+    loss: impl Fn(f64) -> Result<(f64, f64), Failure>,
+) -> Result<(), Failure> {
+    ensure(gradient.iter().all(|x| x.is_finite()), || format!("{name} is not finite or was not written"))?;
+    let (near, size) = (loss(STEP)?.0 - loss(-STEP)?.0, loss(0.0)?.1);
+    let far = loss(2.0 * STEP)?.0 - loss(-2.0 * STEP)?.0;
+    let expected = (8.0 * near - far) / (12.0 * STEP);
+    let got: f64 = gradient.iter().zip(direction).map(|(g, e)| g * e).sum();
+    let scale: f64 = gradient.iter().map(|g| g.abs()).sum();
+    let allowed = QUOTIENT * scale + 10.0 * f64::EPSILON * (terms as f64).sqrt() * size / STEP;
+    ensure(scale > 0.0 || expected.abs() <= allowed, || {
+        format!("{name} is zero, but the output moves by {expected:e} with its input")
+    })?;
+    ensure((got - expected).abs() <= allowed, || {
+        format!("{name}: along a direction got {got:e}, expected {expected:e}, allowed {allowed:e}")
+    })
+}
 
 /// In `f64`: gradients against difference quotients of the *definition*, along random directions for every input.
 pub fn gradient(subject: &Subject, case: &Case) -> Result<(), Failure> {
@@ -120,33 +143,12 @@ pub fn gradient(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let forward = execute::forward::<f64>(subject, case, &inputs)?;
     let backward = execute::backward(subject, case, &inputs, &forward)?;
     let mut random = Random::new(case.seed ^ 0xD1FF);
-    for (which, (name, gradient)) in gradient_names(&inputs).iter().zip(&backward.gradients).enumerate() {
-        ensure(gradient.iter().all(|x| x.is_finite()), || format!("{name} is not finite or was not written"))?;
-        let direction: Vec<f64> = gradient.iter().map(|_| if random.chance(0.5) { 1.0 } else { -1.0 }).collect();
-        let loss = |step: f64| -> Result<(f64, f64), Error> {
-            let mut moved = inputs.clone();
-            let tensor = match which {
-                0 => &mut moved.q,
-                1 => &mut moved.k,
-                2 => &mut moved.v,
-                n => &mut moved.parameters[n - 3],
-            };
-            tensor.iter_mut().zip(&direction).for_each(|(x, e)| *x += step * e);
-            let out = execute::reference(subject, case, &moved)?.out;
+    for (which, (name, gradient)) in backward.named().enumerate() {
+        let direction = direction(&mut random, gradient.len());
+        is_quotient(&name, gradient, &direction, case.terms(), |step| {
+            let out = execute::reference(subject, case, &inputs.moved(which, step, &direction))?.out;
             let terms = out.iter().zip(&inputs.d_out).map(|(a, g)| a * g);
             Ok((terms.clone().sum(), terms.map(f64::abs).sum()))
-        };
-        let (near, size) = (loss(STEP)?.0 - loss(-STEP)?.0, loss(0.0)?.1);
-        let far = loss(2.0 * STEP)?.0 - loss(-2.0 * STEP)?.0;
-        let expected = (8.0 * near - far) / (12.0 * STEP);
-        let got: f64 = gradient.iter().zip(&direction).map(|(g, e)| g * e).sum();
-        let scale: f64 = gradient.iter().map(|g| g.abs()).sum();
-        let allowed = QUOTIENT * scale + 10.0 * f64::EPSILON * (case.terms() as f64).sqrt() * size / STEP;
-        ensure(scale > 0.0 || expected.abs() <= allowed, || {
-            format!("{name} is zero, but the output moves by {expected:e} with its input")
-        })?;
-        ensure((got - expected).abs() <= allowed, || {
-            format!("{name}: along a direction got {got:e}, expected {expected:e}, allowed {allowed:e}")
         })?;
     }
     no_gradient_where_nothing_is_seen(subject, case, &backward)
@@ -159,26 +161,15 @@ pub fn no_gradient_where_nothing_is_seen<T: Number>(
     backward: &Backward<T>,
 ) -> Result<(), Failure> {
     let dims = &case.dims;
-    for batch in 0..dims.batch {
-        for j in 0..dims.keys {
-            let seen = case.is_seen(batch, j);
-            for head in 0..dims.kv_heads {
-                let token = (batch * dims.kv_heads + head) * dims.keys + j;
-                for (name, gradient, width, matters) in [
-                    (
-                        "dk",
-                        &backward.gradients[1],
-                        execute::key_dim(subject, dims),
-                        seen && subject.assumptions.content,
-                    ),
-                    ("dv", &backward.gradients[2], dims.value_dim, seen),
-                ] {
-                    let row = &gradient[token * width..][..width];
-                    ensure(matters || row.iter().all(|&x| x == T::ZERO), || {
-                        format!("{name} of key {j} of batch {batch}, which nothing sees, is {row:?}")
-                    })?;
-                }
-            }
+    let key = (1, execute::key_dim(subject, dims), subject.assumptions.content);
+    for (which, width, matters) in [key, (2, dims.value_dim, true)] {
+        for (n, row) in backward.gradients[which].chunks(width.max(1)).enumerate() {
+            let (batch, j) = (n / (dims.kv_heads * dims.keys), n % dims.keys);
+            let zero = row.iter().all(|&x| x == T::ZERO);
+            ensure(zero || (matters && case.is_seen(batch, j)), || {
+                let name = ["dk", "dv"][which - 1];
+                format!("{name} of key {j} of batch {batch}, which nothing sees, is {row:?}")
+            })?;
         }
     }
     Ok(())
@@ -194,33 +185,33 @@ pub fn gradient_in_f32_of(subject: &Subject, case: &Case, inputs: &Inputs<f64>) 
     let forward = execute::forward::<f64>(subject, case, inputs)?;
     let expected = execute::backward(subject, case, inputs, &forward)?;
     let scale = backward_scale(subject, case, inputs)?;
-    let inputs_f32 = inputs.cast::<f32>();
-    let forward = execute::forward(subject, case, &inputs_f32)?;
-    let got = execute::backward(subject, case, &inputs_f32, &forward)?;
-    for (n, name) in gradient_names(inputs).iter().enumerate() {
-        close(name, &got.gradients[n], &expected.gradients[n], &scale.gradients[n], gradient_terms(case))?;
-    }
+    let inputs = inputs.cast::<f32>();
+    let forward = execute::forward(subject, case, &inputs)?;
+    let got = execute::backward(subject, case, &inputs, &forward)?;
+    close_gradients("", &got, &expected, &scale, gradient_terms(case))?;
     no_gradient_where_nothing_is_seen(subject, case, &got)
+}
+
+/// Outputs and gradients of every subject are those of `expected` in `f64`.
+pub fn agree<T: Number>(expected: &Subject, subjects: &[Subject], case: &Case) -> Result<(), Failure> {
+    let inputs = execute::random(expected, case);
+    let forward = execute::forward::<f64>(expected, case, &inputs)?;
+    let backward = execute::backward(expected, case, &inputs, &forward)?;
+    let scale = forward_scale(expected, case, &inputs)?;
+    let back_scale = backward_scale(expected, case, &inputs)?;
+    let inputs = inputs.cast::<T>();
+    for subject in subjects {
+        let by = format!(" by {}", subject.label);
+        let got = execute::forward(subject, case, &inputs)?;
+        close(&format!("out{by}"), &got.out, &forward.out, &scale.out, case.terms())?;
+        let got = execute::backward(subject, case, &inputs, &got)?;
+        close_gradients(&by, &got, &backward, &back_scale, gradient_terms(case))?;
+    }
+    Ok(())
 }
 
 /// Every algorithm gives the outputs and gradients of every other.
 pub fn algorithms_agree<T: Number>(attention: &KernelizedAttention, case: &Case) -> Result<(), Failure> {
     let subjects = Subject::every_algorithm(attention);
-    let inputs = execute::random(&subjects[0], case);
-    let forward = execute::forward::<f64>(&subjects[0], case, &inputs)?;
-    let backward = execute::backward(&subjects[0], case, &inputs, &forward)?;
-    let (forward_scale, backward_scale) =
-        (forward_scale(&subjects[0], case, &inputs)?, backward_scale(&subjects[0], case, &inputs)?);
-    for subject in &subjects {
-        let inputs_t = inputs.cast::<T>();
-        let got = execute::forward(subject, case, &inputs_t)?;
-        let what = |name: &str| format!("{name} by {}", subject.label);
-        close(&what("out"), &got.out, &forward.out, &forward_scale.out, case.terms())?;
-        let got = execute::backward(subject, case, &inputs_t, &got)?;
-        for (n, name) in gradient_names(&inputs).iter().enumerate() {
-            let (expected, scale) = (&backward.gradients[n], &backward_scale.gradients[n]);
-            close(&what(name), &got.gradients[n], expected, scale, gradient_terms(case))?;
-        }
-    }
-    Ok(())
+    agree::<T>(&subjects[0], &subjects, case)
 }

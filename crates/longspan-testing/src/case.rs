@@ -100,6 +100,17 @@ impl Case {
     }
 }
 
+fn key_shape(dims: &Dims, len: usize) -> [usize; 4] {
+    let [batch, heads, keys, head_dim] = dims.k();
+    [batch, heads, keys, len.checked_div(batch * heads * keys).unwrap_or(head_dim)]
+}
+
+/// A call on row-major q, k and v; keys may be narrower than [`Dims::head_dim`].
+pub fn row_major<'a, T: Number>(dims: Dims, [q, k, v]: [&'a [T]; 3]) -> Call<'a, T> {
+    let k = View::contiguous(k, key_shape(&dims, k.len()));
+    Call::new(dims, View::contiguous(q, dims.q()), k, View::contiguous(v, dims.v()))
+}
+
 /// The numbers of a call and the gradient of its output; row-major.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Inputs<T> {
@@ -132,6 +143,24 @@ impl Inputs<f64> {
         }
     }
 
+    /// With tensor `which` of q, k, v and the parameters moved by `step` along a direction; as it is where there is none.
+    pub(crate) fn moved(&self, which: usize, step: f64, direction: &[f64]) -> Self {
+        let mut moved = self.clone();
+        let tensors = [&mut moved.q, &mut moved.k, &mut moved.v].into_iter().chain(&mut moved.parameters);
+        for x in tensors.skip(which).take(1) {
+            x.iter_mut().zip(direction).for_each(|(x, e)| *x += step * e);
+        }
+        moved
+    }
+
+    /// Adds to every number of a key what `level` says of its token, and rounds it to `f32`.
+    pub fn raise_keys(&mut self, dims: &Dims, level: impl Fn(usize) -> f64) {
+        let width = self.key_shape(dims)[3];
+        for (n, k) in self.k.iter_mut().enumerate() {
+            *k = f64::from((*k + level(n / width % dims.keys)) as f32);
+        }
+    }
+
     /// In another number type.
     pub fn cast<T: Number>(&self) -> Inputs<T> {
         let cast = |x: &Vec<f64>| x.iter().map(|&x| T::from_f64(x)).collect();
@@ -149,24 +178,13 @@ impl<T: Number> Inputs<T> {
     /// Hands the call to `body`.
     pub fn call<R>(&self, case: &Case, initial_state: Option<&State<T>>, body: impl FnOnce(&Call<'_, T>) -> R) -> R {
         let parameters: Vec<&[T]> = self.parameters.iter().map(Vec::as_slice).collect();
-        body(
-            &Call::new(
-                case.dims,
-                View::contiguous(&self.q, case.dims.q()),
-                View::contiguous(&self.k, self.key_shape(&case.dims)),
-                View::contiguous(&self.v, case.dims.v()),
-            )
-            .with_parameters(&parameters)
-            .with_mask(case.mask())
-            .with_initial_state(initial_state),
-        )
+        let call = row_major(case.dims, [&self.q, &self.k, &self.v]).with_parameters(&parameters);
+        body(&call.with_mask(case.mask()).with_initial_state(initial_state))
     }
 
     /// Shape of `k`: its last axis is narrower than [`Dims::head_dim`] where the mechanism's keys are.
     pub fn key_shape(&self, dims: &Dims) -> [usize; 4] {
-        let [batch, heads, keys, head_dim] = dims.k();
-        let tokens = batch * heads * keys;
-        [batch, heads, keys, self.k.len().checked_div(tokens).unwrap_or(head_dim)]
+        key_shape(dims, self.k.len())
     }
 
     /// Overwrites key and value `j` of one batch entry, all heads.

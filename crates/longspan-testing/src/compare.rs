@@ -4,6 +4,7 @@ use std::fmt;
 
 use longspan_kernels::Error;
 
+use crate::execute::Backward;
 use crate::subject::Number;
 
 /// What a check found.
@@ -85,4 +86,22 @@ pub fn same_bits<T: Number>(what: &str, got: &[T], expected: &[T]) -> Result<(),
             Err(Failure(format!("{what}: element {n} is {:e} instead of {:e}", got[n].to_f64(), expected[n].to_f64())))
         }
     }
+}
+
+/// [`same_bits`] for every gradient; `what` follows its name.
+pub fn same_gradients<T: Number>(what: &str, got: &Backward<T>, expected: &Backward<T>) -> Result<(), Failure> {
+    let mut pairs = got.named().zip(&expected.gradients);
+    pairs.try_for_each(|((name, got), expected)| same_bits(&format!("{name} {what}"), got, expected))
+}
+
+/// [`close`] for every gradient; `what` follows its name.
+pub fn close_gradients<T: Number>(
+    what: &str,
+    got: &Backward<T>,
+    expected: &Backward<f64>,
+    scale: &Backward<f64>,
+    terms: usize,
+) -> Result<(), Failure> {
+    let mut pairs = got.named().zip(expected.gradients.iter().zip(&scale.gradients));
+    pairs.try_for_each(|((name, got), (expected, scale))| close(&format!("{name}{what}"), got, expected, scale, terms))
 }

@@ -22,8 +22,19 @@ pub struct Backward<T> {
     pub gradients: Vec<Vec<T>>,
 }
 
+impl<T> Backward<T> {
+    /// The gradients with their names.
+    pub fn named(&self) -> impl Iterator<Item = (String, &Vec<T>)> {
+        let name = |n: usize| match n {
+            0..3 => ["dq", "dk", "dv"][n].to_owned(),
+            _ => format!("gradient of parameter {}", n - 3),
+        };
+        self.gradients.iter().enumerate().map(move |(n, gradient)| (name(n), gradient))
+    }
+}
+
 /// Scratch as large as `clean` has grown, filled with NaN.
-fn poisoned<T: Number>(clean: &Scratch<T>) -> Scratch<T> {
+pub(crate) fn poisoned<T: Number>(clean: &Scratch<T>) -> Scratch<T> {
     Scratch::filled(clean.bytes() / size_of::<T>(), nan())
 }
 

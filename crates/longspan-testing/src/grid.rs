@@ -40,19 +40,6 @@ pub const LENGTHS: [usize; 10] = [0, 1, 2, 3, 8, 13, CHUNK - 1, CHUNK, CHUNK + 1
 /// Lengths for checks that run many calls.
 pub const SHORT_LENGTHS: [usize; 8] = [0, 1, 2, 3, 8, 13, CHUNK + 1, 97];
 
-/// A fixed radius, or one beyond the longer of the two sequences.
-#[derive(Debug, Clone, Copy)]
-enum Radius {
-    Of(usize),
-    BeyondLength,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Offset {
-    Of(isize),
-    AlignEnds,
-}
-
 #[derive(Debug, Clone, Copy)]
 enum MaskKind {
     All,
@@ -64,27 +51,22 @@ enum MaskKind {
 
 /// `count` mechanisms with a case each.
 pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAttention, Case)> {
-    let mut random = Random::new(seed);
-    let random = &mut random;
+    use MaskKind::{All, Lengths, NothingThere, Packed, Padding};
+    let random = &mut Random::new(seed);
     let mut queries = Deck::new(lengths.iter().copied());
     let mut keys = Deck::new(lengths.iter().copied());
     let mut same_length = Deck::new([true, false, false]);
     let mut score = Deck::new(["content", "relative", "combined", "combined"]);
-    let mut radius = Deck::new([0, 1, 2, 3, 6, 20].map(Radius::Of).into_iter().chain([Radius::BeyondLength]));
+    // None: beyond the longer of the two sequences.
+    let mut radius = Deck::new([Some(0), Some(1), Some(2), Some(3), Some(6), Some(20), None]);
     let mut shared = Deck::new([true, false]);
     let mut map = Deck::new([RelativeMap::Same, RelativeMap::Same, RelativeMap::Identity]);
     let mut feature_map = Deck::new(FeatureMap::ELEMENTWISE);
     let mut normalize = Deck::new([true, true, false]);
     let mut causal = Deck::new([true, true, false]);
-    let mut offset = Deck::new([Offset::Of(0), Offset::Of(0), Offset::AlignEnds, Offset::Of(2), Offset::Of(-3)]);
-    let mut mask = Deck::new([
-        MaskKind::All,
-        MaskKind::All,
-        MaskKind::Lengths,
-        MaskKind::Padding,
-        MaskKind::NothingThere,
-        MaskKind::Packed,
-    ]);
+    // None: the last query stands at the last key.
+    let mut offset = Deck::new([Some(0), Some(0), None, Some(2), Some(-3)]);
+    let mut mask = Deck::new([All, All, Lengths, Padding, NothingThere, Packed]);
     // (d, dv): narrow, wider than a vector register, one column, whole registers.
     let mut widths = Deck::new([(4, 4), (5, 3), (3, 17), (16, 16), (8, 1), (1, 5), (33, 7)]);
     let mut heads = Deck::new([(1, 1), (2, 2), (4, 2), (3, 1)]);
@@ -99,12 +81,9 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
             let keys = if same_length { queries } else { keys.deal(random) };
             let ((head_dim, value_dim), (heads, kv_heads)) = (widths.deal(random), heads.deal(random));
             let mask = mask.deal(random);
-            let batch = if matches!(mask, MaskKind::Packed) { 1 } else { batch.deal(random) };
+            let batch = if matches!(mask, Packed) { 1 } else { batch.deal(random) };
             let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
-            let radius = match radius.deal(random) {
-                Radius::Of(radius) => radius,
-                Radius::BeyondLength => queries.max(keys) + 3,
-            };
+            let radius = radius.deal(random).unwrap_or(queries.max(keys) + 3);
             let shaw = Shaw { radius, map: map.deal(random), shared: shared.deal(random) };
             let score = match score.deal(random) {
                 "content" => Score::Content,
@@ -128,10 +107,7 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
             let case = Case {
                 dims,
                 causal,
-                offset: match offset.deal(random) {
-                    Offset::Of(offset) => offset,
-                    Offset::AlignEnds => keys as isize - queries as isize,
-                },
+                offset: offset.deal(random).unwrap_or(keys as isize - queries as isize),
                 keys: key_mask(random, mask, &dims),
                 positive: signed && attention.normalize,
                 seed: seed.wrapping_mul(1_000_003).wrapping_add(n as u64),
@@ -144,15 +120,9 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
 /// `count` mechanisms over feature maps of whole rows and a case each: those of [`kernelized`], some with Fourier
 /// positions instead.
 pub fn row_maps(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAttention, Case)> {
-    let mut random = Random::new(seed ^ 0x3A);
-    let random = &mut random;
-    let mut maps = Deck::new(
-        ["prf:7", "prf:40:seed=2", "nprf:7", "nprf:16:seed=3", "dpfp", "dpfp:3", "taylor2"].into_iter().chain([
-            "hedgehog",
-            "hedgehog:3",
-            "hedgehog:exp",
-        ]),
-    );
+    let random = &mut Random::new(seed ^ 0x3A);
+    let maps = "prf:7 prf:40:seed=2 nprf:7 nprf:16:seed=3 dpfp dpfp:3 taylor2 hedgehog hedgehog:3 hedgehog:exp";
+    let mut maps = Deck::new(maps.split(' '));
     let mut fourier = Deck::new([false, false, true]);
     kernelized(seed, count, lengths)
         .into_iter()
@@ -173,9 +143,8 @@ pub fn row_maps(seed: u64, count: usize, lengths: &[usize]) -> Vec<(KernelizedAt
 
 /// `count` mechanisms with Fourier positions and a case each: those of [`kernelized`] with other scores.
 pub fn fourier(seed: u64, count: usize, lengths: &[usize], given: bool) -> Vec<(KernelizedAttention, Case)> {
-    let mut random = Random::new(seed ^ 0xF0);
-    let random = &mut random;
-    let waves = [
+    let random = &mut Random::new(seed ^ 0xF0);
+    let mut waves = Deck::new([
         (Wave::Each, FourierNormalizer::OnePlus),
         (Wave::Each, FourierNormalizer::OnePlus),
         (Wave::Each, FourierNormalizer::Literal),
@@ -185,13 +154,9 @@ pub fn fourier(seed: u64, count: usize, lengths: &[usize], given: bool) -> Vec<(
         (Wave::Pairs, FourierNormalizer::Literal),
         (Wave::Pairs, FourierNormalizer::Unrotated),
         (Wave::Pairs, FourierNormalizer::None),
-    ];
-    let mut waves = Deck::new(waves);
-    let mut positions = Deck::new(if given {
-        vec![Positions::Counted, Positions::Given { axes: 1 }, Positions::Given { axes: 3 }]
-    } else {
-        vec![Positions::Counted]
-    });
+    ]);
+    let positions = [Positions::Counted, Positions::Given { axes: 1 }, Positions::Given { axes: 3 }];
+    let mut positions = Deck::new(positions.into_iter().take(if given { 3 } else { 1 }));
     kernelized(seed, count, lengths)
         .into_iter()
         .map(|(attention, case)| {

@@ -3,9 +3,9 @@
 
 use std::ops::Range;
 
-use crate::accuracy::{self, forward_scale, gradient_names, gradient_terms};
+use crate::accuracy::{self, forward_scale, gradient_terms};
 use crate::case::{Case, Inputs, KeyMask};
-use crate::compare::{Failure, close, ensure, same_bits};
+use crate::compare::{Failure, close, close_gradients, ensure, same_bits, same_gradients};
 use crate::execute::{self, Backward, Forward};
 use crate::random::Random;
 use crate::subject::{Number, Subject};
@@ -174,17 +174,21 @@ pub fn padding_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Res
     let clean_back = execute::backward(subject, case, &inputs, &clean)?;
     for (key, value) in [(f64::NAN, f64::NAN), (1e30, -1e30), (f64::INFINITY, f64::INFINITY), (0.5, 0.5)] {
         let inputs = filled(key, value);
-        let what = |name: &str| format!("{name} with padding of {key} and {value}");
+        let padded = format!("with padding of {key} and {value}");
         let got = execute::forward(subject, case, &inputs)?;
-        same_bits(&what("out"), &got.out, &clean.out)?;
-        same_bits(&what("denominators"), &got.denominators, &clean.denominators)?;
+        same_bits(&format!("out {padded}"), &got.out, &clean.out)?;
+        same_bits(&format!("denominators {padded}"), &got.denominators, &clean.denominators)?;
         let back = execute::backward(subject, case, &inputs, &got)?;
-        for (n, (got, clean)) in back.gradients.iter().zip(&clean_back.gradients).enumerate() {
-            same_bits(&what(&format!("gradient {n}")), got, clean)?;
-        }
+        same_gradients(&padded, &back, &clean_back)?;
         accuracy::no_gradient_where_nothing_is_seen(subject, case, &back)?;
     }
     Ok(())
+}
+
+/// The rows `tokens` of every head of a row-major tensor, whose heads have `length` rows of `width` numbers.
+pub(crate) fn rows_of<T: Copy>(x: &[T], [length, width]: [usize; 2], tokens: &Range<usize>) -> Vec<T> {
+    let heads = x.chunks((length * width).max(1));
+    heads.flat_map(|head| &head[tokens.start * width..tokens.end * width]).copied().collect()
 }
 
 /// A call on the tokens `queries` and `keys` of every head alone.
@@ -195,20 +199,30 @@ pub(crate) fn part<T: Number>(
     keys: Range<usize>,
 ) -> (Case, Inputs<T>) {
     let dims = longspan_kernels::Dims { queries: queries.len(), keys: keys.len(), ..case.dims };
-    let cut = |x: &[T], width: usize, length: usize, tokens: &Range<usize>| -> Vec<T> {
-        if length * width == 0 {
-            return Vec::new();
-        }
-        x.chunks(length * width).flat_map(|head| head[tokens.start * width..tokens.end * width].to_vec()).collect()
-    };
+    let (all, key_dim) = (&case.dims, inputs.key_shape(&case.dims)[3]);
     let inputs = Inputs {
-        q: cut(&inputs.q, dims.head_dim, case.dims.queries, &queries),
-        d_out: cut(&inputs.d_out, dims.value_dim, case.dims.queries, &queries),
-        k: cut(&inputs.k, inputs.key_shape(&case.dims)[3], case.dims.keys, &keys),
-        v: cut(&inputs.v, dims.value_dim, case.dims.keys, &keys),
+        q: rows_of(&inputs.q, [all.queries, all.head_dim], &queries),
+        d_out: rows_of(&inputs.d_out, [all.queries, all.value_dim], &queries),
+        k: rows_of(&inputs.k, [all.keys, key_dim], &keys),
+        v: rows_of(&inputs.v, [all.keys, all.value_dim], &keys),
         parameters: inputs.parameters.clone(),
     };
     (Case { dims, keys: KeyMask::All, ..case.clone() }, inputs)
+}
+
+/// The same with the padding of the case.
+pub(crate) fn masked_part<T: Number>(
+    case: &Case,
+    inputs: &Inputs<T>,
+    queries: Range<usize>,
+    keys: Range<usize>,
+) -> (Case, Inputs<T>) {
+    let (piece, numbers) = part(case, inputs, queries, keys.clone());
+    let padding = match &case.keys {
+        KeyMask::Padding(ignored) => KeyMask::Padding(rows_of(ignored, [case.dims.keys, 1], &keys)),
+        _ => KeyMask::All,
+    };
+    (Case { keys: padding, ..piece }, numbers)
 }
 
 /// Packed sequences give what each gives alone. Passes where no sequences are packed.
@@ -238,10 +252,8 @@ pub fn packed_is_looped<T: Number>(subject: &Subject, case: &Case) -> Result<(),
         let scale = accuracy::backward_scale(subject, &alone, &numbers)?;
         let back = Inputs { d_out: vec![T::ZERO; packed.d_out.len()], ..back.clone() };
         let got = part(case, &back, q[0]..q[1], k[0]..k[1]).1;
-        for (g, got) in [&got.q, &got.k, &got.v].into_iter().enumerate() {
-            let what = format!("{} of packed sequence {n}", gradient_names(&inputs)[g]);
-            close(&what, got, &expected.gradients[g], &scale.gradients[g], gradient_terms(case))?;
-        }
+        let got = Backward { gradients: vec![got.q, got.k, got.v] };
+        close_gradients(&format!(" of packed sequence {n}"), &got, &expected, &scale, gradient_terms(case))?;
         for (p, [sum, sum_scale]) in sums.iter_mut().enumerate() {
             sum.iter_mut().zip(&expected.gradients[3 + p]).for_each(|(s, x)| *s += x);
             sum_scale.iter_mut().zip(&scale.gradients[3 + p]).for_each(|(s, x)| *s += x);
@@ -281,9 +293,9 @@ pub fn order_does_not_matter_without_positions<T: Number>(subject: &Subject, cas
     let got = execute::forward(subject, case, &shuffled)?;
     close("out of shuffled keys", &got.out, &expected.out, &scale.out, case.terms())?;
     let got = execute::backward(subject, case, &shuffled, &got)?;
-    for (n, width) in [(1, key_dim), (2, dims.value_dim)] {
+    for (name, n, width) in [("dk", 1, key_dim), ("dv", 2, dims.value_dim)] {
         let (expected, scale) = (shuffle(&expected_back.gradients[n], width), shuffle(&back_scale.gradients[n], width));
-        let what = format!("{} of shuffled keys", gradient_names(&inputs)[n]);
+        let what = format!("{name} of shuffled keys");
         close(&what, &got.gradients[n], &expected, &scale, gradient_terms(case))?;
     }
     Ok(())

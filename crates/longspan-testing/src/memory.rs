@@ -3,7 +3,7 @@
 use longspan_kernels::{Call, Cotangent, Gradients, Output, Purpose, Scratch, View, ViewMut};
 
 use crate::case::Case;
-use crate::compare::{Failure, ensure, same_bits};
+use crate::compare::{Failure, ensure, same_bits, same_gradients};
 use crate::execute::{self, Backward, Forward};
 use crate::subject::{Number, Subject};
 
@@ -13,9 +13,7 @@ pub fn poison_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resu
     let [(clean, clean_back), (dirty, dirty_back)] = execute::clean_and_poisoned(subject, case, &inputs)?;
     same_bits("out on poisoned memory", &dirty.out, &clean.out)?;
     same_bits("denominators on poisoned memory", &dirty.denominators, &clean.denominators)?;
-    for (n, (dirty, clean)) in dirty_back.gradients.iter().zip(&clean_back.gradients).enumerate() {
-        same_bits(&format!("gradient {n} on poisoned memory"), dirty, clean)?;
-    }
+    same_gradients("on poisoned memory", &dirty_back, &clean_back)?;
     // A call need not ask for denominators, and scratch of another call can be reused.
     let mut out = vec![execute::nan(); clean.out.len()];
     let mut scratch = Scratch::filled(17, execute::nan());
@@ -102,9 +100,7 @@ pub fn strides_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resul
     let backward = execute::backward(subject, case, &inputs, &forward)?;
     let (got, got_back) = strided(subject, case, &inputs)?;
     same_bits("out through strides", &got.out, &forward.out)?;
-    for (n, (got, expected)) in got_back.gradients.iter().zip(&backward.gradients).enumerate() {
-        same_bits(&format!("gradient {n} through strides"), got, expected)?;
-    }
+    same_gradients("through strides", &got_back, &backward)?;
     // A stride of 0 repeats a batch entry.
     let key_shape = inputs.key_shape(dims);
     if dims.batch > 1 && len3(dims.q()) > 0 && len3(key_shape) > 0 && len3(dims.v()) > 0 {

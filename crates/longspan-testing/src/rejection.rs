@@ -1,6 +1,8 @@
 //! Wrong calls: each gives an error that names operation, argument, expected and got, and writes nothing.
 
-use longspan_kernels::{Call, Cotangent, Error, Gradients, Kernel, Keys, Mask, Output, Scratch, Token, View, ViewMut};
+use longspan_kernels::{
+    Call, Cotangent, Dims, Error, Gradients, Kernel, Keys, Mask, Output, Scratch, State, Token, View, ViewMut,
+};
 
 use crate::case::{Case, Inputs};
 use crate::compare::{Failure, ensure};
@@ -76,38 +78,51 @@ fn spoilt_boundaries<T: Number>() -> Vec<Spoil<T>> {
 }
 
 /// Outputs and gradients full of marks, to see that nothing was written.
-struct Marked<T> {
-    forward: [Vec<T>; 2],
+struct Marked<'a, T> {
+    mechanism: &'a dyn Kernel<T>,
+    dims: &'a Dims,
+    inputs: &'a Inputs<T>,
+    out: Vec<T>,
+    denominators: Vec<T>,
     gradients: [Vec<T>; 3],
     parameters: Vec<Vec<T>>,
 }
 
-impl<T: Number> Marked<T> {
-    fn new(mechanism: &dyn Kernel<T>, case: &Case, inputs: &Inputs<T>) -> Self {
+impl<'a, T: Number> Marked<'a, T> {
+    fn new(mechanism: &'a dyn Kernel<T>, case: &'a Case, inputs: &'a Inputs<T>) -> Self {
         let marks = |len: usize| vec![T::from_f64(MARK); len];
-        let rows = execute::len(mechanism.denominators(&case.dims));
         Self {
-            forward: [marks(inputs.d_out.len()), marks(rows)],
+            mechanism,
+            dims: &case.dims,
+            inputs,
+            out: marks(inputs.d_out.len()),
+            denominators: marks(execute::len(mechanism.denominators(&case.dims))),
             gradients: [marks(inputs.q.len()), marks(inputs.k.len()), marks(inputs.v.len())],
             parameters: inputs.parameters.iter().map(|p| marks(p.len())).collect(),
         }
     }
 
-    /// A backward call into the marks. It is right except for what is wrong in `call` or in the marks.
+    /// A forward call into the marks. It is right except for what is wrong in `call`, in the state or in the marks.
+    fn forward(&mut self, call: &Call<'_, T>, final_state: Option<&mut State<T>>) -> Result<(), Error> {
+        let out = ViewMut::contiguous(&mut self.out, self.dims.out());
+        let output = Output::training(out, &mut self.denominators).with_final_state(final_state);
+        self.mechanism.forward(call, output, &mut Scratch::new())
+    }
+
+    /// A backward call into the marks. It is right except for what is wrong in `call`, in the states or in the marks.
     fn backward(
         &mut self,
-        mechanism: &dyn Kernel<T>,
         call: &Call<'_, T>,
-        case: &Case,
-        inputs: &Inputs<T>,
+        d_final_state: Option<&State<T>>,
+        d_initial_state: Option<&mut State<T>>,
     ) -> Result<(), Error> {
-        let dims = &case.dims;
-        let rows = vec![T::ONE; execute::len(mechanism.denominators(dims))];
+        let (dims, inputs) = (self.dims, self.inputs);
+        let rows = vec![T::ONE; self.denominators.len()];
         let cotangent = Cotangent {
             out: View::contiguous(&inputs.d_out, dims.out()),
             denominators: &rows,
             d_out: View::contiguous(&inputs.d_out, dims.out()),
-            final_state: None,
+            final_state: d_final_state,
         };
         let [dq, dk, dv] = &mut self.gradients;
         let mut slices: Vec<&mut [T]> = self.parameters.iter_mut().map(Vec::as_mut_slice).collect();
@@ -116,15 +131,17 @@ impl<T: Number> Marked<T> {
             dk: ViewMut::contiguous(dk, inputs.key_shape(dims)),
             dv: ViewMut::contiguous(dv, dims.v()),
             parameters: &mut slices,
-            initial_state: None,
+            initial_state: d_initial_state,
         };
-        mechanism.backward(call, &cotangent, gradients, &mut Scratch::new())
+        self.mechanism.backward(call, &cotangent, gradients, &mut Scratch::new())
     }
 
-    fn untouched(&self, what: &str) -> Result<(), Failure> {
-        let all = self.forward.iter().chain(&self.gradients).chain(&self.parameters);
-        let touched = all.flatten().any(|x| x.to_f64() != MARK);
-        ensure(!touched, || format!("{what}: something was written before the error"))
+    /// Checks that a call on these marks was refused for `argument`, and wrote nothing.
+    fn refused(&self, what: &str, argument: &str, result: Result<(), Error>) -> Result<(), Failure> {
+        refused(what, self.mechanism.name(), argument, result)?;
+        let written = self.gradients.iter().chain(&self.parameters).chain([&self.out, &self.denominators]);
+        let intact = written.flatten().all(|x| x.to_f64() == MARK);
+        ensure(intact, || format!("{what}: something was written before the error"))
     }
 }
 
@@ -144,17 +161,12 @@ fn both_refuse<T: Number>(
     case: &Case,
     inputs: &Inputs<T>,
 ) -> Result<(), Failure> {
-    let dims = &case.dims;
     let mut marked = Marked::new(mechanism, case, inputs);
     refused(&format!("check: {what}"), mechanism.name(), argument, mechanism.check(call))?;
-    let [out, denominators] = &mut marked.forward;
-    let output = Output::training(ViewMut::contiguous(out, dims.out()), denominators);
-    let result = mechanism.forward(call, output, &mut Scratch::new());
-    refused(&format!("forward: {what}"), mechanism.name(), argument, result)?;
-    marked.untouched(what)?;
-    let result = marked.backward(mechanism, call, case, inputs);
-    refused(&format!("backward: {what}"), mechanism.name(), argument, result)?;
-    marked.untouched(what)
+    let result = marked.forward(call, None);
+    marked.refused(&format!("forward: {what}"), argument, result)?;
+    let result = marked.backward(call, None, None);
+    marked.refused(&format!("backward: {what}"), argument, result)
 }
 
 /// A call that must be refused because of the mechanism's options; both passes must name `argument`.
@@ -163,10 +175,28 @@ pub fn refuses<T: Number>(subject: &Subject, case: &Case, argument: &str) -> Res
     inputs.call(case, None, |call| both_refuse(&subject.label, argument, T::mechanism(subject), call, case, &inputs))
 }
 
-/// Every kind of wrong call. The case must be causal with batch 2, 4 heads, 2 key heads, 5 queries, 6 keys.
+/// Panics unless the call is refused so.
+pub fn assert_refused(subject: &Subject, case: &Case, argument: &str) {
+    refuses::<f32>(subject, case, argument).unwrap_or_else(|failure| panic!("{failure}\n    {}", subject.label));
+}
+
+/// Sizes of a call that every kind of wrong call is made of.
+pub fn dims([head_dim, value_dim]: [usize; 2]) -> Dims {
+    Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim, value_dim }
+}
+
+/// Panics unless every kind of wrong call is refused.
+pub fn assert_wrong_calls(subject: &Subject, widths: [usize; 2]) {
+    let case = Case::new(dims(widths), true);
+    for check in [wrong_calls::<f32>, wrong_calls::<f64>] {
+        check(subject, &case).unwrap_or_else(|failure| panic!("{failure}\n    {}", subject.label));
+    }
+}
+
+/// Every kind of wrong call. The case must be causal with the sizes of [`dims`].
 pub fn wrong_calls<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
-    assert_eq!((dims.batch, dims.heads, dims.kv_heads, dims.queries, dims.keys), (2, 4, 2, 5, 6), "the spoilt calls");
+    assert_eq!(*dims, self::dims([dims.head_dim, dims.value_dim]), "the spoilt calls");
     let mechanism = T::mechanism(subject);
     let inputs = execute::random(subject, case).cast::<T>();
     for (what, argument, spoil) in spoilt_inputs::<T>() {
@@ -176,7 +206,7 @@ pub fn wrong_calls<T: Number>(subject: &Subject, case: &Case) -> Result<(), Fail
             both_refuse(what, argument, mechanism, &call, case, &inputs)
         })?;
     }
-    let alone = Case { dims: longspan_kernels::Dims { batch: 1, ..*dims }, ..case.clone() };
+    let alone = Case { dims: Dims { batch: 1, ..*dims }, ..case.clone() };
     let one = execute::random(subject, &alone).cast::<T>();
     for (what, argument, spoil) in spoilt_boundaries::<T>() {
         one.call(&alone, None, |call| {
@@ -202,44 +232,47 @@ pub fn wrong_calls<T: Number>(subject: &Subject, case: &Case) -> Result<(), Fail
     steps(subject, case, &inputs)
 }
 
+/// Strides of a row-major tensor.
+fn strides(shape: [usize; 4]) -> [usize; 3] {
+    [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]]
+}
+
 fn outputs<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
-    let (dims, mechanism) = (&case.dims, T::mechanism(subject));
-    let shape = dims.out();
+    let mechanism = T::mechanism(subject);
     let forward = |what: &str, argument: &str, len: usize, strides: [usize; 3], rows: usize| {
         let mut marked = Marked::new(mechanism, case, inputs);
-        marked.forward[0].truncate(len);
-        marked.forward[1].resize(rows, T::from_f64(MARK));
-        let [out, denominators] = &mut marked.forward;
-        let output = Output::training(ViewMut::strided(out, strides), denominators);
+        marked.out.truncate(len);
+        marked.denominators.resize(rows, T::from_f64(MARK));
+        let output = Output::training(ViewMut::strided(&mut marked.out, strides), &mut marked.denominators);
         let result = inputs.call(case, None, |call| mechanism.forward(call, output, &mut Scratch::new()));
-        refused(what, mechanism.name(), argument, result)?;
-        marked.untouched(what)
+        marked.refused(what, argument, result)
     };
-    let good = [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]];
-    let (len, rows) = (execute::len(shape), execute::len(mechanism.denominators(dims)));
+    let good @ [batch, head, token] = strides(case.dims.out());
+    let (len, rows) = (inputs.d_out.len(), execute::len(mechanism.denominators(&case.dims)));
     forward("an output too short", "out", len - 1, good, rows)?;
-    forward("an output whose tokens overlap", "out", len, [good[0], good[1], shape[3] - 1], rows)?;
-    forward("an output whose heads are one", "out", len, [good[0], 0, good[2]], rows)?;
+    forward("an output whose tokens overlap", "out", len, [batch, head, token - 1], rows)?;
+    forward("an output whose heads are one", "out", len, [batch, 0, token], rows)?;
     forward("too few denominators", "denominators", len, good, rows - 1)?;
     forward("too many denominators", "denominators", len, good, rows + 1)
 }
 
 fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
     let (dims, mechanism) = (&case.dims, T::mechanism(subject));
-    let row = |shape: [usize; 4]| [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3]];
     // The wrong argument, which the error must name.
-    let spoilt = ["out", "denominators", "d_out", "dq", "dk", "dv", "parameters"];
-    for name in spoilt {
+    for name in ["out", "denominators", "d_out", "dq", "dk", "dv", "parameters"] {
         let mut marked = Marked::new(mechanism, case, inputs);
-        let rows = vec![T::ONE; execute::len(mechanism.denominators(dims)) - usize::from(name == "denominators")];
-        let short = |wrong: bool| if wrong { &inputs.d_out[1..] } else { &inputs.d_out[..] };
+        let rows = vec![T::ONE; marked.denominators.len() - usize::from(name == "denominators")];
+        let short = |wrong: bool| View::contiguous(&inputs.d_out[usize::from(wrong)..], dims.out());
         let cotangent = Cotangent {
-            out: View::contiguous(short(name == "out"), dims.out()),
+            out: short(name == "out"),
             denominators: &rows,
-            d_out: View::contiguous(short(name == "d_out"), dims.out()),
+            d_out: short(name == "d_out"),
             final_state: None,
         };
-        let zero_if = |wrong: bool, strides: [usize; 3]| if wrong { [strides[0], 0, strides[2]] } else { strides };
+        let zero_if = |wrong: bool, shape: [usize; 4]| {
+            let [batch, head, token] = strides(shape);
+            [batch, if wrong { 0 } else { head }, token]
+        };
         let [dq, dk, dv] = &mut marked.gradients;
         let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
         let mut extra = [T::from_f64(MARK)];
@@ -247,24 +280,21 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
             slices.push(&mut extra);
         }
         let gradients = Gradients {
-            dq: ViewMut::strided(dq, zero_if(name == "dq", row(dims.q()))),
-            dk: ViewMut::strided(dk, zero_if(name == "dk", row(inputs.key_shape(dims)))),
-            dv: ViewMut::strided(dv, zero_if(name == "dv", row(dims.v()))),
+            dq: ViewMut::strided(dq, zero_if(name == "dq", dims.q())),
+            dk: ViewMut::strided(dk, zero_if(name == "dk", inputs.key_shape(dims))),
+            dv: ViewMut::strided(dv, zero_if(name == "dv", dims.v())),
             parameters: &mut slices,
             initial_state: None,
         };
         let result =
             inputs.call(case, None, |call| mechanism.backward(call, &cotangent, gradients, &mut Scratch::new()));
-        let what = format!("backward with {name} spoilt");
-        refused(&what, mechanism.name(), name, result)?;
-        marked.untouched(&what)?;
+        marked.refused(&format!("backward with {name} spoilt"), name, result)?;
     }
     if !inputs.parameters.is_empty() {
         let mut marked = Marked::new(mechanism, case, inputs);
         marked.parameters[0].pop();
-        let result = inputs.call(case, None, |call| marked.backward(mechanism, call, case, inputs));
-        refused("the gradient of a parameter one too short", mechanism.name(), "parameters", result)?;
-        marked.untouched("the gradient of a parameter one too short")?;
+        let result = inputs.call(case, None, |call| marked.backward(call, None, None));
+        marked.refused("the gradient of a parameter one too short", "parameters", result)?;
     }
     Ok(())
 }
@@ -272,11 +302,8 @@ fn gradients<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> R
 fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
     let (dims, mechanism) = (&case.dims, T::mechanism(subject));
     let state = mechanism.empty_state(dims)?;
-    let wider = mechanism.empty_state(&longspan_kernels::Dims {
-        head_dim: dims.head_dim + 1,
-        value_dim: dims.value_dim + 1,
-        ..*dims
-    })?;
+    let wider = Dims { head_dim: dims.head_dim + 1, value_dim: dims.value_dim + 1, ..*dims };
+    let wider = mechanism.empty_state(&wider)?;
     inputs.call(case, Some(&wider), |call| {
         both_refuse("an initial state of another shape", "initial_state", mechanism, call, case, inputs)
     })?;
@@ -288,14 +315,10 @@ fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resu
         let mut marked = Marked::new(mechanism, case, inputs);
         let mut target = if mask == case.mask() { wider.clone() } else { state.clone() };
         let before = target.clone();
-        let [out, denominators] = &mut marked.forward;
-        let output = Output::training(ViewMut::contiguous(out, dims.out()), denominators)
-            .with_final_state((!initial).then_some(&mut target));
         let result = inputs.call(case, initial.then_some(&state), |call| {
-            mechanism.forward(&call.with_mask(mask), output, &mut Scratch::new())
+            marked.forward(&call.with_mask(mask), (!initial).then_some(&mut target))
         });
-        refused(what, mechanism.name(), "state", result)?;
-        marked.untouched(what)?;
+        marked.refused(what, "state", result)?;
         ensure(target == before, || format!("{what}: the state was written before the error"))?;
     }
     for (what, mask, initial, last, first) in [
@@ -307,36 +330,13 @@ fn states<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Resu
         let mut marked = Marked::new(mechanism, case, inputs);
         let mut target = if initial.is_some() { wider.clone() } else { state.clone() };
         let before = target.clone();
-        let rows = vec![T::ONE; execute::len(mechanism.denominators(dims))];
-        let cotangent = Cotangent {
-            out: View::contiguous(&inputs.d_out, dims.out()),
-            denominators: &rows,
-            d_out: View::contiguous(&inputs.d_out, dims.out()),
-            final_state: last,
-        };
-        let [dq, dk, dv] = &mut marked.gradients;
-        let mut slices: Vec<&mut [T]> = marked.parameters.iter_mut().map(Vec::as_mut_slice).collect();
-        let gradients = Gradients {
-            dq: ViewMut::contiguous(dq, dims.q()),
-            dk: ViewMut::contiguous(dk, inputs.key_shape(dims)),
-            dv: ViewMut::contiguous(dv, dims.v()),
-            parameters: &mut slices,
-            initial_state: first.then_some(&mut target),
-        };
-        let result = inputs.call(case, initial, |call| {
-            mechanism.backward(&call.with_mask(mask), &cotangent, gradients, &mut Scratch::new())
-        });
-        refused(what, mechanism.name(), "state", result)?;
-        marked.untouched(what)?;
+        let result = inputs
+            .call(case, initial, |call| marked.backward(&call.with_mask(mask), last, first.then_some(&mut target)));
+        marked.refused(what, "state", result)?;
         ensure(target == before, || format!("{what}: the gradient was written before the error"))?;
     }
-    refused(
-        "a sum of states of different shapes",
-        mechanism.name(),
-        "state",
-        mechanism.combine(&state, &wider, &[]).map(drop),
-    )?;
-    Ok(())
+    let sum = mechanism.combine(&state, &wider, &[]).map(drop);
+    refused("a sum of states of different shapes", mechanism.name(), "state", sum)
 }
 
 fn steps<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {

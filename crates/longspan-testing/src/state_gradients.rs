@@ -4,14 +4,15 @@ use std::ops::Range;
 
 use longspan_kernels::{Dims, Scratch, State};
 
-use crate::accuracy::{self, QUOTIENT, STEP, gradient_names, gradient_terms};
+use crate::accuracy::{self, direction, gradient_terms, is_quotient};
 use crate::case::{Case, Inputs, KeyMask};
-use crate::compare::{Failure, close, ensure, same_bits};
+use crate::compare::{Failure, close_gradients, ensure, same_bits, same_gradients};
 use crate::execute::{self, Backward};
-use crate::isolation::part;
+use crate::isolation::masked_part;
 use crate::random::Random;
 use crate::streaming::{pieces, relative_to};
 use crate::subject::{Number, Subject};
+use crate::threads::pool;
 
 /// A state whose numbers are all `fill`.
 fn filled<T: Number>(like: &State<T>, fill: T) -> Result<State<T>, Failure> {
@@ -30,7 +31,7 @@ fn in_pieces<T: Number>(
     let mut states = vec![T::mechanism(subject).empty_state(dims)?];
     let mut outputs = Vec::new();
     for tokens in pieces {
-        let (piece, numbers) = cut(case, inputs, tokens, false);
+        let (piece, numbers) = masked_part(case, inputs, tokens.clone(), tokens.clone());
         let (forward, state) = execute::forward_state(subject, &piece, &numbers, states.last())?;
         outputs.push(forward);
         states.push(state);
@@ -38,47 +39,24 @@ fn in_pieces<T: Number>(
     let mut whole = zeros(inputs);
     let mut d_state: Option<State<T>> = None;
     for (n, tokens) in pieces.iter().enumerate().rev() {
-        let (piece, numbers) = cut(case, inputs, tokens, false);
-        let mut results = Vec::new();
+        let (piece, numbers) = masked_part(case, inputs, tokens.clone(), tokens.clone());
         let mut scratch = Scratch::new();
-        for _ in 0..2 {
+        let run = |scratch: &mut Scratch<T>| -> Result<_, Failure> {
             let mut d_initial = filled(&states[n], execute::nan())?;
-            let backward = execute::backward_through_states(
-                subject,
-                &piece,
-                &numbers,
-                &outputs[n],
-                (Some(&states[n]), d_state.as_ref(), Some(&mut d_initial)),
-                execute::nan(),
-                &mut scratch,
-            )?;
-            results.push((backward, d_initial));
-            // The second time all scratch starts as NaN.
-            scratch = Scratch::filled(scratch.bytes() / size_of::<T>(), execute::nan());
-        }
-        let (poisoned, backward) = (results.pop(), results.pop());
-        let (Some(poisoned), Some((backward, d_initial))) = (poisoned, backward) else { continue };
-        for (clean, poisoned) in backward.gradients.iter().zip(&poisoned.0.gradients) {
-            same_bits("gradients of a piece on poisoned scratch", poisoned, clean)?;
-        }
-        same_bits("gradient of a state on poisoned scratch", poisoned.1.numbers(), d_initial.numbers())?;
+            let states = (Some(&states[n]), d_state.as_ref(), Some(&mut d_initial));
+            let nan = execute::nan();
+            let backward =
+                execute::backward_through_states(subject, &piece, &numbers, &outputs[n], states, nan, scratch)?;
+            Ok((backward, d_initial))
+        };
+        let (backward, d_initial) = run(&mut scratch)?;
+        let (poisoned, d_poisoned) = run(&mut execute::poisoned(&scratch))?;
+        same_gradients("of a piece on poisoned scratch", &poisoned, &backward)?;
+        same_bits("gradient of a state on poisoned scratch", d_poisoned.numbers(), d_initial.numbers())?;
         enter(&mut whole, subject, dims, tokens, &backward);
         d_state = Some(d_initial);
     }
     Ok(Backward { gradients: whole })
-}
-
-/// A piece of a case, with its queries or without.
-fn cut<T: Number>(case: &Case, inputs: &Inputs<T>, tokens: &Range<usize>, keys_alone: bool) -> (Case, Inputs<T>) {
-    let (piece, numbers) = part(case, inputs, if keys_alone { 0..0 } else { tokens.clone() }, tokens.clone());
-    let keys = match &case.keys {
-        KeyMask::Padding(ignored) => {
-            let rows = ignored.chunks(case.dims.keys.max(1));
-            KeyMask::Padding(rows.flat_map(|row| row[tokens.clone()].to_vec()).collect())
-        }
-        _ => KeyMask::All,
-    };
-    (Case { keys, ..piece }, numbers)
 }
 
 /// Gradients of a case before anything has entered them.
@@ -120,43 +98,28 @@ fn side_by_side<T: Number>(
     }
     let mut formed = Vec::new();
     for (n, tokens) in pieces.iter().enumerate() {
-        let (piece, numbers) = cut(case, inputs, tokens, true);
+        let (piece, numbers) = masked_part(case, inputs, 0..0, tokens.clone());
         formed.push(execute::forward_state(subject, &piece, &numbers, None)?);
         before.push(mechanism.combine(&before[n], &formed[n].1, &parameters)?);
     }
-    let mut whole = zeros(inputs);
-    let mut scratch = Scratch::new();
+    let (mut whole, mut scratch, nan) = (zeros(inputs), Scratch::new(), execute::nan());
     // The gradient of the state after a piece.
     let mut d_after: Option<State<T>> = None;
     for (n, tokens) in pieces.iter().enumerate().rev() {
-        let (piece, numbers) = cut(case, inputs, tokens, false);
+        let (piece, numbers) = masked_part(case, inputs, tokens.clone(), tokens.clone());
         let (forward, _) = execute::forward_state(subject, &piece, &numbers, Some(&before[n]))?;
-        let mut d_before = filled(&before[n], execute::nan())?;
+        let mut d_before = filled(&before[n], nan)?;
         let states = (Some(&before[n]), None, Some(&mut d_before));
-        let backward = execute::backward_through_states(
-            subject,
-            &piece,
-            &numbers,
-            &forward,
-            states,
-            execute::nan(),
-            &mut scratch,
-        )?;
+        let backward =
+            execute::backward_through_states(subject, &piece, &numbers, &forward, states, nan, &mut scratch)?;
         enter(&mut whole, subject, &case.dims, tokens, &backward);
         if let Some(d_after) = d_after {
             let (forward, state) = &formed[n];
             let found = mechanism.combine_backward(&before[n], state, &parameters, &d_after)?;
-            let (piece, numbers) = cut(case, inputs, tokens, true);
+            let (piece, numbers) = masked_part(case, inputs, 0..0, tokens.clone());
             let states = (None, Some(&found.later), None);
-            let mut backward = execute::backward_through_states(
-                subject,
-                &piece,
-                &numbers,
-                forward,
-                states,
-                execute::nan(),
-                &mut scratch,
-            )?;
+            let mut backward =
+                execute::backward_through_states(subject, &piece, &numbers, forward, states, nan, &mut scratch)?;
             for (to, from) in backward.gradients[3..].iter_mut().zip(&found.parameters) {
                 to.iter_mut().zip(from).for_each(|(to, &x)| *to += x);
             }
@@ -201,11 +164,9 @@ pub fn gradients_pass_through_states_of<T: Number>(
     let cast = inputs.cast::<T>();
     let got = [Some(in_pieces(subject, &case, &cast, &pieces)?), side_by_side(subject, &case, &cast, &pieces)?];
     for (how, got) in ["one after the other", "side by side"].into_iter().zip(got) {
-        for (n, (name, got)) in gradient_names(inputs).iter().zip(got.iter().flat_map(|got| &got.gradients)).enumerate()
-        {
-            let what = format!("{name} in pieces {pieces:?} {how} under {:?}", case.keys);
-            close(&what, got, &expected.gradients[n], &scale.gradients[n], gradient_terms(&case))?;
-        }
+        let Some(got) = got else { continue };
+        let what = format!(" in pieces {pieces:?} {how} under {:?}", case.keys);
+        close_gradients(&what, &got, &expected, &scale, gradient_terms(&case))?;
     }
     Ok(())
 }
@@ -214,16 +175,11 @@ pub fn gradients_pass_through_states_of<T: Number>(
 pub fn threads_do_not_matter_to_state_gradients<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let inputs = execute::random(subject, case).cast::<T>();
     let middle = case.dims.keys / 3;
-    let on = |threads: usize| -> Result<Backward<T>, Failure> {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-        let pool = pool.map_err(|error| Failure(format!("no pool of {threads} threads: {error}")))?;
-        pool.install(|| in_pieces(subject, case, &inputs, &[0..middle, middle..case.dims.keys]))
-    };
+    let on =
+        |threads| pool(threads)?.install(|| in_pieces(subject, case, &inputs, &[0..middle, middle..case.dims.keys]));
     let one = on(1)?;
     for threads in [2, 8] {
-        for (n, (got, expected)) in on(threads)?.gradients.iter().zip(&one.gradients).enumerate() {
-            same_bits(&format!("gradient {n} on {threads} threads"), got, expected)?;
-        }
+        same_gradients(&format!("on {threads} threads"), &on(threads)?, &one)?;
     }
     Ok(())
 }
@@ -297,7 +253,7 @@ pub fn state_gradients_are_difference_quotients(subject: &Subject, case: &Case) 
     let case = &Case { causal: true, offset: case.offset.abs(), keys, ..case.clone() };
     let inputs = execute::random(subject, case);
     let length = [0, 1, 5, 30, 70][random.below(5)];
-    let dims = longspan_kernels::Dims { queries: length, keys: length, ..case.dims };
+    let dims = Dims { queries: length, keys: length, ..case.dims };
     let before = Case { dims, offset: 0, keys: KeyMask::All, seed: case.seed ^ 0xBEF0, ..case.clone() };
     let initial = execute::forward_state(subject, &before, &execute::random(subject, &before), None)?.1;
     // Without an initial state other algorithms may run.
@@ -318,20 +274,18 @@ pub fn state_gradients_are_difference_quotients(subject: &Subject, case: &Case) 
         &mut Scratch::new(),
     )?;
     let link = Link { subject, case, initial, last, d_last };
-    let mut gradients: Vec<(String, Vec<f64>)> = gradient_names(&inputs).into_iter().zip(backward.gradients).collect();
-    gradients.extend(d_initial.map(|state| ("gradient of the initial state".to_owned(), state.numbers().to_vec())));
-    for (which, (name, gradient)) in gradients.iter().enumerate() {
-        ensure(gradient.iter().all(|x| x.is_finite()), || format!("{name} is not finite or was not written"))?;
-        let mut direction: Vec<f64> = gradient.iter().map(|_| if random.chance(0.5) { 1.0 } else { -1.0 }).collect();
-        let of_state = which == 3 + inputs.parameters.len();
+    let of_state = d_initial.iter().map(|state| ("gradient of the initial state".to_owned(), state.numbers()));
+    let gradients = backward.named().map(|(name, gradient)| (name, gradient.as_slice())).chain(of_state);
+    for (which, (name, gradient)) in gradients.enumerate() {
+        let mut direction = direction(&mut random, gradient.len());
+        let of_state = which == backward.gradients.len();
         if let Some((_, moves)) = link.initial.as_ref().filter(|_| of_state) {
             for ((step, &moves), &d) in direction.iter_mut().zip(moves).zip(gradient) {
                 ensure(moves || d == 0.0, || format!("{name} is {d:e} for a number that has none"))?;
                 *step = if moves { *step } else { 0.0 };
             }
         }
-        let at = |step: f64| -> Result<(f64, f64), Failure> {
-            let mut moved = inputs.clone();
+        is_quotient(&name, gradient, &direction, case.terms() + length, |step| {
             let state = link.initial.as_ref().map(|(state, _)| {
                 let mut numbers = state.numbers().to_vec();
                 if of_state {
@@ -339,26 +293,7 @@ pub fn state_gradients_are_difference_quotients(subject: &Subject, case: &Case) 
                 }
                 State::from_numbers(state.shape(), numbers)
             });
-            let state = state.transpose()?;
-            let tensor = match which {
-                0 => &mut moved.q,
-                1 => &mut moved.k,
-                2 => &mut moved.v,
-                _ if of_state => &mut Vec::new(),
-                n => &mut moved.parameters[n - 3],
-            };
-            tensor.iter_mut().zip(&direction).for_each(|(x, e)| *x += step * e);
-            link.loss(&moved, state.as_ref())
-        };
-        let (near, size) = (at(STEP)?.0 - at(-STEP)?.0, at(0.0)?.1);
-        let far = at(2.0 * STEP)?.0 - at(-2.0 * STEP)?.0;
-        let expected = (8.0 * near - far) / (12.0 * STEP);
-        let got: f64 = gradient.iter().zip(&direction).map(|(g, e)| g * e).sum();
-        let scale: f64 = gradient.iter().map(|g| g.abs()).sum();
-        let terms = (case.terms() + length) as f64;
-        let allowed = QUOTIENT * scale + 10.0 * f64::EPSILON * terms.sqrt() * size / STEP;
-        ensure((got - expected).abs() <= allowed, || {
-            format!("{name}: along a direction got {got:e}, expected {expected:e}, allowed {allowed:e}")
+            link.loss(&inputs.moved(which, step, &direction), state.transpose()?.as_ref())
         })?;
     }
     Ok(())

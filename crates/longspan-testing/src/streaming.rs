@@ -8,7 +8,7 @@ use crate::accuracy::{forward_scale, level};
 use crate::case::{Case, Inputs, KeyMask};
 use crate::compare::{Failure, close, ensure, same_bits};
 use crate::execute;
-use crate::isolation::part;
+use crate::isolation::{masked_part, part, rows_of};
 use crate::random::Random;
 use crate::subject::{Number, Subject};
 
@@ -237,10 +237,7 @@ pub fn states_add_up_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inpu
             let scale = forward_scale(subject, &known, &numbers)?;
             let (piece, numbers) = part(case, &cast, rest.clone(), rest.clone());
             let (got, _) = execute::forward_state(subject, &piece, &numbers, Some(first))?;
-            let cut = |x: &[f64]| -> Vec<f64> {
-                let heads = x.chunks((rest.end * dims.value_dim).max(1));
-                heads.flat_map(|head| head[rest.start * dims.value_dim..].to_vec()).collect()
-            };
+            let cut = |x: &[f64]| rows_of(x, [rest.end, dims.value_dim], &rest);
             let what = format!("out of tokens {rest:?} from a sum of states");
             close(&what, &got.out, &cut(&expected.out), &cut(&scale.out), case.terms())?;
         }
@@ -275,10 +272,7 @@ pub fn pieces_of_both_directions<T: Number>(subject: &Subject, case: &Case) -> R
             let output = Output::new(ViewMut::contiguous(&mut out, piece.dims.out()));
             mechanism.forward(&call.with_outside(outside.each_ref()), output, &mut Scratch::new())
         })?;
-        let cut = |x: &[f64]| -> Vec<f64> {
-            let heads = x.chunks((dims.queries * dims.value_dim).max(1));
-            heads.flat_map(|head| head[rows.start * dims.value_dim..rows.end * dims.value_dim].to_vec()).collect()
-        };
+        let cut = |x: &[f64]| rows_of(x, [dims.queries, dims.value_dim], &rows);
         let what = format!("rows {rows:?} of a call of the keys {keys:?}");
         close(&what, &out, &cut(&expected.out), &cut(&scale.out), case.terms())?;
     }
@@ -351,23 +345,16 @@ pub fn ignored_keys_keep_their_place<T: Number>(subject: &Subject, case: &Case) 
         .map(|n| random.chance(0.4) && ![cut, dims.keys].contains(&(n % dims.keys + 1)))
         .collect();
     let inputs = execute::random(subject, case);
-    let whole = Case { keys: KeyMask::Padding(ignored.clone()), ..case.clone() };
+    let whole = Case { keys: KeyMask::Padding(ignored), ..case.clone() };
     let expected = execute::forward(subject, &whole, &inputs)?;
     let scale = forward_scale(subject, &whole, &inputs)?;
     let cast = inputs.cast::<T>();
     let mut state = None;
     for tokens in [0..cut, cut..dims.keys] {
-        let (piece, numbers) = part(case, &cast, tokens.clone(), tokens.clone());
-        let rows = ignored.chunks(dims.keys.max(1)).flat_map(|row| row[tokens.clone()].to_vec()).collect();
-        let piece = Case { keys: KeyMask::Padding(rows), ..piece };
+        let (piece, numbers) = masked_part(&whole, &cast, tokens.clone(), tokens.clone());
         let (forward, next) = execute::forward_state(subject, &piece, &numbers, state.as_ref())?;
         state = Some(next);
-        let cut = |x: &[f64]| -> Vec<f64> {
-            let width = dims.value_dim;
-            x.chunks(dims.queries * width)
-                .flat_map(|head| head[tokens.start * width..tokens.end * width].to_vec())
-                .collect()
-        };
+        let cut = |x: &[f64]| rows_of(x, [dims.queries, dims.value_dim], &tokens);
         let what = format!("out of tokens {tokens:?} with keys ignored");
         close(&what, &forward.out, &cut(&expected.out), &cut(&scale.out), case.terms())?;
     }

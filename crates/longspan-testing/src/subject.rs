@@ -37,7 +37,7 @@ impl Number for f64 {
 
 /// Corrects the scales of parameters' gradients to the sum of the magnitudes of their terms, for mechanisms where the
 /// gradient at inputs without signs is not that sum.
-pub type ParameterScale = fn(&Case, &Inputs<f64>, &mut Backward<f64>);
+pub type ParameterScale = Arc<dyn Fn(&Case, &Inputs<f64>, &mut Backward<f64>) + Send + Sync>;
 
 /// What the checks may assume of a mechanism.
 #[derive(Debug, Clone, Copy, Default)]
@@ -57,8 +57,6 @@ pub struct Assumptions {
     pub turned: bool,
     /// Denominators are those of the definition, not scaled by a running maximum.
     pub true_denominators: bool,
-    /// For parameters that are not used as they are, for example normalised ones.
-    pub parameter_scale: Option<ParameterScale>,
 }
 
 /// Whether rows are divided by a sum of weights that may have either sign.
@@ -79,6 +77,8 @@ pub struct Subject {
     pub assumptions: Assumptions,
     /// Brings a drawn parameter to a range where the mechanism is well-conditioned.
     pub prepare: Prepare,
+    /// For parameters that are not used as they are, for example normalised ones.
+    pub parameter_scale: Option<ParameterScale>,
     kernel_f32: Arc<dyn Kernel<f32>>,
     kernel_f64: Arc<dyn Kernel<f64>>,
 }
@@ -93,6 +93,7 @@ impl Subject {
             label: format!("{mechanism:?}"),
             assumptions,
             prepare: Arc::new(|_, _| {}),
+            parameter_scale: None,
             kernel_f32: Arc::new(mechanism.clone()),
             kernel_f64: Arc::new(mechanism),
         }
@@ -104,12 +105,10 @@ impl Subject {
         let raw_table = attention.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
         Assumptions {
             signed_features: identity,
-            signed_parameters: if raw_table {
-                1
-            } else if identity {
-                usize::MAX
-            } else {
-                0
+            signed_parameters: match (raw_table, identity) {
+                (true, _) => 1,
+                (false, true) => usize::MAX,
+                (false, false) => 0,
             },
             content: attention.score.content(),
             positions: attention.score != Score::Content || attention.decay.is_some(),
@@ -120,7 +119,6 @@ impl Subject {
                 && attention.score.fourier().is_none_or(|fourier| fourier.normalizer == FourierNormalizer::Dominant),
             turned: attention.score.fourier().is_some() || !attention.feature_map.is_elementwise(),
             true_denominators: !attention.feature_map.is_exponential(),
-            parameter_scale: None,
         }
     }
 
@@ -157,11 +155,8 @@ impl Subject {
 
     /// Kernelized attention by `auto` and by each algorithm that can be forced.
     pub fn every_algorithm(attention: &KernelizedAttention) -> Vec<Self> {
-        [Algorithm::Auto]
-            .iter()
-            .chain(attention.algorithms())
-            .map(|&algorithm| Self::kernelized(&KernelizedAttention { algorithm, ..attention.clone() }))
-            .collect()
+        let by = |algorithm| Self::kernelized(&KernelizedAttention { algorithm, ..attention.clone() });
+        kernelized_algorithms().into_iter().map(by).collect()
     }
 }
 

@@ -1,9 +1,13 @@
 //! Runs one check over many cases and reports all that failed.
 
+use std::fmt::Debug;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::case::Case;
+use longspan_kernels::{Dims, KernelizedAttention};
+
+use crate::case::{Case, Inputs};
 use crate::compare::Failure;
+use crate::execute;
 use crate::subject::Subject;
 
 /// One check.
@@ -28,28 +32,36 @@ impl Sample {
     }
 }
 
-/// The number of cases and the failures among them. A panic is a failure too.
-pub fn failures<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subject, &'a Case)>) -> (usize, Vec<String>) {
+/// The number of trials and the failures among them, each with the trial's name. A panic is a failure too.
+pub fn failures<T>(
+    trials: impl IntoIterator<Item = T>,
+    name: impl Fn(&T) -> String,
+    check: impl Fn(&T) -> Result<(), Failure>,
+) -> (usize, Vec<String>) {
     let mut total = 0;
     let mut failures = Vec::new();
     let mut sample = Sample::default();
-    for (subject, case) in trials.into_iter().filter(|_| sample.takes_next()) {
+    for trial in trials.into_iter().filter(|_| sample.takes_next()) {
         total += 1;
-        let verdict = catch_unwind(AssertUnwindSafe(|| check(subject, case))).unwrap_or_else(|panic| {
+        let verdict = catch_unwind(AssertUnwindSafe(|| check(&trial))).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().cloned();
             let text = text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
             Err(Failure(format!("panicked: {}", text.unwrap_or_default())))
         });
         if let Err(failure) = verdict {
-            failures.push(format!("{failure}\n    {}\n    {case:?}", subject.label));
+            failures.push(format!("{failure}\n    {}", name(&trial)));
         }
     }
     (total, failures)
 }
 
-/// Panics with the number of failures and the first few in full. A check over no cases fails too.
-pub fn assert_all<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subject, &'a Case)>) {
-    let (total, failures) = failures(check, trials);
+/// Panics with the number of failures and the first few in full. A check over nothing fails too.
+pub fn assert_each<T>(
+    trials: impl IntoIterator<Item = T>,
+    name: impl Fn(&T) -> String,
+    check: impl Fn(&T) -> Result<(), Failure>,
+) {
+    let (total, failures) = failures(trials, name, check);
     assert!(total > 0, "no case to check");
     assert!(
         failures.is_empty(),
@@ -57,6 +69,72 @@ pub fn assert_all<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subjec
         failures.len(),
         failures.iter().take(SHOWN).cloned().collect::<Vec<_>>().join("\n\n")
     );
+}
+
+/// Runs a check over cases with a subject each.
+pub fn assert_all<'a>(check: Check, trials: impl IntoIterator<Item = (&'a Subject, &'a Case)>) {
+    let name = |(subject, case): &(&Subject, &Case)| format!("{}\n    {case:?}", subject.label);
+    assert_each(trials, name, |(subject, case)| check(subject, case));
+}
+
+/// The same over kernelized attention.
+pub fn over_kernelized(cases: &[(KernelizedAttention, Case)], check: Check) {
+    let subjects: Vec<Subject> = cases.iter().map(|(attention, _)| Subject::kernelized(attention)).collect();
+    assert_all(check, subjects.iter().zip(cases.iter().map(|(_, case)| case)));
+}
+
+/// The same for a check that makes its own subjects of a mechanism.
+pub fn over_mechanisms<M: Debug>(cases: &[(M, Case)], check: fn(&M, &Case) -> Result<(), Failure>) {
+    let name = |(mechanism, case): &&(M, Case)| format!("{mechanism:?}\n    {case:?}");
+    assert_each(cases, name, |(mechanism, case)| check(mechanism, case));
+}
+
+/// Keys far beyond what a float can hold the exponential of: the level of each of [`EXTREME_LENGTH`].
+const EXTREME: [(&str, fn(usize) -> f64); 7] = [
+    ("all at 10,000", |_| 1e4),
+    ("all at −10,000", |_| -1e4),
+    ("at 10,000 and −10,000 by turns", |j| if j % 3 == 0 { 1e4 } else { -1e4 }),
+    ("rising", |j| j as f64 * 4.0),
+    ("falling", |j| -(j as f64) * 4.0),
+    ("at 120 for key 70", |j| if j == 70 { 120.0 } else { 0.0 }),
+    ("at 10,000 for the last", |j| if j == EXTREME_LENGTH - 1 { 1e4 } else { 0.0 }),
+];
+
+/// Tokens of calls with extreme keys.
+pub const EXTREME_LENGTH: usize = 150;
+
+/// Runs a check over calls of [`EXTREME_LENGTH`] tokens with extreme keys, causal and bidirectional.
+pub fn over_extreme_keys(
+    subjects: &[Subject],
+    [head_dim, value_dim]: [usize; 2],
+    check: impl Fn(&Subject, &Case, &Inputs<f64>) -> Result<(), Failure>,
+) {
+    let dims = Dims { batch: 2, heads: 2, kv_heads: 1, head_dim, value_dim, ..Dims::square(1, 1, EXTREME_LENGTH, 1) };
+    let levels = EXTREME.iter().flat_map(|level| [(level, true), (level, false)]);
+    let trials = subjects.iter().flat_map(|subject| levels.clone().map(move |level| (subject, level)));
+    let name = |(subject, ((name, _), causal)): &(&Subject, (&(&str, _), bool))| {
+        format!("keys {name}, causal {causal}\n    {}", subject.label)
+    };
+    assert_each(trials, name, |&(subject, ((_, level), causal))| {
+        let case = Case { seed: 77, ..Case::new(dims, causal) };
+        let mut inputs = execute::random(subject, &case);
+        inputs.raise_keys(&dims, level);
+        check(subject, &case, &inputs)
+    });
+}
+
+/// Tests, a line or two each: a name, and which cases go through which check by `$over`.
+#[macro_export]
+macro_rules! tests {
+    ($over:path; $($(#[$doc:meta])* $name:ident: $($cases:expr => $check:expr),+;)+) => {
+        $(
+            $(#[$doc])*
+            #[test]
+            fn $name() {
+                $($over(&$cases, $check);)+
+            }
+        )+
+    };
 }
 
 /// The tests that are the same for every mechanism, each in `f32` and in `f64`: isolation, layouts of memory, and
@@ -82,12 +160,10 @@ macro_rules! shared_tests {
     };
     ($over:path, $drawn:expr;
         $($name:ident: $module:ident, $seed:literal $count:literal, $seed64:literal $count64:literal;)*) => {
-        $(
-            #[test]
-            fn $name() {
-                $over(&($drawn)($seed, $count), $crate::$module::$name::<f32>);
-                $over(&($drawn)($seed64, $count64), $crate::$module::$name::<f64>);
-            }
-        )*
+        $crate::tests! { $over; $(
+            $name:
+                ($drawn)($seed, $count) => $crate::$module::$name::<f32>,
+                ($drawn)($seed64, $count64) => $crate::$module::$name::<f64>;
+        )* }
     };
 }

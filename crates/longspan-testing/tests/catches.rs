@@ -292,7 +292,7 @@ fn case(keys: KeyMask, causal: bool) -> Case {
 fn caught(fault: Fault, score: Score, check: Check, case: &Case) -> bool {
     let sound = KernelizedAttention { score, ..Default::default() };
     let subject = Subject::new(Broken { sound: sound.clone(), fault }, Subject::assume(&sound));
-    let (total, failures) = failures(check, [(&subject, case)]);
+    let (total, failures) = failures([case], |_| subject.label.clone(), |case| check(&subject, case));
     assert_eq!(total, 1);
     if fault == None {
         assert!(failures.is_empty(), "a sound mechanism fails: {}", failures[0]);
@@ -389,7 +389,6 @@ fn errors_of_state_gradients_are_caught() {
 
 #[test]
 fn wrong_calls_that_are_taken_are_caught() {
-    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 2 };
     let faults = [TakesWrongCalls, WritesBeforeItRefuses, BlamesAnother];
-    catches(shaw(), rejection::wrong_calls::<f32>, Case::new(dims, true), &faults);
+    catches(shaw(), rejection::wrong_calls::<f32>, Case::new(rejection::dims([3, 2]), true), &faults);
 }

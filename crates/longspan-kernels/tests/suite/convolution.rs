@@ -42,56 +42,36 @@ fn streams(seed: u64, count: usize) -> Vec<Case> {
 
 longspan_testing::shared_tests!(over, cases, streams);
 
-#[test]
-fn forward_is_the_definition() {
-    over(&cases(51, 300, &grid::LENGTHS), accuracy::forward::<f32>);
-    over(&cases(52, 300, &grid::LENGTHS), accuracy::forward::<f64>);
-    over(&cases(53, 60, &LENGTHS), accuracy::forward::<f64>);
-}
-
-#[test]
-fn gradients_are_those_of_the_definition() {
-    over(&cases(54, 200, &grid::SHORT_LENGTHS), accuracy::gradient);
-    over(&cases(55, 40, &LENGTHS), accuracy::gradient);
-}
-
-#[test]
-fn gradients_in_f32_are_those_in_f64() {
-    over(&cases(56, 300, &grid::LENGTHS), accuracy::gradient_in_f32);
-}
-
-#[test]
-fn packed_is_looped() {
-    over(&cases(57, 300, &grid::LENGTHS), isolation::packed_is_looped::<f32>);
-    over(&cases(58, 200, &grid::LENGTHS), isolation::packed_is_looped::<f64>);
-}
-
-#[test]
-fn threads_do_not_matter() {
-    over(&cases(59, 60, &LENGTHS), threads::threads_do_not_matter::<f32>);
-    over(&streams(60, 30), state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
-}
-
-#[test]
-fn gradients_of_states_are_difference_quotients() {
-    over(&cases(61, 200, &grid::SHORT_LENGTHS), state_gradients::state_gradients_are_difference_quotients);
+longspan_testing::tests! { over;
+    forward_is_the_definition:
+        cases(51, 300, &grid::LENGTHS) => accuracy::forward::<f32>,
+        cases(52, 300, &grid::LENGTHS) => accuracy::forward::<f64>,
+        cases(53, 60, &LENGTHS) => accuracy::forward::<f64>;
+    gradients_are_those_of_the_definition:
+        cases(54, 200, &grid::SHORT_LENGTHS) => accuracy::gradient,
+        cases(55, 40, &LENGTHS) => accuracy::gradient;
+    gradients_in_f32_are_those_in_f64: cases(56, 300, &grid::LENGTHS) => accuracy::gradient_in_f32;
+    packed_is_looped:
+        cases(57, 300, &grid::LENGTHS) => isolation::packed_is_looped::<f32>,
+        cases(58, 200, &grid::LENGTHS) => isolation::packed_is_looped::<f64>;
+    threads_do_not_matter:
+        cases(59, 60, &LENGTHS) => threads::threads_do_not_matter::<f32>,
+        streams(60, 30) => state_gradients::threads_do_not_matter_to_state_gradients::<f32>;
+    gradients_of_states_are_difference_quotients:
+        cases(61, 200, &grid::SHORT_LENGTHS) => state_gradients::state_gradients_are_difference_quotients;
 }
 
 #[test]
 fn wrong_calls_are_refused() {
-    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 3 };
-    let case = Case::new(dims, true);
-    rejection::wrong_calls::<f32>(&subject(4, true), &case).unwrap_or_else(|failure| panic!("{failure}"));
+    rejection::assert_wrong_calls(&subject(4, true), [3, 3]);
+    let dims = rejection::dims([3, 3]);
     for width in [0, 65] {
-        let refused = rejection::refuses::<f32>(&subject(width, true), &case, "width");
-        refused.unwrap_or_else(|failure| panic!("{failure}"));
+        rejection::assert_refused(&subject(width, true), &Case::new(dims, true), "width");
         let convolution = ShortConvolution { width, silu: true };
         let error = Kernel::<f32>::empty_state(&convolution, &dims).unwrap_err().to_string();
         assert!(error.contains("width"), "{error}");
     }
-    let wide = Case::new(Dims { value_dim: 4, ..dims }, true);
-    let refused = rejection::refuses::<f32>(&subject(4, true), &wide, "value_dim");
-    refused.unwrap_or_else(|failure| panic!("{failure}"));
+    rejection::assert_refused(&subject(4, true), &Case::new(rejection::dims([3, 4]), true), "value_dim");
 }
 
 /// States of another width, and counts that no step writes.

@@ -1,110 +1,84 @@
 //! Fourier and rotary positions: the conformance suite, and what is peculiar to them.
 
 use longspan_kernels::{
-    Algorithm, Call, Dims, Error, FeatureMap, Fourier, FourierNormalizer, Kernel, KernelizedAttention, Mask, Output,
-    Positions, Score, Scratch, State, Token, View, ViewMut, Wave,
+    Algorithm, Dims, Error, FeatureMap, Fourier, FourierNormalizer, Kernel, KernelizedAttention, Mask, Output,
+    Positions, Score, Scratch, State, Token, ViewMut, Wave,
 };
-use longspan_testing::suite::{Check, Sample, assert_all};
+use longspan_testing::case::row_major;
+use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
+use longspan_testing::suite::{over_kernelized as over, over_mechanisms};
 use longspan_testing::{
-    Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, state_gradients,
-    streaming, threads,
+    Case, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, rejection, state_gradients, streaming,
+    threads,
 };
-
-fn over(cases: &[(KernelizedAttention, Case)], check: Check) {
-    let subjects: Vec<Subject> = cases.iter().map(|(attention, _)| Subject::kernelized(attention)).collect();
-    assert_all(check, subjects.iter().zip(cases.iter().map(|(_, case)| case)));
-}
 
 fn with(wave: Wave, normalizer: FourierNormalizer, positions: Positions) -> KernelizedAttention {
     KernelizedAttention { score: Score::Fourier(Fourier { wave, normalizer, positions }), ..Default::default() }
 }
 
-#[test]
-fn forward_is_the_definition() {
-    over(&grid::fourier(51, 300, &grid::LENGTHS, true), accuracy::forward::<f32>);
-    over(&grid::fourier(52, 200, &grid::LENGTHS, true), accuracy::forward::<f64>);
+longspan_testing::tests! { over;
+    forward_is_the_definition:
+        grid::fourier(51, 300, &LENGTHS, true) => accuracy::forward::<f32>,
+        grid::fourier(52, 200, &LENGTHS, true) => accuracy::forward::<f64>;
+    gradients_are_those_of_the_definition: grid::fourier(53, 120, &SHORT_LENGTHS, true) => accuracy::gradient;
+    gradients_in_f32_are_those_in_f64: grid::fourier(54, 200, &LENGTHS, true) => accuracy::gradient_in_f32;
+    what_is_not_seen_does_not_matter:
+        grid::fourier(57, 90, &LENGTHS, true) => isolation::unseen_keys_do_not_matter::<f32>,
+        grid::fourier(58, 90, &LENGTHS, true) => isolation::rows_are_independent::<f32>,
+        grid::fourier(59, 120, &LENGTHS, true) => isolation::padding_does_not_matter::<f32>;
+    packed_is_looped: grid::fourier(60, 240, &LENGTHS, false) => isolation::packed_is_looped::<f32>;
+    memory_and_threads_do_not_matter:
+        grid::fourier(61, 90, &LENGTHS, true) => memory::poison_does_not_matter::<f32>,
+        grid::fourier(62, 60, &LENGTHS, true) => memory::strides_do_not_matter::<f64>,
+        grid::fourier(63, 40, &LENGTHS, true) => threads::threads_do_not_matter::<f32>,
+        long() => threads::threads_do_not_matter::<f32>;
+    pieces_make_the_whole:
+        streams(64, 90) => streaming::pieces_make_the_whole::<f32>,
+        streams(65, 90) => streaming::pieces_make_the_whole::<f64>,
+        streams(66, 90) => streaming::states_are_values::<f32>,
+        streams(67, 90) => streaming::lengths_end_the_sequence::<f32>,
+        streams(68, 90) => streaming::ignored_keys_keep_their_place::<f32>;
+    /// Counted positions too: the later keys turn by the count of the earlier ones.
+    states_add_up:
+        streams(72, 120) => streaming::states_add_up::<f32>,
+        streams(73, 120) => streaming::states_add_up::<f64>;
+    gradients_pass_through_states:
+        streams(69, 60) => state_gradients::gradients_pass_through_states::<f64>,
+        grid::as_streams(70, grid::fourier(70, 30, &SHORT_LENGTHS, false)) =>
+            state_gradients::state_gradients_are_difference_quotients,
+        streams(71, 60) => state_gradients::threads_do_not_matter_to_state_gradients::<f32>;
 }
 
-#[test]
-fn gradients_are_those_of_the_definition() {
-    over(&grid::fourier(53, 120, &grid::SHORT_LENGTHS, true), accuracy::gradient);
+longspan_testing::tests! { over_mechanisms;
+    algorithms_agree:
+        grid::fourier(55, 60, &LENGTHS, true) => accuracy::algorithms_agree::<f32>,
+        grid::fourier(55, 60, &LENGTHS, true) => accuracy::algorithms_agree::<f64>;
 }
 
-#[test]
-fn gradients_in_f32_are_those_in_f64() {
-    over(&grid::fourier(54, 200, &grid::LENGTHS, true), accuracy::gradient_in_f32);
+fn streams(seed: u64, count: usize) -> Vec<(KernelizedAttention, Case)> {
+    grid::as_streams(seed, grid::fourier(seed, count, &LENGTHS, false))
 }
 
-#[test]
-fn algorithms_agree() {
-    let mut sample = Sample::default();
-    for (attention, case) in grid::fourier(55, 60, &grid::LENGTHS, true).into_iter().filter(|_| sample.takes_next()) {
-        let agree = accuracy::algorithms_agree::<f32>(&attention, &case)
-            .and_then(|()| accuracy::algorithms_agree::<f64>(&attention, &case));
-        if let Err(failure) = agree {
-            panic!("{failure}\n    {attention:?}\n    {case:?}");
-        }
-    }
-}
-
-#[test]
-fn what_is_not_seen_does_not_matter() {
-    over(&grid::fourier(57, 90, &grid::LENGTHS, true), isolation::unseen_keys_do_not_matter::<f32>);
-    over(&grid::fourier(58, 90, &grid::LENGTHS, true), isolation::rows_are_independent::<f32>);
-    over(&grid::fourier(59, 120, &grid::LENGTHS, true), isolation::padding_does_not_matter::<f32>);
-}
-
-#[test]
-fn packed_is_looped() {
-    over(&grid::fourier(60, 240, &grid::LENGTHS, false), isolation::packed_is_looped::<f32>);
-}
-
-#[test]
-fn memory_and_threads_do_not_matter() {
-    over(&grid::fourier(61, 90, &grid::LENGTHS, true), memory::poison_does_not_matter::<f32>);
-    over(&grid::fourier(62, 60, &grid::LENGTHS, true), memory::strides_do_not_matter::<f64>);
-    over(&grid::fourier(63, 40, &grid::LENGTHS, true), threads::threads_do_not_matter::<f32>);
+/// Sequences of several segments.
+fn long() -> Vec<(KernelizedAttention, Case)> {
     let dims = Dims { batch: 1, heads: 2, kv_heads: 1, queries: 3000, keys: 3000, head_dim: 8, value_dim: 5 };
+    let mut cases = Vec::new();
     for causal in [true, false] {
         for positions in [Positions::Counted, Positions::Given { axes: 2 }] {
-            let attention = KernelizedAttention {
-                algorithm: Algorithm::Chunked,
-                ..with(Wave::Each, FourierNormalizer::Dominant, positions)
-            };
-            over(&[(attention, Case::new(dims, causal))], threads::threads_do_not_matter::<f32>);
+            let dominant = with(Wave::Each, FourierNormalizer::Dominant, positions);
+            let attention = KernelizedAttention { algorithm: Algorithm::Chunked, ..dominant };
+            cases.push((attention, Case::new(dims, causal)));
         }
     }
+    cases
 }
 
 #[test]
-fn pieces_make_the_whole() {
-    let cases = |seed| grid::as_streams(seed, grid::fourier(seed, 90, &grid::LENGTHS, false));
-    over(&cases(64), streaming::pieces_make_the_whole::<f32>);
-    over(&cases(65), streaming::pieces_make_the_whole::<f64>);
-    over(&cases(66), streaming::states_are_values::<f32>);
-    over(&cases(67), streaming::lengths_end_the_sequence::<f32>);
-    over(&cases(68), streaming::ignored_keys_keep_their_place::<f32>);
-}
-
-/// Counted positions too: the later keys turn by the count of the earlier ones.
-#[test]
-fn states_add_up() {
-    let cases = |seed| grid::as_streams(seed, grid::fourier(seed, 120, &grid::LENGTHS, false));
-    over(&cases(72), streaming::states_add_up::<f32>);
-    over(&cases(73), streaming::states_add_up::<f64>);
+fn a_sum_of_states_takes_angles_of_its_shape() {
     let attention = with(Wave::Each, FourierNormalizer::OnePlus, Positions::Counted);
     let state: State<f32> = attention.empty_state(&Dims::square(1, 2, 1, 4)).expect("a state without tokens");
     let error = attention.combine(&state, &state, &[&[0.1; 7]]).expect_err("seven angles for two heads of four");
     assert!(error.to_string().contains(": a: "), "{error}");
-}
-
-#[test]
-fn gradients_pass_through_states() {
-    let cases = |seed| grid::as_streams(seed, grid::fourier(seed, 60, &grid::LENGTHS, false));
-    over(&cases(69), state_gradients::gradients_pass_through_states::<f64>);
-    let few = grid::as_streams(70, grid::fourier(70, 30, &grid::SHORT_LENGTHS, false));
-    over(&few, state_gradients::state_gradients_are_difference_quotients);
-    over(&cases(71), state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
 }
 
 /// Numbers of a call of one sequence and head-independent sizes, with their outputs and gradients.
@@ -203,7 +177,7 @@ fn angles_are_exact_at_position_ten_million() {
         let low = empty.shape().parts[..2].iter().sum::<usize>() + 2;
         let count = low..low + 2;
         numbers[count.clone()].copy_from_slice(&[562_816.0, 9.0]);
-        let far = longspan_kernels::State::from_numbers(empty.shape(), numbers).expect("numbers that fit");
+        let far = State::from_numbers(empty.shape(), numbers).expect("numbers that fit");
         let single = inputs.cast::<f32>();
         let (forward, state) =
             execute::forward_state(&subject, &case, &single, Some(&far)).expect("a call that makes sense");
@@ -262,22 +236,13 @@ fn rows_with_negative_denominators_are_told() {
 
 #[test]
 fn wrong_calls_are_refused() {
-    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 4, value_dim: 2 };
-    for (wave, normalizer) in [(Wave::Each, FourierNormalizer::Dominant), (Wave::Pairs, FourierNormalizer::Unrotated)] {
-        let subject = Subject::kernelized(&with(wave, normalizer, Positions::Counted));
-        if let Err(failure) = rejection::wrong_calls::<f32>(&subject, &Case::new(dims, true)) {
-            panic!("{failure}\n    {}", subject.label);
-        }
-    }
-    let odd = Case::new(Dims { head_dim: 3, ..dims }, true);
-    for (attention, case, argument) in [
-        (with(Wave::Pairs, FourierNormalizer::Unrotated, Positions::Counted), &odd, "head_dim"),
-        (with(Wave::Pairs, FourierNormalizer::OnePlus, Positions::Counted), &odd, "pairs"),
-        (with(Wave::Pairs, FourierNormalizer::Dominant, Positions::Counted), &odd, "pairs"),
-    ] {
-        let refused: Result<(), Failure> = rejection::refuses::<f32>(&Subject::kernelized(&attention), case, argument);
-        refused.unwrap_or_else(|failure| panic!("{failure}"));
-    }
+    let counted = |wave, normalizer| Subject::kernelized(&with(wave, normalizer, Positions::Counted));
+    rejection::assert_wrong_calls(&counted(Wave::Each, FourierNormalizer::Dominant), [4, 2]);
+    rejection::assert_wrong_calls(&counted(Wave::Pairs, FourierNormalizer::Unrotated), [4, 2]);
+    let odd = Case::new(rejection::dims([3, 2]), true);
+    rejection::assert_refused(&counted(Wave::Pairs, FourierNormalizer::Unrotated), &odd, "head_dim");
+    rejection::assert_refused(&counted(Wave::Pairs, FourierNormalizer::OnePlus), &odd, "pairs");
+    rejection::assert_refused(&counted(Wave::Pairs, FourierNormalizer::Dominant), &odd, "pairs");
 }
 
 /// Positions must be finite where a query or a key is, and may be anything for ignored keys.
@@ -315,16 +280,9 @@ fn positions_that_are_not_finite_are_refused() {
 #[test]
 fn axes_beyond_all_bounds_are_refused() {
     let attention = with(Wave::Each, FourierNormalizer::OnePlus, Positions::Given { axes: usize::MAX });
-    let (shape, one) = ([1, 1, 1, 1], [1.0f32]);
-    let parameters = [&one[..]; 4];
-    let call = Call::new(
-        Dims::square(1, 1, 1, 1),
-        View::contiguous(&one, shape),
-        View::contiguous(&one, shape),
-        View::contiguous(&one, shape),
-    )
-    .with_parameters(&parameters)
-    .with_mask(Mask::causal());
-    let error = attention.check(&call).expect_err("a rate for each axis").to_string();
+    let one = &[1.0f32][..];
+    let parameters = [one; 4];
+    let call = row_major(Dims::square(1, 1, 1, 1), [one; 3]).with_parameters(&parameters);
+    let error = attention.check(&call.with_mask(Mask::causal())).expect_err("a rate for each axis").to_string();
     assert!(error.contains("fourier: a:"), "{error}");
 }

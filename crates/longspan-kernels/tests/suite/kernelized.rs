@@ -2,82 +2,74 @@
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, Call, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, RelativeMap, Score, Shaw, Token, View,
+    Aft, Algorithm, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, RelativeMap, Score, Shaw, Token,
 };
-use longspan_testing::suite::{Check, Sample, assert_all};
+use longspan_testing::case::row_major;
+use longspan_testing::compare::close;
+use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
+use longspan_testing::suite::{over_extreme_keys, over_kernelized as over, over_mechanisms};
 use longspan_testing::{
     Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, published, rejection,
     state_gradients, streaming, threads,
 };
 
-/// Runs a check over drawn cases.
-fn over(cases: &[(KernelizedAttention, Case)], check: Check) {
-    let subjects: Vec<Subject> = cases.iter().map(|(attention, _)| Subject::kernelized(attention)).collect();
-    assert_all(check, subjects.iter().zip(cases.iter().map(|(_, case)| case)));
-}
-
-/// Runs a check that picks its own mechanism over drawn cases.
-fn over_attentions(
-    cases: &[(KernelizedAttention, Case)],
-    check: fn(&KernelizedAttention, &Case) -> Result<(), Failure>,
-) {
-    for (attention, case) in cases {
-        if let Err(failure) = check(attention, case) {
-            panic!("{failure}\n    {attention:?}\n    {case:?}");
-        }
-    }
-}
-
 longspan_testing::shared_tests!(over, grid::kernelized, grid::streaming);
 
-#[test]
-fn forward_is_the_definition_in_f32() {
-    over(&grid::kernelized(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
+longspan_testing::tests! { over;
+    forward_is_the_definition_in_f32: grid::kernelized(11, 400, &LENGTHS) => accuracy::forward::<f32>;
+    forward_is_the_definition_in_f64: grid::kernelized(12, 400, &LENGTHS) => accuracy::forward::<f64>;
+    gradients_are_those_of_the_definition: grid::kernelized(13, 150, &SHORT_LENGTHS) => accuracy::gradient;
+    gradients_in_f32_are_those_in_f64: grid::kernelized(14, 400, &LENGTHS) => accuracy::gradient_in_f32;
+    packed_is_looped:
+        grid::kernelized(23, 300, &LENGTHS) => isolation::packed_is_looped::<f32>,
+        grid::kernelized(24, 300, &LENGTHS) => isolation::packed_is_looped::<f64>;
+    order_does_not_matter_without_positions:
+        unordered(25) => isolation::order_does_not_matter_without_positions::<f32>,
+        unordered(26) => isolation::order_does_not_matter_without_positions::<f64>;
+    pieces_of_both_directions_make_the_whole:
+        both_directions(27, 300) => streaming::pieces_of_both_directions::<f32>,
+        both_directions(28, 150) => streaming::pieces_of_both_directions::<f64>,
+        long_and_whole(false) => streaming::pieces_of_both_directions::<f32>;
+    /// Nothing comes out, but tokens are counted and their keys kept.
+    tokens_without_values_enter_the_state: without_values(47, 60) => streaming::pieces_make_the_whole::<f32>;
+    state_gradients_are_difference_quotients:
+        grid::kernelized(45, 250, &LENGTHS) => state_gradients::state_gradients_are_difference_quotients;
+    threads_do_not_matter:
+        grid::kernelized(39, 40, &LENGTHS) => threads::threads_do_not_matter::<f32>,
+        grid::kernelized(40, 20, &LENGTHS) => threads::threads_do_not_matter::<f64>;
+    threads_do_not_matter_for_long_sequences: long() => threads::threads_do_not_matter::<f32>;
+    poison_does_not_matter_for_long_sequences: long() => memory::poison_does_not_matter::<f32>;
+    long_sequences_stream: long_and_whole(true) => streaming::pieces_make_the_whole::<f32>;
+    gradients_of_long_sequences_pass_through_states:
+        long_and_whole(true) => state_gradients::gradients_pass_through_states::<f32>,
+        long_and_whole(true) => state_gradients::threads_do_not_matter_to_state_gradients::<f32>;
 }
 
-#[test]
-fn forward_is_the_definition_in_f64() {
-    over(&grid::kernelized(12, 400, &grid::LENGTHS), accuracy::forward::<f64>);
-}
-
-#[test]
-fn gradients_are_those_of_the_definition() {
-    over(&grid::kernelized(13, 150, &grid::SHORT_LENGTHS), accuracy::gradient);
-}
-
-#[test]
-fn gradients_in_f32_are_those_in_f64() {
-    over(&grid::kernelized(14, 400, &grid::LENGTHS), accuracy::gradient_in_f32);
-}
-
-#[test]
-fn algorithms_agree() {
-    over_attentions(&grid::kernelized(15, 60, &grid::LENGTHS), accuracy::algorithms_agree::<f32>);
-    over_attentions(&grid::kernelized(16, 60, &grid::LENGTHS), accuracy::algorithms_agree::<f64>);
+longspan_testing::tests! { over_mechanisms;
+    algorithms_agree:
+        grid::kernelized(15, 60, &LENGTHS) => accuracy::algorithms_agree::<f32>,
+        grid::kernelized(16, 60, &LENGTHS) => accuracy::algorithms_agree::<f64>;
+    /// The naive algorithm in f64, itself tested against the definition, stands in for it: the definition takes hours.
+    long_sequences_are_those_of_the_naive_algorithm: long() => |attention, case| {
+        let naive = KernelizedAttention { algorithm: Algorithm::Naive, ..attention.clone() };
+        accuracy::agree::<f32>(&Subject::kernelized(&naive), &[Subject::kernelized(attention)], case)
+    };
 }
 
 /// Two oracles, written apart, say the same.
 #[test]
 fn the_published_algorithm_is_the_definition() {
-    let mut compared = 0;
-    for (attention, case) in grid::kernelized(17, 600, &grid::LENGTHS) {
-        if !published::computes(&attention, &case) {
-            continue;
-        }
-        let check = || -> Result<(), Failure> {
-            let subject = Subject::kernelized(&attention);
-            let inputs = execute::random(&subject, &case);
-            let (got, expected) =
-                (published::forward(&attention, &case, &inputs), execute::reference(&subject, &case, &inputs)?);
-            let scale = accuracy::forward_scale(&subject, &case, &inputs)?;
-            longspan_testing::compare::close("out", &got, &expected.out, &scale.out, case.terms())
-        };
-        if let Err(failure) = check() {
-            panic!("{failure}\n    {attention:?}\n    {case:?}");
-        }
-        compared += 1;
-    }
-    assert!(compared > 30, "{compared} cases");
+    let mut cases = grid::kernelized(17, 600, &LENGTHS);
+    cases.retain(|(attention, case)| published::computes(attention, case));
+    assert!(cases.len() > 30, "{} cases", cases.len());
+    over_mechanisms(&cases, |attention, case| {
+        let subject = Subject::kernelized(attention);
+        let inputs = execute::random(&subject, case);
+        let (got, expected) =
+            (published::forward(attention, case, &inputs), execute::reference(&subject, case, &inputs)?);
+        let scale = accuracy::forward_scale(&subject, case, &inputs)?;
+        close("out", &got, &expected.out, &scale.out, case.terms())
+    });
 }
 
 /// Both directions, in pieces between the states of the keys before and after.
@@ -87,54 +79,20 @@ fn both_directions(seed: u64, count: usize) -> Vec<(KernelizedAttention, Case)> 
     grid::streaming(seed, count).into_iter().map(bidirectional).collect()
 }
 
-#[test]
-fn pieces_of_both_directions_make_the_whole() {
-    over(&both_directions(27, 300), streaming::pieces_of_both_directions::<f32>);
-    over(&both_directions(28, 150), streaming::pieces_of_both_directions::<f64>);
-    let whole = |case: &Case| case.keys == KeyMask::All && case.offset == 0 && !case.causal;
-    let long: Vec<_> = long().into_iter().filter(|(_, case)| whole(case)).collect();
-    over(&long, streaming::pieces_of_both_directions::<f32>);
-}
-
-#[test]
-fn packed_is_looped() {
-    over(&grid::kernelized(23, 300, &grid::LENGTHS), isolation::packed_is_looped::<f32>);
-    over(&grid::kernelized(24, 300, &grid::LENGTHS), isolation::packed_is_looped::<f64>);
-}
-
-#[test]
-fn order_does_not_matter_without_positions() {
-    let cases = |seed| -> Vec<_> {
-        let unordered = |(attention, case): (KernelizedAttention, Case)| {
-            let positive = attention.feature_map == FeatureMap::Identity && attention.normalize;
-            let case = Case { causal: false, keys: KeyMask::All, positive, ..case };
-            (KernelizedAttention { score: Score::Content, decay: None, ..attention }, case)
-        };
-        grid::kernelized(seed, 60, &grid::LENGTHS).into_iter().map(unordered).collect()
+/// Bidirectional calls without positions.
+fn unordered(seed: u64) -> Vec<(KernelizedAttention, Case)> {
+    let unordered = |(attention, case): (KernelizedAttention, Case)| {
+        let positive = attention.feature_map == FeatureMap::Identity && attention.normalize;
+        let case = Case { causal: false, keys: KeyMask::All, positive, ..case };
+        (KernelizedAttention { score: Score::Content, decay: None, ..attention }, case)
     };
-    over(&cases(25), isolation::order_does_not_matter_without_positions::<f32>);
-    over(&cases(26), isolation::order_does_not_matter_without_positions::<f64>);
+    grid::kernelized(seed, 60, &LENGTHS).into_iter().map(unordered).collect()
 }
 
-/// Nothing comes out, but tokens are counted and their keys kept.
-#[test]
-fn tokens_without_values_enter_the_state() {
-    let cases: Vec<_> = grid::streaming(47, 60)
-        .into_iter()
-        .map(|(mechanism, case)| (mechanism, Case { dims: Dims { value_dim: 0, ..case.dims }, ..case }))
-        .collect();
-    over(&cases, streaming::pieces_make_the_whole::<f32>);
-}
-
-#[test]
-fn state_gradients_are_difference_quotients() {
-    over(&grid::kernelized(45, 250, &grid::LENGTHS), state_gradients::state_gradients_are_difference_quotients);
-}
-
-#[test]
-fn threads_do_not_matter() {
-    over(&grid::kernelized(39, 40, &grid::LENGTHS), threads::threads_do_not_matter::<f32>);
-    over(&grid::kernelized(40, 20, &grid::LENGTHS), threads::threads_do_not_matter::<f64>);
+fn without_values(seed: u64, count: usize) -> Vec<(KernelizedAttention, Case)> {
+    let mut cases = grid::streaming(seed, count);
+    cases.iter_mut().for_each(|(_, case)| case.dims.value_dim = 0);
+    cases
 }
 
 #[test]
@@ -188,43 +146,11 @@ fn long() -> Vec<(KernelizedAttention, Case)> {
     cases
 }
 
-#[test]
-fn threads_do_not_matter_for_long_sequences() {
-    over(&long(), threads::threads_do_not_matter::<f32>);
-}
-
-#[test]
-fn poison_does_not_matter_for_long_sequences() {
-    over(&long(), memory::poison_does_not_matter::<f32>);
-}
-
-/// The naive algorithm in f64, itself tested against the definition, stands in for it: the definition takes hours.
-#[test]
-fn long_sequences_are_those_of_the_naive_algorithm() {
-    for (attention, case) in long() {
-        let check = || -> Result<(), Failure> {
-            let naive = KernelizedAttention { algorithm: Algorithm::Naive, ..attention.clone() };
-            let (naive, chunked) = (Subject::kernelized(&naive), Subject::kernelized(&attention));
-            let inputs = execute::random(&naive, &case);
-            let expected = execute::forward(&naive, &case, &inputs)?;
-            let scale = accuracy::forward_scale(&naive, &case, &inputs)?;
-            let expected_back = execute::backward(&naive, &case, &inputs, &expected)?;
-            let back_scale = accuracy::backward_scale(&naive, &case, &inputs)?;
-            let single = inputs.cast::<f32>();
-            let got = execute::forward(&chunked, &case, &single)?;
-            let close = longspan_testing::compare::close;
-            close("out", &got.out, &expected.out, &scale.out, case.terms())?;
-            let got = execute::backward(&chunked, &case, &single, &got)?;
-            for (n, name) in accuracy::gradient_names(&inputs).iter().enumerate() {
-                let (expected, scale) = (&expected_back.gradients[n], &back_scale.gradients[n]);
-                close(name, &got.gradients[n], expected, scale, accuracy::gradient_terms(&case))?;
-            }
-            Ok(())
-        };
-        if let Err(failure) = check() {
-            panic!("{failure}\n    {attention:?}\n    {case:?}");
-        }
-    }
+/// Long sequences of which a call takes all keys, with the first query at the first.
+fn long_and_whole(causal: bool) -> Vec<(KernelizedAttention, Case)> {
+    let mut cases = long();
+    cases.retain(|(_, case)| case.causal == causal && case.offset == 0 && case.keys == KeyMask::All);
+    cases
 }
 
 /// Behind 1,200 ignored keys, weights of 0.9^1200 are no numbers of `f32`: such a row sees nothing, and gives no infinity.
@@ -242,56 +168,12 @@ fn a_gap_that_outlasts_the_decay_gives_no_infinity() {
     assert!(backward.gradients.iter().flatten().all(|x| x.is_finite()));
 }
 
-#[test]
-fn long_sequences_stream() {
-    let cases: Vec<_> =
-        long().into_iter().filter(|(_, case)| case.causal && case.offset == 0 && case.keys == KeyMask::All).collect();
-    over(&cases, streaming::pieces_make_the_whole::<f32>);
-}
-
-#[test]
-fn gradients_of_long_sequences_pass_through_states() {
-    let cases: Vec<_> =
-        long().into_iter().filter(|(_, case)| case.causal && case.offset == 0 && case.keys == KeyMask::All).collect();
-    over(&cases, state_gradients::gradients_pass_through_states::<f32>);
-    over(&cases, state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
-}
-
 /// Exponentials whose keys lie far beyond what a float can hold the exponential of.
 fn with_extreme_keys(check: fn(&Subject, &Case, &Inputs<f64>) -> Result<(), Failure>) {
     let exp = KernelizedAttention { feature_map: FeatureMap::Exp, ..Default::default() };
     let combined = KernelizedAttention { score: Score::Combined(Shaw::new(3)), ..exp.clone() };
-    let dims = Dims { batch: 2, heads: 2, kv_heads: 1, queries: 150, keys: 150, head_dim: 4, value_dim: 3 };
-    type Level = fn(usize) -> f64;
-    let levels: [(&str, Level); 6] = [
-        ("all at 10,000", |_| 1e4),
-        ("all at −10,000", |_| -1e4),
-        ("at 10,000 and −10,000 by turns", |j| if j % 3 == 0 { 1e4 } else { -1e4 }),
-        ("rising", |j| j as f64 * 4.0),
-        ("falling", |j| -(j as f64) * 4.0),
-        ("at 120 for key 70", |j| if j == 70 { 120.0 } else { 0.0 }),
-    ];
-    let (mut sample, mut failures) = (Sample::default(), Vec::new());
-    for attention in [exp, combined] {
-        for subject in Subject::every_algorithm(&attention) {
-            for (name, level) in levels {
-                for causal in [true, false] {
-                    if !sample.takes_next() {
-                        continue;
-                    }
-                    let case = Case { seed: 77, ..Case::new(dims, causal) };
-                    let mut inputs = execute::random(&subject, &case);
-                    for (n, k) in inputs.k.iter_mut().enumerate() {
-                        *k = f64::from((*k + level(n / dims.head_dim % dims.keys)) as f32);
-                    }
-                    if let Err(failure) = check(&subject, &case, &inputs) {
-                        failures.push(format!("keys {name}, causal {causal}: {failure}\n    {}", subject.label));
-                    }
-                }
-            }
-        }
-    }
-    assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures[..failures.len().min(6)].join("\n"));
+    let subjects = [exp, combined].iter().flat_map(Subject::every_algorithm).collect::<Vec<_>>();
+    over_extreme_keys(&subjects, [4, 3], check);
 }
 
 #[test]
@@ -319,55 +201,40 @@ fn exponential_features_stream_without_overflow() {
 
 #[test]
 fn wrong_calls_are_refused() {
-    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 2 };
-    let case = Case::new(dims, true);
     for score in [Score::Content, Score::Relative(Shaw::new(2)), Score::Combined(Shaw::new(2))] {
-        let subject = Subject::kernelized(&KernelizedAttention { score, ..Default::default() });
-        let refused = rejection::wrong_calls::<f32>(&subject, &case);
-        let refused = refused.and_then(|()| rejection::wrong_calls::<f64>(&subject, &case));
-        if let Err(failure) = refused {
-            panic!("{failure}\n    {}", subject.label);
-        }
+        rejection::assert_wrong_calls(
+            &Subject::kernelized(&KernelizedAttention { score, ..Default::default() }),
+            [3, 2],
+        );
     }
 }
 
 #[test]
 fn options_without_meaning_are_refused() {
-    let dims = Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 2 };
-    let (causal, bidirectional) = (Case::new(dims, true), Case::new(dims, false));
-    let with = |decay: Vec<f64>| KernelizedAttention { decay: Some(decay), ..Default::default() };
-    for (attention, case) in [
-        (with(vec![0.5, 0.5]), &bidirectional),
-        (with(vec![0.5]), &causal),
-        (with(vec![0.5; 4]), &causal),
-        (with(vec![0.0, 0.5]), &causal),
-        (with(vec![0.5, 1.5]), &causal),
-        (with(vec![0.5, f64::NAN]), &causal),
-        (with(vec![-0.5, 0.5]), &causal),
+    let [causal, bidirectional] = [true, false].map(|causal| Case::new(rejection::dims([3, 2]), causal));
+    for (decay, case) in [
+        (vec![0.5, 0.5], &bidirectional),
+        (vec![0.5], &causal),
+        (vec![0.5; 4], &causal),
+        (vec![0.0, 0.5], &causal),
+        (vec![0.5, 1.5], &causal),
+        (vec![0.5, f64::NAN], &causal),
+        (vec![-0.5, 0.5], &causal),
     ] {
-        if let Err(failure) = rejection::refuses::<f32>(&Subject::kernelized(&attention), case, "decay") {
-            panic!("{failure}");
-        }
+        let attention = KernelizedAttention { decay: Some(decay), ..Default::default() };
+        rejection::assert_refused(&Subject::kernelized(&attention), case, "decay");
     }
 }
 
 /// A radius that no table can have must not overflow on the way to the error.
 #[test]
 fn a_radius_beyond_all_bounds_is_refused() {
-    use longspan_kernels::{Call, Kernel, Mask, View};
-    let shape = [1, 1, 1, 1];
     for radius in [usize::MAX, usize::MAX / 2, isize::MAX as usize, 1 << 40] {
         for shared in [true, false] {
             let shaw = Shaw { shared, map: RelativeMap::Same, radius };
             let attention = KernelizedAttention { score: Score::Combined(shaw), ..Default::default() };
-            let call = Call::new(
-                Dims::square(1, 1, 1, 1),
-                View::contiguous(&[1.0f32], shape),
-                View::contiguous(&[1.0], shape),
-                View::contiguous(&[1.0], shape),
-            )
-            .with_parameters(&[&[1.0]])
-            .with_mask(Mask::causal());
+            let call = row_major(Dims::square(1, 1, 1, 1), [&[1.0f32]; 3]).with_parameters(&[&[1.0]]);
+            let call = call.with_mask(Mask::causal());
             let error = attention.check(&call).expect_err("a table of one row was taken");
             assert!(error.to_string().contains("relative") || error.to_string().contains("radius"), "{error}");
         }
@@ -384,17 +251,11 @@ fn keys_given_as_states_are_refused_where_they_have_no_place() {
     let kernel: &dyn Kernel<f32> = &shaw;
     let empty = kernel.empty_state(&dims).unwrap();
     let mut full = empty.clone();
-    kernel
-        .step(
-            &Token { q: &numbers[..4], k: &numbers[..4], v: &numbers[..4], parameters: &parameters },
-            &mut full,
-            &mut [0.0; 4],
-        )
-        .unwrap();
+    let token = Token { q: &numbers[..4], k: &numbers[..4], v: &numbers[..4], parameters: &parameters };
+    kernel.step(&token, &mut full, &mut [0.0; 4]).unwrap();
     let call = |mechanism: &dyn Kernel<f32>, mask: Mask<'_>, outside| {
-        let rows = |shape: [usize; 4]| View::contiguous(&numbers, shape);
         let parameters = if mechanism.name() == "shaw" { parameters.as_slice() } else { &[] };
-        let call = Call::new(dims, rows(dims.q()), rows(dims.k()), rows(dims.v()));
+        let call = row_major(dims, [&numbers[..24], &numbers[..48], &numbers[..48]]);
         mechanism.check(&call.with_parameters(parameters).with_mask(mask).with_outside(outside))
     };
     let between = |offset| Mask::bidirectional().with_offset(offset);

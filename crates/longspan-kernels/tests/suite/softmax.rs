@@ -1,11 +1,11 @@
 //! The conformance suite over softmax attention, and what is peculiar to it: scores of any size, and a cache that ends.
 
-use longspan_kernels::{Kernel, SoftmaxAttention, Token};
-use longspan_testing::state_gradients;
+use longspan_kernels::{Dims, Kernel, SoftmaxAttention, Token};
+use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection, streaming,
-    threads,
+    Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection,
+    state_gradients, streaming, threads,
 };
 
 /// Room for every sequence of the grid.
@@ -23,104 +23,82 @@ fn over(cases: &[Case], check: Check) {
     assert_all(check, cases.iter().enumerate().map(|(n, case)| (&subjects[n % subjects.len()], case)));
 }
 
+longspan_testing::shared_tests!(over, positive, streams);
+
+longspan_testing::tests! { over;
+    forward_is_the_definition:
+        signed(11, 400, &LENGTHS) => accuracy::forward::<f32>,
+        signed(12, 400, &LENGTHS) => accuracy::forward::<f64>;
+    gradients_are_those_of_the_definition: signed(13, 200, &SHORT_LENGTHS) => accuracy::gradient;
+    gradients_in_f32_are_those_in_f64:
+        positive(14, 300, &LENGTHS) => accuracy::gradient_in_f32,
+        signed(15, 300, &LENGTHS) => gradients_in_f32_are_near;
+    packed_is_looped:
+        positive(23, 300, &LENGTHS) => isolation::packed_is_looped::<f32>,
+        positive(24, 200, &LENGTHS) => isolation::packed_is_looped::<f64>;
+    order_does_not_matter:
+        unordered(25) => isolation::order_does_not_matter_without_positions::<f32>,
+        unordered(25) => isolation::order_does_not_matter_without_positions::<f64>;
+    threads_do_not_matter:
+        signed(31, 60, &LENGTHS) => threads::threads_do_not_matter::<f32>,
+        signed(32, 30, &LENGTHS) => threads::threads_do_not_matter::<f64>;
+    keys_stay_ignored_across_pieces:
+        streams(41, 100) => streaming::ignored_keys_keep_their_place::<f32>,
+        streams(42, 100) => streaming::ignored_keys_keep_their_place::<f64>;
+    threads_do_not_matter_to_state_gradients:
+        streams(45, 30) => state_gradients::threads_do_not_matter_to_state_gradients::<f32>;
+}
+
 /// Calls over signed numbers.
-fn cases(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
+pub fn signed(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
     grid::kernelized(seed, count, lengths).into_iter().map(|(_, case)| Case { positive: false, ..case }).collect()
 }
 
 /// Calls over positive queries and keys: the gradients of those are then sums whose terms keep one sign when those of the
 /// values do, and the suite can tell the scale of their rounding errors.
-fn positive(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
-    cases(seed, count, lengths).into_iter().map(|case| Case { positive: true, ..case }).collect()
+pub fn positive(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
+    grid::kernelized(seed, count, lengths).into_iter().map(|(_, case)| Case { positive: true, ..case }).collect()
 }
 
-fn streams(seed: u64, count: usize) -> Vec<Case> {
+pub fn streams(seed: u64, count: usize) -> Vec<Case> {
     grid::streaming(seed, count).into_iter().map(|(_, case)| Case { positive: true, ..case }).collect()
 }
 
-longspan_testing::shared_tests!(over, positive, streams);
-
-#[test]
-fn forward_is_the_definition() {
-    over(&cases(11, 400, &grid::LENGTHS), accuracy::forward::<f32>);
-    over(&cases(12, 400, &grid::LENGTHS), accuracy::forward::<f64>);
+fn unordered(seed: u64) -> Vec<Case> {
+    let unordered = |case| Case { causal: false, keys: KeyMask::All, ..case };
+    positive(seed, 60, &LENGTHS).into_iter().map(unordered).collect()
 }
 
-#[test]
-fn gradients_are_those_of_the_definition() {
-    over(&cases(13, 200, &grid::SHORT_LENGTHS), accuracy::gradient);
-}
-
-#[test]
-fn gradients_in_f32_are_those_in_f64() {
-    over(&positive(14, 300, &grid::LENGTHS), accuracy::gradient_in_f32);
-    over(&cases(15, 300, &grid::LENGTHS), |subject, case| {
-        let inputs = execute::random(subject, case);
-        let forward = execute::forward::<f64>(subject, case, &inputs)?;
-        let expected = execute::backward(subject, case, &inputs, &forward)?;
-        let single = inputs.cast::<f32>();
-        let forward = execute::forward(subject, case, &single)?;
-        let got = execute::backward(subject, case, &single, &forward)?;
-        for (name, (got, expected)) in ["dq", "dk", "dv"].iter().zip(got.gradients.iter().zip(&expected.gradients)) {
-            let largest = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
-            let error = got.iter().zip(expected).fold(0.0, |m: f64, (g, e)| m.max((f64::from(*g) - e).abs()));
-            if error.is_nan() || error > 2e-5 * largest {
-                return Err(Failure(format!("{name}: off by {error:e}, the largest is {largest:e}")));
-            }
+/// Relative to the largest number of each gradient.
+fn gradients_in_f32_are_near(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    let inputs = execute::random(subject, case);
+    let forward = execute::forward::<f64>(subject, case, &inputs)?;
+    let expected = execute::backward(subject, case, &inputs, &forward)?;
+    let single = inputs.cast::<f32>();
+    let forward = execute::forward(subject, case, &single)?;
+    let got = execute::backward(subject, case, &single, &forward)?;
+    for ((name, got), expected) in got.named().zip(&expected.gradients) {
+        let largest = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
+        let error = got.iter().zip(expected).fold(0.0, |m: f64, (g, e)| m.max((f64::from(*g) - e).abs()));
+        if error.is_nan() || error > 2e-5 * largest {
+            return Err(Failure(format!("{name}: off by {error:e}, the largest is {largest:e}")));
         }
-        Ok(())
-    });
-}
-
-#[test]
-fn packed_is_looped() {
-    over(&positive(23, 300, &grid::LENGTHS), isolation::packed_is_looped::<f32>);
-    over(&positive(24, 200, &grid::LENGTHS), isolation::packed_is_looped::<f64>);
-}
-
-#[test]
-fn order_does_not_matter() {
-    let cases: Vec<_> = positive(25, 60, &grid::LENGTHS);
-    let cases: Vec<_> = cases.into_iter().map(|case| Case { causal: false, keys: KeyMask::All, ..case }).collect();
-    over(&cases, isolation::order_does_not_matter_without_positions::<f32>);
-    over(&cases, isolation::order_does_not_matter_without_positions::<f64>);
-}
-
-#[test]
-fn threads_do_not_matter() {
-    over(&cases(31, 60, &grid::LENGTHS), threads::threads_do_not_matter::<f32>);
-    over(&cases(32, 30, &grid::LENGTHS), threads::threads_do_not_matter::<f64>);
-}
-
-#[test]
-fn keys_stay_ignored_across_pieces() {
-    over(&streams(41, 100), streaming::ignored_keys_keep_their_place::<f32>);
-    over(&streams(42, 100), streaming::ignored_keys_keep_their_place::<f64>);
-}
-
-#[test]
-fn threads_do_not_matter_to_state_gradients() {
-    over(&streams(45, 30), state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
+    }
+    Ok(())
 }
 
 #[test]
 fn wrong_calls_are_refused() {
-    let dims =
-        longspan_kernels::Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 2 };
-    let case = Case::new(dims, true);
-    for check in [rejection::wrong_calls::<f32>, rejection::wrong_calls::<f64>] {
-        check(&subject(None), &case).unwrap_or_else(|failure| panic!("{failure}"));
-    }
+    rejection::assert_wrong_calls(&subject(None), [3, 2]);
     for scale in [f64::NAN, f64::INFINITY] {
-        let refused = rejection::refuses::<f32>(&subject(Some(scale)), &case, "scale");
-        refused.unwrap_or_else(|failure| panic!("{failure}"));
+        rejection::assert_refused(&subject(Some(scale)), &Case::new(rejection::dims([3, 2]), true), "scale");
     }
 }
 
 /// Scores far beyond what a float can hold the exponential of.
 #[test]
 fn large_scores_do_not_overflow() {
-    let dims = longspan_kernels::Dims::square(1, 2, 150, 4);
+    let dims = Dims::square(1, 2, 150, 4);
     type Level = fn(usize) -> f64;
     let levels: [(&str, Level); 4] = [
         ("all at 1,000", |_| 1e3),
@@ -151,7 +129,7 @@ fn large_scores_do_not_overflow() {
 #[test]
 fn a_full_cache_is_refused() {
     let attention = SoftmaxAttention { capacity: 3, ..Default::default() };
-    let dims = longspan_kernels::Dims::square(1, 1, 1, 2);
+    let dims = Dims::square(1, 1, 1, 2);
     let mut state = attention.empty_state(&dims).expect("a small state");
     let token = Token { q: &[1.0f32, 0.0], k: &[0.5, 0.5], v: &[2.0, 3.0], parameters: &[] };
     let mut out = [0.0; 2];
@@ -166,7 +144,7 @@ fn a_full_cache_is_refused() {
     let error = attention.combine(&before, &before, &[]).expect_err("six tokens in a cache of three");
     assert!(error.to_string().contains("larger capacity"), "{error}");
 
-    let case = Case::new(longspan_kernels::Dims::square(1, 1, 4, 2), true);
+    let case = Case::new(Dims::square(1, 1, 4, 2), true);
     let subject = Subject::new(attention, Assumptions::default());
     let inputs = execute::random(&subject, &case);
     let error = execute::forward_state(&subject, &case, &inputs, None).expect_err("four tokens in a cache of three");

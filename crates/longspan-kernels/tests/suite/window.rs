@@ -1,10 +1,11 @@
 //! The conformance suite over sliding-window attention, softmax attention with a window.
 
-use longspan_kernels::{Dims, Kernel, SoftmaxAttention, Token};
+use longspan_kernels::{Dims, Kernel, SoftmaxAttention, State, Token};
+use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
 use longspan_testing::suite::{Check, assert_all};
-use longspan_testing::{
-    Assumptions, Case, Subject, accuracy, execute, grid, isolation, rejection, state_gradients, threads,
-};
+use longspan_testing::{Assumptions, Case, Subject, accuracy, execute, isolation, rejection, state_gradients, threads};
+
+use crate::softmax::{positive, signed, streams};
 
 fn subject(window: usize) -> Subject {
     // Weights beyond the window are 0.
@@ -18,45 +19,18 @@ fn over(cases: &[Case], check: Check) {
     assert_all(check, cases.iter().enumerate().map(|(n, case)| (&subjects[n % subjects.len()], case)));
 }
 
-fn cases(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
-    grid::kernelized(seed, count, lengths).into_iter().map(|(_, case)| Case { positive: false, ..case }).collect()
-}
-
-fn positive(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
-    cases(seed, count, lengths).into_iter().map(|case| Case { positive: true, ..case }).collect()
-}
-
-fn streams(seed: u64, count: usize) -> Vec<Case> {
-    grid::streaming(seed, count).into_iter().map(|(_, case)| Case { positive: true, ..case }).collect()
-}
-
 longspan_testing::shared_tests!(over, positive, streams);
 
-#[test]
-fn forward_is_the_definition() {
-    over(&cases(51, 400, &grid::LENGTHS), accuracy::forward::<f32>);
-    over(&cases(52, 400, &grid::LENGTHS), accuracy::forward::<f64>);
-}
-
-#[test]
-fn gradients_are_those_of_the_definition() {
-    over(&cases(53, 200, &grid::SHORT_LENGTHS), accuracy::gradient);
-}
-
-#[test]
-fn gradients_in_f32_are_those_in_f64() {
-    over(&positive(54, 300, &grid::LENGTHS), accuracy::gradient_in_f32);
-}
-
-#[test]
-fn packed_is_looped() {
-    over(&positive(55, 300, &grid::LENGTHS), isolation::packed_is_looped::<f32>);
-}
-
-#[test]
-fn threads_do_not_matter() {
-    over(&cases(56, 60, &grid::LENGTHS), threads::threads_do_not_matter::<f32>);
-    over(&streams(57, 30), state_gradients::threads_do_not_matter_to_state_gradients::<f32>);
+longspan_testing::tests! { over;
+    forward_is_the_definition:
+        signed(51, 400, &LENGTHS) => accuracy::forward::<f32>,
+        signed(52, 400, &LENGTHS) => accuracy::forward::<f64>;
+    gradients_are_those_of_the_definition: signed(53, 200, &SHORT_LENGTHS) => accuracy::gradient;
+    gradients_in_f32_are_those_in_f64: positive(54, 300, &LENGTHS) => accuracy::gradient_in_f32;
+    packed_is_looped: positive(55, 300, &LENGTHS) => isolation::packed_is_looped::<f32>;
+    threads_do_not_matter:
+        signed(56, 60, &LENGTHS) => threads::threads_do_not_matter::<f32>,
+        streams(57, 30) => state_gradients::threads_do_not_matter_to_state_gradients::<f32>;
 }
 
 /// A window that reaches every key is none.
@@ -64,7 +38,7 @@ fn threads_do_not_matter() {
 fn a_wide_window_is_softmax_attention() {
     let wide = subject(1000);
     let whole = Subject::new(SoftmaxAttention::default(), Assumptions::default());
-    for case in cases(58, 60, &grid::LENGTHS) {
+    for case in signed(58, 60, &LENGTHS) {
         let inputs = execute::random(&wide, &case).cast::<f32>();
         let case = Case { offset: case.offset.clamp(-300, 300), ..case };
         let [a, b] = [&wide, &whole].map(|subject| execute::forward(subject, &case, &inputs).unwrap());
@@ -89,12 +63,10 @@ fn a_ring_never_fills() {
 
 #[test]
 fn wrong_calls_are_refused() {
-    let case =
-        Case::new(Dims { batch: 2, heads: 4, kv_heads: 2, queries: 5, keys: 6, head_dim: 3, value_dim: 2 }, true);
-    rejection::wrong_calls::<f32>(&subject(4), &case).unwrap_or_else(|failure| panic!("{failure}"));
+    rejection::assert_wrong_calls(&subject(4), [3, 2]);
+    let case = Case::new(rejection::dims([3, 2]), true);
     for window in [0, (1 << 22) + 1, usize::MAX] {
-        let refused = rejection::refuses::<f32>(&subject(window), &case, "window");
-        refused.unwrap_or_else(|failure| panic!("{failure}"));
+        rejection::assert_refused(&subject(window), &case, "window");
         let attention = SoftmaxAttention { window: Some(window), ..Default::default() };
         let error = Kernel::<f32>::empty_state(&attention, &case.dims).unwrap_err().to_string();
         assert!(error.contains("window"), "{error}");
@@ -115,7 +87,7 @@ fn foreign_states_are_refused() {
     for (place, mark) in [(keys + values, 6.0), (keys + values, 0.5), (keys + values, -1.0), (keys + values + 1, 0.5)] {
         let mut numbers = state.numbers().to_vec();
         numbers[place] = mark;
-        let mut wrong = longspan_kernels::State::from_numbers(state.shape(), numbers).unwrap();
+        let mut wrong = State::from_numbers(state.shape(), numbers).unwrap();
         let error = three.step(&token, &mut wrong, &mut [0.0; 2]).unwrap_err().to_string();
         assert!(error.contains("state"), "{error}");
     }
