@@ -7,36 +7,12 @@ use longspan_kernels::layers::{
     Projected, StepBuffers, Weights,
 };
 use longspan_kernels::{
-    Aft, AnyKernel, Call, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, Mechanism, Score, Scratch, Shaw, State,
-    View,
+    Aft, AnyKernel, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, Mechanism, Score, Scratch, Shaw, State, View,
 };
+use longspan_testing::case::row_major;
 use longspan_testing::random::Random;
-use rayon::ThreadPoolBuilder;
 
-use crate::layers::{dot, gated_norm, is_slope, near, numbers, wide};
-
-const EPSILON: f64 = 1e-5;
-
-/// A layer norm of rows.
-fn norm(x: &[f64], gamma: &[f64], beta: &[f64]) -> Vec<f64> {
-    let width = gamma.len();
-    let row = |x: &[f64]| -> Vec<f64> {
-        let mean = x.iter().sum::<f64>() / width as f64;
-        let square = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
-        let scale = 1.0 / (square + EPSILON).sqrt();
-        x.iter().zip(gamma).zip(beta).map(|((x, g), b)| (x - mean) * scale * g + b).collect()
-    };
-    x.chunks(width).flat_map(row).collect()
-}
-
-/// `x·W + b` for rows of `inputs` numbers.
-fn linear(x: &[f64], inputs: usize, weight: &[f64], bias: &[f64]) -> Vec<f64> {
-    let outputs = bias.len();
-    let row = |x: &[f64]| -> Vec<f64> {
-        (0..outputs).map(|c| bias[c] + (0..inputs).map(|k| x[k] * weight[k * outputs + c]).sum::<f64>()).collect()
-    };
-    x.chunks(inputs).flat_map(row).collect()
-}
+use crate::layers::{EPSILON, dot, gated_norm, is_slope, linear, near, norm, numbers, threads_do_not_matter, wide};
 
 fn scaled(mut numbers: Vec<f32>, by: f32) -> Vec<f32> {
     numbers.iter_mut().for_each(|x| *x *= by);
@@ -68,7 +44,7 @@ fn feed_forward<'a>(
         x,
         width: gamma.len(),
         hidden,
-        norm: Some(NormWeights { gamma, beta: Some(beta), centred: true, epsilon: EPSILON as f32 }),
+        norm: Some(NormWeights { gamma, beta: Some(beta), centred: true, epsilon: EPSILON }),
         inner: Weights { weight: w1, bias: Some(b1) },
         activation,
         gated,
@@ -93,7 +69,7 @@ fn a_feed_forward_part_is_its_definition_with_all_gradients() {
             let weights = feed_forward_weights(&mut random, width, hidden, columns);
             for (normed, residual) in [(true, true), (false, false)] {
                 let define = |x: &[f64], [gamma, beta, w1, b1, w2, b2]: [&[f64]; 6]| -> Vec<f64> {
-                    let n = if normed { norm(x, gamma, beta) } else { x.to_vec() };
+                    let n = if normed { norm(x, gamma, beta, true) } else { x.to_vec() };
                     let z = linear(&n, width, w1, b1);
                     let row = |z: &[f64]| -> Vec<f64> {
                         (0..hidden).map(|c| f.apply(z[c]) * if gated { z[hidden + c] } else { 1.0 }).collect()
@@ -110,8 +86,7 @@ fn a_feed_forward_part_is_its_definition_with_all_gradients() {
                 if normed && width == 1 {
                     continue;
                 }
-                let exact =
-                    [&weights[0], &weights[1], &weights[2], &weights[3], &weights[4], &weights[5]].map(|w| wide(w));
+                let exact = weights.each_ref().map(|w| wide(w));
                 let all = || exact.each_ref().map(Vec::as_slice);
                 let expected = define(&wide(&x), all());
                 near(&format!("{what}: forward"), &call.forward().unwrap(), &expected, 2e-5);
@@ -128,9 +103,8 @@ fn a_feed_forward_part_is_its_definition_with_all_gradients() {
                 let [d_w1, d_b1] = &gradients.d_inner;
                 let [d_w2, d_b2] = &gradients.d_outer;
                 let x = wide(&x);
-                for (n, (gradient, at)) in
-                    [d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2].into_iter().zip(&weights).enumerate()
-                {
+                let found = [d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2];
+                for (n, (gradient, at)) in found.into_iter().zip(&weights).enumerate() {
                     if !normed && n < 2 {
                         assert!(gradient.is_empty());
                         continue;
@@ -166,8 +140,8 @@ impl Definition<'_> {
     fn apply(&self, x: &[f64], memory: &[f64], weights: &[Vec<f64>]) -> Vec<f64> {
         let Dims { batch, heads, kv_heads, queries, keys, head_dim, .. } = self.dims;
         let width = heads * head_dim;
-        let [gamma, beta, w, b, w2, b2, gated_gamma] = weights[..7].each_ref_array();
-        let n = if self.normed { norm(x, gamma, beta) } else { x.to_vec() };
+        let [gamma, beta, w, b, w2, b2, gated_gamma] = std::array::from_fn(|n| weights[n].as_slice());
+        let n = if self.normed { norm(x, gamma, beta, true) } else { x.to_vec() };
         let own = linear(&n, width, w, b);
         let source = if memory.is_empty() { own.clone() } else { linear(memory, width, w, b) };
         let columns = b.len();
@@ -188,14 +162,7 @@ impl Definition<'_> {
         let k = part(&source, keys, kv_heads, self.key_dim, first);
         let v = part(&source, keys, kv_heads, head_dim, first + kv_heads * self.key_dim);
         let learned: Vec<&[f64]> = weights[7..].iter().map(Vec::as_slice).collect();
-        let call = Call::new(
-            self.dims,
-            View::contiguous(&q, [batch, heads, queries, head_dim]),
-            View::contiguous(&k, [batch, kv_heads, keys, self.key_dim]),
-            View::contiguous(&v, [batch, kv_heads, keys, head_dim]),
-        )
-        .with_mask(self.mask)
-        .with_parameters(&learned);
+        let call = row_major(self.dims, [&q, &k, &v]).with_mask(self.mask).with_parameters(&learned);
         let out = self.mechanism.reference(&call).unwrap().out;
         let mut merged = vec![0.0; out.len()];
         for (n, value) in out.iter().enumerate() {
@@ -213,28 +180,57 @@ impl Definition<'_> {
     }
 }
 
-trait EachRef {
-    fn each_ref_array<const N: usize>(&self) -> [&[f64]; N];
+/// Causal attention of one sequence with a residual sum; no norms, no biases, no dropout.
+fn attention<'a>(
+    kernel: &'a dyn Kernel<f32>,
+    parameters: &'a [&'a [f32]],
+    [heads, kv_heads, head_dim]: [usize; 3],
+    x: &'a [f32],
+    [weight, output]: [&'a [f32]; 2],
+) -> MultiHead<'a> {
+    MultiHead {
+        x,
+        batch: 1,
+        queries: x.len() / (heads * head_dim),
+        memory: None,
+        heads,
+        kv_heads,
+        head_dim,
+        norm: None,
+        projection: Weights { weight, bias: None },
+        kernel,
+        parameters,
+        mask: Mask::causal(),
+        initial_state: None,
+        stretches: None,
+        gated_norm: None,
+        output: Weights { weight: output, bias: None },
+        dropout: None,
+        residual: true,
+    }
 }
 
-impl EachRef for [Vec<f64>] {
-    fn each_ref_array<const N: usize>(&self) -> [&[f64]; N] {
-        std::array::from_fn(|n| self[n].as_slice())
-    }
+fn gate(gamma: &[f32]) -> GatedNormWeights<'_> {
+    GatedNormWeights { gamma, epsilon: EPSILON }
+}
+
+/// What a mechanism may have learned.
+fn learned(random: &mut Random, mechanism: &dyn Mechanism, dims: &Dims) -> Vec<Vec<f32>> {
+    mechanism.parameters(dims).iter().map(|parameter| numbers(random, parameter.len())).collect()
 }
 
 #[test]
 fn multi_head_attention_is_its_definition_with_all_gradients() {
     let mut random = Random::new(12);
-    let shaw: Box<dyn AnyKernel> = Box::new(kernelized(FeatureMap::EluPlusOne, Score::Combined(Shaw::new(2))));
-    let plain: Box<dyn AnyKernel> = Box::new(kernelized(FeatureMap::Softplus, Score::Content));
-    let conv: Box<dyn AnyKernel> = Box::new(Aft::new(Variant::Conv { taps: 3, normalized: true }));
+    let shaw = kernelized(FeatureMap::EluPlusOne, Score::Combined(Shaw::new(2)));
+    let plain = kernelized(FeatureMap::Softplus, Score::Content);
+    let conv = Aft::new(Variant::Conv { taps: 3, normalized: true });
     let cases: [(&dyn AnyKernel, [usize; 6], bool); 5] = [
-        (&*shaw, [2, 4, 2, 9, 0, 3], true),
-        (&*plain, [1, 2, 1, 70, 0, 4], true),
-        (&*plain, [2, 2, 2, 5, 8, 3], false),
-        (&*conv, [1, 2, 2, 12, 0, 3], true),
-        (&*shaw, [1, 2, 2, 6, 7, 2], false),
+        (&shaw, [2, 4, 2, 9, 0, 3], true),
+        (&plain, [1, 2, 1, 70, 0, 4], true),
+        (&plain, [2, 2, 2, 5, 8, 3], false),
+        (&conv, [1, 2, 2, 12, 0, 3], true),
+        (&shaw, [1, 2, 2, 6, 7, 2], false),
     ];
     for (gated, (mechanism, [batch, heads, kv_heads, queries, memory_keys, head_dim], causal)) in
         [false, true].into_iter().flat_map(|gated| cases.map(|case| (gated, case)))
@@ -256,33 +252,25 @@ fn multi_head_attention_is_its_definition_with_all_gradients() {
             numbers(&mut random, width),
             numbers(&mut random, width),
         ];
-        let learned = mechanism.parameters(&dims);
-        weights.extend(learned.iter().map(|parameter| scaled(numbers(&mut random, parameter.len()), 0.3)));
+        weights.extend(learned(&mut random, mechanism, &dims).into_iter().map(|numbers| scaled(numbers, 0.3)));
         let parameters: Vec<&[f32]> = weights[7..].iter().map(Vec::as_slice).collect();
         let mask = if causal { Mask::causal() } else { Mask::bidirectional() };
         for (normed, residual) in [(true, true), (false, false)] {
             let definition = Definition { mechanism, dims, key_dim, mask, normed, gated, residual };
             let (gamma, beta) = (&weights[0], Some(weights[1].as_slice()));
-            let norm = NormWeights { gamma, beta, centred: true, epsilon: EPSILON as f32 };
+            let norm = NormWeights { gamma, beta, centred: true, epsilon: EPSILON };
+            let sizes = [heads, kv_heads, head_dim];
             let call = MultiHead {
-                x: &x,
                 batch,
                 queries,
                 memory: crossed.then_some(Memory { numbers: &memory, keys }),
-                heads,
-                kv_heads,
-                head_dim,
                 norm: normed.then_some(norm),
                 projection: Weights { weight: &weights[2], bias: Some(&weights[3]) },
-                kernel: mechanism,
-                parameters: &parameters,
                 mask,
-                initial_state: None,
-                stretches: None,
-                gated_norm: gated.then_some(GatedNormWeights { gamma: &weights[6], epsilon: EPSILON as f32 }),
+                gated_norm: gated.then_some(gate(&weights[6])),
                 output: Weights { weight: &weights[4], bias: Some(&weights[5]) },
-                dropout: None,
                 residual,
+                ..attention(mechanism, &parameters, sizes, &x, [&weights[2], &weights[4]])
             };
             let what = format!("{} {dims:?}, normed {normed}, gated {gated}", mechanism.name());
             let exact: Vec<Vec<f64>> = weights.iter().map(|w| wide(w)).collect();
@@ -341,35 +329,19 @@ fn a_prompt_leaves_the_state_from_which_attention_goes_on() {
     let x = numbers(&mut random, tokens * width);
     let (weight, output) = (numbers(&mut random, width * 4 * width), numbers(&mut random, width * width));
     let gamma = numbers(&mut random, width);
-    let table: Vec<Vec<f32>> =
-        Mechanism::parameters(&kernel, &dims).iter().map(|p| numbers(&mut random, p.len())).collect();
+    let table = learned(&mut random, &kernel, &dims);
     let parameters: Vec<&[f32]> = table.iter().map(Vec::as_slice).collect();
-    let call = |x, queries, initial_state| MultiHead {
-        x,
-        batch: 1,
-        queries,
-        memory: None,
-        heads,
-        kv_heads: heads,
-        head_dim,
-        norm: None,
-        projection: Weights { weight: &weight, bias: None },
-        kernel: &kernel,
-        parameters: &parameters,
-        mask: Mask::causal(),
+    let call = |x, initial_state| MultiHead {
         initial_state,
-        stretches: None,
-        gated_norm: Some(GatedNormWeights { gamma: &gamma, epsilon: EPSILON as f32 }),
-        output: Weights { weight: &output, bias: None },
-        dropout: None,
-        residual: true,
+        gated_norm: Some(gate(&gamma)),
+        ..attention(&kernel, &parameters, [heads, heads, head_dim], x, [&weight, &output])
     };
     let mut scratch = Scratch::new();
-    let whole = call(&x, tokens, None).forward(&mut scratch, None).unwrap();
+    let whole = call(&x, None).forward(&mut scratch, None).unwrap();
     let mut state: State<f32> = Kernel::<f32>::empty_state(&kernel, &dims).unwrap();
     let (first, second) = x.split_at(37 * width);
-    let mut parts = call(first, 37, None).forward(&mut scratch, Some(&mut state)).unwrap();
-    parts.extend(call(second, tokens - 37, Some(&state)).forward(&mut scratch, None).unwrap());
+    let mut parts = call(first, None).forward(&mut scratch, Some(&mut state)).unwrap();
+    parts.extend(call(second, Some(&state)).forward(&mut scratch, None).unwrap());
     near("in two calls", &parts, &wide(&whole), 1e-4);
 }
 
@@ -391,28 +363,13 @@ fn segments_of_both_directions_make_the_whole() {
     for (kernel, gated) in scores.map(|(score, gated)| (kernelized(FeatureMap::Exp, score), gated)) {
         let columns = width * (1 + usize::from(gated)) + 2 * kv_heads * head_dim;
         let (weight, output) = (numbers(&mut random, width * columns), numbers(&mut random, width * width));
-        let table: Vec<Vec<f32>> =
-            Mechanism::parameters(&kernel, &dims).iter().map(|p| numbers(&mut random, p.len())).collect();
+        let table = learned(&mut random, &kernel, &dims);
         let parameters: Vec<&[f32]> = table.iter().map(Vec::as_slice).collect();
         let call = MultiHead {
-            x: &x,
-            batch: 1,
-            queries: tokens,
-            memory: None,
-            heads,
-            kv_heads,
-            head_dim,
-            norm: Some(NormWeights { gamma: &gamma, beta: None, centred: false, epsilon: EPSILON as f32 }),
-            projection: Weights { weight: &weight, bias: None },
-            kernel: &kernel,
-            parameters: &parameters,
+            norm: Some(NormWeights { gamma: &gamma, beta: None, centred: false, epsilon: EPSILON }),
             mask: Mask::bidirectional(),
-            initial_state: None,
-            stretches: None,
-            gated_norm: gated.then_some(GatedNormWeights { gamma: &gated_gamma, epsilon: EPSILON as f32 }),
-            output: Weights { weight: &output, bias: None },
-            dropout: None,
-            residual: true,
+            gated_norm: gated.then_some(gate(&gated_gamma)),
+            ..attention(&kernel, &parameters, [heads, kv_heads, head_dim], &x, [&weight, &output])
         };
         let mut scratch = Scratch::new();
         let twice = |rows: Vec<f32>| rows.iter().map(|x| 2.0 * x).collect::<Vec<f32>>();
@@ -449,29 +406,16 @@ fn steps_give_the_rows_of_the_whole() {
         let scale = 1.0 / (width as f32).sqrt();
         let weight = scaled(numbers(&mut random, width * columns), scale);
         let (bias, output) = (numbers(&mut random, columns), scaled(numbers(&mut random, width * width), scale));
-        let table: Vec<Vec<f32>> =
-            Mechanism::parameters(&kernel, &dims).iter().map(|p| numbers(&mut random, p.len())).collect();
+        let table = learned(&mut random, &kernel, &dims);
         let parameters: Vec<&[f32]> = table.iter().map(Vec::as_slice).collect();
         let part = feed_forward(&x, &weights, hidden, true, Activation::Silu);
         let attention = MultiHead {
-            x: &x,
             batch,
             queries: tokens,
-            memory: None,
-            heads,
-            kv_heads,
-            head_dim,
             norm: part.norm,
             projection: Weights { weight: &weight, bias: Some(&bias) },
-            kernel: &kernel,
-            parameters: &parameters,
-            mask: Mask::causal(),
-            initial_state: None,
-            stretches: None,
-            gated_norm: gated.then_some(GatedNormWeights { gamma: &gamma, epsilon: EPSILON as f32 }),
-            output: Weights { weight: &output, bias: None },
-            dropout: None,
-            residual: true,
+            gated_norm: gated.then_some(gate(&gamma)),
+            ..attention(&kernel, &parameters, [heads, kv_heads, head_dim], &x, [&weight, &output])
         };
         let middle = attention.forward(&mut Scratch::new(), None).unwrap();
         let whole = FeedForward { x: &middle, ..part }.forward().unwrap();
@@ -486,12 +430,8 @@ fn steps_give_the_rows_of_the_whole() {
             let attention = MultiHead { x: &x, queries: 1, ..attention };
             attention.step(&mut state, &mut buffers, &mut middle).unwrap();
             FeedForward { x: &middle, ..part }.step(&mut buffers, &mut row).unwrap();
-            near(
-                &format!("token {token} of {batch} × {heads} × {head_dim}, gated {gated}"),
-                &row,
-                &wide(&rows(&whole)),
-                5e-5,
-            );
+            let what = format!("token {token} of {batch} × {heads} × {head_dim}, gated {gated}");
+            near(&what, &row, &wide(&rows(&whole)), 5e-5);
             assert!(attention.step(&mut state, &mut buffers, &mut middle[1..]).is_err());
         }
         assert!(attention.step(&mut state, &mut buffers, &mut whole.clone()).is_err());
@@ -511,24 +451,13 @@ fn queries_recall_what_cross_attention_gives_them() {
         let (first, columns) = if gated { (2 * width, 4 * width) } else { (width, 3 * width) };
         let (weight, bias) = (numbers(&mut random, width * columns), numbers(&mut random, columns));
         let call = MultiHead {
-            x: &x,
             batch,
             queries,
             memory: Some(Memory { numbers: &memory, keys }),
-            heads,
-            kv_heads: heads,
-            head_dim,
-            norm: None,
             projection: Weights { weight: &weight, bias: Some(&bias) },
-            kernel: &kernel,
-            parameters: &[],
             mask: Mask::bidirectional(),
-            initial_state: None,
-            stretches: None,
-            gated_norm: gated.then_some(GatedNormWeights { gamma: &gamma, epsilon: EPSILON as f32 }),
-            output: Weights { weight: &output, bias: None },
-            dropout: None,
-            residual: true,
+            gated_norm: gated.then_some(gate(&gamma)),
+            ..attention(&kernel, &[], [heads, heads, head_dim], &x, [&weight, &output])
         };
         let expected = call.forward(&mut Scratch::new(), None).unwrap();
         let rows = Linear::new(&memory, &weight, [batch * keys, width, columns]).with_bias(Some(&bias));
@@ -583,35 +512,17 @@ fn bits_of_blocks_do_not_depend_on_the_number_of_threads() {
         let part = feed_forward(&x, &weights, hidden, true, Activation::Silu);
         let (out, sums) = part.training().unwrap();
         let call = MultiHead {
-            x: &x,
-            batch: 1,
-            queries: tokens,
-            memory: None,
-            heads,
-            kv_heads: heads,
-            head_dim,
             norm: part.norm,
             projection: Weights { weight: &weight, bias: Some(&bias) },
-            kernel: &kernel,
-            parameters: &[],
-            mask: Mask::causal(),
-            initial_state: None,
-            stretches: None,
-            gated_norm: Some(GatedNormWeights { gamma: &gamma, epsilon: 1e-5 }),
-            output: Weights { weight: &output, bias: None },
+            gated_norm: Some(gate(&gamma)),
             dropout: Dropout::new(0.1, 3),
-            residual: true,
+            ..attention(&kernel, &[], [heads, heads, head_dim], &x, [&weight, &output])
         };
         let mut scratch = Scratch::new();
         let (heads, kept): (_, KeptAttention) = call.training(&mut scratch, None).unwrap();
         (out, part.backward(Some(&sums), &d_out), heads, call.backward(Some(&kept), &d_out, &mut scratch))
     };
-    let on = |threads| ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(all);
-    let one = on(1);
-    for threads in [2, 3] {
-        assert!(on(threads) == one, "{threads} threads");
-    }
-    assert!(longspan_kernels::threads::alone(all) == one, "the caller's thread");
+    threads_do_not_matter(all);
 }
 
 /// A layer of some columns of a weight is the layer of those columns alone.
@@ -640,24 +551,10 @@ fn nothing_is_computed_of_no_rows() {
     let kernel = kernelized(FeatureMap::EluPlusOne, Score::Content);
     let (weight, output) = (numbers(&mut random, 4 * 16), numbers(&mut random, 16));
     let call = MultiHead {
-        x: &[],
         batch: 2,
-        queries: 0,
-        memory: None,
-        heads: 2,
-        kv_heads: 2,
-        head_dim: 2,
         norm: call.norm,
-        projection: Weights { weight: &weight, bias: None },
-        kernel: &kernel,
-        parameters: &[],
-        mask: Mask::causal(),
-        initial_state: None,
-        stretches: None,
-        gated_norm: Some(GatedNormWeights { gamma: &[1.0; 4], epsilon: 1e-5 }),
-        output: Weights { weight: &output, bias: None },
-        dropout: None,
-        residual: true,
+        gated_norm: Some(gate(&[1.0; 4])),
+        ..attention(&kernel, &[], [2, 2, 2], &[], [&weight, &output])
     };
     let mut scratch = Scratch::new();
     let (out, kept) = call.training(&mut scratch, None).unwrap();
@@ -673,8 +570,7 @@ fn nothing_is_computed_of_no_rows() {
         assert!(error.contains(argument), "{error}");
     };
     refused(MultiHead { gated_norm: None, ..call }, "projection: expected 4 × 12");
-    let gamma = &[1.0; 2];
-    refused(MultiHead { gated_norm: Some(GatedNormWeights { gamma, epsilon: 1e-5 }), ..call }, "γ of 4 numbers");
+    refused(MultiHead { gated_norm: Some(gate(&[1.0; 2])), ..call }, "γ of 4 numbers");
 }
 
 #[test]

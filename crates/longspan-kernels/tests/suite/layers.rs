@@ -8,6 +8,8 @@ use longspan_kernels::layers::{
 use longspan_testing::random::Random;
 use rayon::ThreadPoolBuilder;
 
+pub const EPSILON: f32 = 1e-5;
+
 pub fn numbers(random: &mut Random, len: usize) -> Vec<f32> {
     (0..len).map(|_| random.normal() as f32).collect()
 }
@@ -48,23 +50,35 @@ pub fn is_slope(what: &str, gradient: &[f32], at: &[f32], allowed: f64, definiti
     }
 }
 
-/// `residual + f(x·W + b)` row by row.
-fn linear(
-    x: &[f64],
-    weight: &[f64],
-    bias: &[f64],
-    residual: &[f64],
-    f: Activation,
-    [rows, k, n]: [usize; 3],
-) -> Vec<f64> {
-    let mut out = Vec::new();
-    for row in 0..rows {
-        for column in 0..n {
-            let z: f64 = (0..k).map(|p| x[row * k + p] * weight[p * n + column]).sum();
-            out.push(residual[row * n + column] + f.apply(z + bias[column]));
-        }
+/// `x·W + b` for rows of `inputs` numbers.
+pub fn linear(x: &[f64], inputs: usize, weight: &[f64], bias: &[f64]) -> Vec<f64> {
+    let outputs = bias.len();
+    let row = |x: &[f64]| -> Vec<f64> {
+        (0..outputs).map(|c| bias[c] + (0..inputs).map(|k| x[k] * weight[k * outputs + c]).sum::<f64>()).collect()
+    };
+    x.chunks(inputs).flat_map(row).collect()
+}
+
+/// A norm of rows: a layer norm if centred, otherwise an RMS norm.
+pub fn norm(x: &[f64], gamma: &[f64], beta: &[f64], centred: bool) -> Vec<f64> {
+    let width = gamma.len();
+    let row = |x: &[f64]| -> Vec<f64> {
+        let mean = if centred { x.iter().sum::<f64>() / width as f64 } else { 0.0 };
+        let square = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
+        let scale = 1.0 / (square + f64::from(EPSILON)).sqrt();
+        x.iter().zip(gamma).zip(beta).map(|((x, g), b)| (x - mean) * scale * g + b).collect()
+    };
+    x.chunks(width).flat_map(row).collect()
+}
+
+/// Checks that `all` gives the same on 1, 2, 3 and 8 threads of a pool, and on the caller's thread alone.
+pub fn threads_do_not_matter<R: PartialEq + Send>(all: impl Fn() -> R + Send + Sync) {
+    let on = |threads| ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(&all);
+    let one = on(1);
+    for threads in [2, 3, 8] {
+        assert!(on(threads) == one, "{threads} threads");
     }
-    out
+    assert!(longspan_kernels::threads::alone(&all) == one, "the caller's thread");
 }
 
 pub fn dot(a: &[f64], b: &[f64]) -> f64 {
@@ -84,7 +98,9 @@ fn a_linear_layer_is_its_definition_with_all_gradients() {
             for call in [call, call.with_residual(Some(&residual))] {
                 let zeros = vec![0.0; rows * n];
                 let added = if call.residual.is_some() { wide(&residual) } else { zeros };
-                let define = |x: &[f64], weight: &[f64], bias: &[f64]| linear(x, weight, bias, &added, f, sizes);
+                let define = |x: &[f64], weight: &[f64], bias: &[f64]| -> Vec<f64> {
+                    linear(x, k, weight, bias).iter().zip(&added).map(|(&z, residual)| residual + f.apply(z)).collect()
+                };
                 let expected = define(&wide(&x), &wide(&weight), &wide(&bias));
                 let allowed = 4.0 * f64::from(f32::EPSILON) * (k as f64).sqrt().max(2.0);
                 near("forward", &call.forward().unwrap(), &expected, allowed);
@@ -149,29 +165,17 @@ fn a_norm_is_its_definition_with_all_gradients() {
         for (centred, shifted) in [(true, true), (true, false), (false, false), (false, true)] {
             let (x, gamma) = (numbers(&mut random, rows * width), numbers(&mut random, width));
             let beta = if shifted { numbers(&mut random, width) } else { vec![0.0; width] };
-            let epsilon = 1e-5;
-            let norm = Norm {
-                x: &x,
-                weights: NormWeights { gamma: &gamma, beta: shifted.then_some(&beta), centred, epsilon },
-            };
-            let define = |x: &[f64], gamma: &[f64], beta: &[f64]| -> Vec<f64> {
-                let row = |x: &[f64]| -> Vec<f64> {
-                    let mean = if centred { x.iter().sum::<f64>() / width as f64 } else { 0.0 };
-                    let square = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
-                    let scale = 1.0 / (square + f64::from(epsilon)).sqrt();
-                    x.iter().zip(gamma).zip(beta).map(|((x, g), b)| (x - mean) * scale * g + b).collect()
-                };
-                x.chunks(width).flat_map(row).collect()
-            };
-            let allowed = 1e-5;
-            near("norm", &norm.forward().unwrap(), &define(&wide(&x), &wide(&gamma), &wide(&beta)), allowed);
+            let weights = NormWeights { gamma: &gamma, beta: shifted.then_some(&beta), centred, epsilon: EPSILON };
+            let call = Norm { x: &x, weights };
+            let define = |x: &[f64], gamma: &[f64], beta: &[f64]| norm(x, gamma, beta, centred);
+            near("norm", &call.forward().unwrap(), &define(&wide(&x), &wide(&gamma), &wide(&beta)), 1e-5);
             // One number less its mean is nothing, and so is its slope but for ε: difference quotients say nothing of it.
             if width == 1 {
                 continue;
             }
             let d_out = numbers(&mut random, rows * width);
             let (cotangent, g, b) = (wide(&d_out), wide(&gamma), wide(&beta));
-            let gradients = norm.backward(&d_out).unwrap();
+            let gradients = call.backward(&d_out).unwrap();
             let what = format!("{rows} × {width}, centred {centred}");
             is_slope(&format!("{what}: dx"), &gradients.dx, &x, 3e-5, |x| dot(&define(x, &g, &b), &cotangent));
             let x = wide(&x);
@@ -211,7 +215,7 @@ fn an_embedding_is_its_definition_with_its_gradient() {
 pub fn gated_norm(x: &[f64], gate: &[f64], gamma: &[f64], head_dim: usize) -> Vec<f64> {
     let head = |(n, x): (usize, &[f64])| -> Vec<f64> {
         let square = x.iter().map(|x| x * x).sum::<f64>() / head_dim as f64;
-        let scale = 1.0 / (square + 1e-5).sqrt();
+        let scale = 1.0 / (square + f64::from(EPSILON)).sqrt();
         let at = n * head_dim;
         let open = gate[at..].iter().map(|&z| Activation::Silu.apply(z));
         x.iter().zip(&gamma[at % gamma.len()..]).zip(open).map(|((x, g), open)| x * scale * g * open).collect()
@@ -227,7 +231,7 @@ fn a_gated_norm_is_its_definition_with_all_gradients() {
         let (x, gate) = (numbers(&mut random, rows * width), numbers(&mut random, rows * width));
         let (gamma, d_out) = (numbers(&mut random, width), numbers(&mut random, rows * width));
         let norm =
-            GatedNorm { x: &x, gate: &gate, head_dim, weights: GatedNormWeights { gamma: &gamma, epsilon: 1e-5 } };
+            GatedNorm { x: &x, gate: &gate, head_dim, weights: GatedNormWeights { gamma: &gamma, epsilon: EPSILON } };
         let define = |x: &[f64], gate: &[f64], gamma: &[f64]| gated_norm(x, gate, gamma, head_dim);
         let [wx, wz, wg] = [&x, &gate, &gamma].map(|numbers| wide(numbers));
         let what = format!("{rows} × {heads} × {head_dim}");
@@ -263,13 +267,8 @@ fn a_cross_entropy_is_its_definition_with_all_gradients() {
             };
             let define = |h: &[f64], weight: &[f64], bias: &[f64]| -> [f64; 2] {
                 let (mut plain, mut smoothed) = (0.0, 0.0);
-                for (row, target) in targets.iter().enumerate() {
+                for (z, target) in linear(h, width, weight, bias).chunks(vocabulary).zip(&targets) {
                     let Some(target) = *target else { continue };
-                    let z: Vec<f64> = (0..vocabulary)
-                        .map(|v| {
-                            bias[v] + (0..width).map(|p| h[row * width + p] * weight[p * vocabulary + v]).sum::<f64>()
-                        })
-                        .collect();
                     let most = z.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                     let log_sum = most + z.iter().map(|z| (z - most).exp()).sum::<f64>().ln();
                     let own = log_sum - z[target as usize];
@@ -340,8 +339,8 @@ fn bits_of_layers_do_not_depend_on_the_number_of_threads() {
         let linear = Linear::new(&x, &weight, sizes).with_bias(Some(&bias)).with_activation(Activation::Silu);
         let (out, kept) = linear.training().unwrap();
         let gradients = linear.backward(&out, &kept, &d_out).unwrap();
-        let norm = Norm { x: &x, weights: NormWeights { gamma: &x[..k], beta: None, centred: true, epsilon: 1e-5 } };
-        let weights = GatedNormWeights { gamma: &x[..k], epsilon: 1e-5 };
+        let norm = Norm { x: &x, weights: NormWeights { gamma: &x[..k], beta: None, centred: true, epsilon: EPSILON } };
+        let weights = GatedNormWeights { gamma: &x[..k], epsilon: EPSILON };
         let gated = GatedNorm { x: &x, gate: &x, head_dim: 8, weights };
         let norms = (norm.backward(&x).unwrap(), gated.forward().unwrap(), gated.backward(&x).unwrap());
         let loss = CrossEntropy {
@@ -355,12 +354,7 @@ fn bits_of_layers_do_not_depend_on_the_number_of_threads() {
         };
         (out, gradients, norms, loss.training().unwrap())
     };
-    let on = |threads| ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(all);
-    let one = on(1);
-    for threads in [2, 3, 8] {
-        assert!(on(threads) == one, "{threads} threads");
-    }
-    assert!(longspan_kernels::threads::alone(all) == one, "the caller's thread");
+    threads_do_not_matter(all);
 }
 
 #[test]
@@ -375,10 +369,10 @@ fn nothing_is_computed_of_nothing() {
         assert_eq!(gradients.d_bias, vec![rows as f32; n]);
         assert_eq!(gradients.dx, vec![n as f32; rows * k]);
     }
-    let norm = Norm { x: &[], weights: NormWeights { gamma: &[1.0; 3], beta: None, centred: true, epsilon: 1e-5 } };
+    let norm = Norm { x: &[], weights: NormWeights { gamma: &[1.0; 3], beta: None, centred: true, epsilon: EPSILON } };
     assert_eq!(norm.forward().unwrap(), []);
     assert_eq!(norm.backward(&[]).unwrap().d_gamma, [0.0; 3]);
-    let weights = GatedNormWeights { gamma: &[1.0; 6], epsilon: 1e-5 };
+    let weights = GatedNormWeights { gamma: &[1.0; 6], epsilon: EPSILON };
     let norm = GatedNorm { x: &[], gate: &[], head_dim: 3, weights };
     assert_eq!(norm.forward().unwrap(), []);
     assert_eq!(norm.backward(&[]).unwrap().d_gamma, [0.0; 6]);
@@ -412,9 +406,9 @@ fn lengths_and_targets_that_do_not_fit_are_refused_by_name() {
     let (out, kept) = call.training().unwrap();
     refused(call.backward(&out, &kept, &x), "d_out");
     refused(call.with_activation(Activation::Relu).backward(&out, &kept, &out), "kept");
-    let weights = NormWeights { gamma: &x[..4], beta: None, centred: true, epsilon: 1e-5 };
+    let weights = NormWeights { gamma: &x[..4], beta: None, centred: true, epsilon: EPSILON };
     refused(Norm { x: &x, weights }.forward(), "norm: x");
-    let weights = GatedNormWeights { gamma: &x[..3], epsilon: 1e-5 };
+    let weights = GatedNormWeights { gamma: &x[..3], epsilon: EPSILON };
     let norm = GatedNorm { x: &x, gate: &x, head_dim: 3, weights };
     refused(GatedNorm { x: &x[1..], ..norm }.forward(), "gated norm: x: expected rows of 3");
     refused(GatedNorm { gate: &x[1..], ..norm }.forward(), "gate: expected 6 numbers, as x");
