@@ -16,73 +16,63 @@ use crate::subject::{Number, Subject};
 /// `to`, so that states that differ in nothing else can be compared.
 pub(crate) fn relative_to<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
     let shape = state.shape();
-    if shape.mechanism.starts_with("aft-") {
-        return relative_to_exponents(state, to);
+    let bring = match shape.mechanism {
+        "toeplitz" => bring_keys,
+        name if name.starts_with("aft-") => bring_channels,
+        _ => bring_sums,
+    };
+    let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
+    for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
+        bring(shape.parts, head, to);
     }
-    let [sum, keys, _, row, ring, _] = shape.parts;
+    numbers
+}
+
+/// Brings the exponent `at` to that of `to`; returns the factor of what is relative to it.
+fn bring_exponent(head: &mut [f64], to: &[f64], at: usize) -> f64 {
+    let own = std::mem::replace(&mut head[at], to[at]);
+    if own == to[at] { 1.0 } else { (own - to[at]).exp() }
+}
+
+/// One head's state of sums and a ring.
+fn bring_sums([sum, keys, _, row, ring, _]: [usize; 6], head: &mut [f64], to: &[f64]) {
     let sums = sum + keys;
-    let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
-    if shape.mechanism == "toeplitz" {
-        return relative_to_keys(state, to);
+    let factor = bring_exponent(head, to, sums);
+    head[..sums].iter_mut().for_each(|x| *x *= factor);
+    if ring > 0 {
+        let (own, other) = (head[sums + 1] as usize, to[sums + 1] as usize);
+        let start = head.len() - ring;
+        head[start..].rotate_left(own * row);
+        head[start..].rotate_right(other * row);
+        head[sums + 1] = to[sums + 1];
     }
-    for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
-        let (own, other) = (head[sums], to[sums]);
-        let factor = if own == other { 1.0 } else { (own - other).exp() };
-        head[..sums].iter_mut().for_each(|x| *x *= factor);
-        head[sums] = other;
-        if ring > 0 {
-            let (own, other) = (head[sums + 1] as usize, to[sums + 1] as usize);
-            let start = head.len() - ring;
-            head[start..].rotate_left(own * row);
-            head[start..].rotate_right(other * row);
-            head[sums + 1] = to[sums + 1];
-        }
-    }
-    numbers
 }
 
-/// The same for Toeplitz states, in which each token of the ring has an exponent too, and its slot in the ring follows
-/// from its position in the sequence.
-fn relative_to_keys<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
-    let shape = state.shape();
-    let [sum, keys, marks, ring_keys, exponents, _] = shape.parts;
-    let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
-    let factor = |own: f64, other: f64| if own == other { 1.0 } else { (own - other).exp() };
-    for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
-        let (exponent, ring) = (sum + keys + 2, sum + keys + marks);
-        let far = factor(head[exponent], to[exponent]);
-        head[..sum + keys].iter_mut().for_each(|x| *x *= far);
-        head[exponent] = to[exponent];
-        for row in 0..exponents {
-            let at = ring + ring_keys + row;
-            let own = factor(head[at], to[at]);
-            let width = ring_keys / exponents;
-            head[ring + row * width..][..width].iter_mut().for_each(|x| *x *= own);
-            head[at] = to[at];
-        }
+/// Of Toeplitz attention, in which each token of the ring has an exponent too, and its slot in the ring follows from its
+/// position in the sequence.
+fn bring_keys([sum, keys, marks, ring_keys, exponents, _]: [usize; 6], head: &mut [f64], to: &[f64]) {
+    let ring = sum + keys + marks;
+    let far = bring_exponent(head, to, sum + keys + 2);
+    head[..sum + keys].iter_mut().for_each(|x| *x *= far);
+    for row in 0..exponents {
+        let own = bring_exponent(head, to, ring + ring_keys + row);
+        let width = ring_keys / exponents;
+        head[ring + row * width..][..width].iter_mut().for_each(|x| *x *= own);
     }
-    numbers
 }
 
-/// The same for the states of attention-free transformers, which have an exponent for each channel or one for all.
-fn relative_to_exponents<T: Number>(state: &State<T>, to: &State<f64>) -> Vec<f64> {
-    let shape = state.shape();
-    let [width, exponents, ..] = shape.parts;
-    let mut numbers: Vec<f64> = state.numbers().iter().map(|x| x.to_f64()).collect();
-    for (head, to) in numbers.chunks_exact_mut(shape.head_len()).zip(to.numbers().chunks_exact(shape.head_len())) {
-        for n in 0..exponents {
-            let (denominator, exponent) = (width + n, width + exponents + n);
-            let (own, other) = (head[exponent], to[exponent]);
-            // An empty sum is 0 relative to any exponent.
-            let same = own == other || head[denominator] == 0.0;
-            let factor = if same { 1.0 } else { (own - other).exp() };
-            let channels = if exponents == width { n..n + 1 } else { 0..width };
-            head[channels].iter_mut().for_each(|x| *x *= factor);
-            head[denominator] *= factor;
-            head[exponent] = other;
+/// Of attention-free transformers, which have an exponent for each channel or one for all.
+fn bring_channels([width, exponents, ..]: [usize; 6], head: &mut [f64], to: &[f64]) {
+    for n in 0..exponents {
+        let factor = bring_exponent(head, to, width + exponents + n);
+        // An empty sum is 0 relative to any exponent.
+        if head[width + n] == 0.0 {
+            continue;
         }
+        let channels = if exponents == width { n..n + 1 } else { 0..width };
+        head[channels].iter_mut().for_each(|x| *x *= factor);
+        head[width + n] *= factor;
     }
-    numbers
 }
 
 /// Checks a state against the one in `f64`, with the state of the magnitudes as scale.
@@ -101,12 +91,11 @@ fn close_states<T: Number>(
 
 /// The state of the magnitudes: the scale of the numbers of the final state.
 fn state_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<State<f64>, Failure> {
-    let absolute = Inputs { v: inputs.v.iter().map(|x| x.abs()).collect(), ..inputs.clone() };
-    let absolute = if subject.assumptions.signed_features {
-        Inputs { k: inputs.k.iter().map(|x| x.abs()).collect(), ..absolute }
-    } else {
-        absolute
-    };
+    let mut absolute = inputs.clone();
+    absolute.v.iter_mut().for_each(|x| *x = x.abs());
+    if subject.assumptions.signed_features {
+        absolute.k.iter_mut().for_each(|x| *x = x.abs());
+    }
     let state = execute::forward_state(subject, case, &absolute, None)?.1;
     if !subject.assumptions.turned {
         return Ok(state);

@@ -240,20 +240,18 @@ fn heads_may_cut_their_tiles_apart() {
     let dims = Dims { batch: 1, heads: 4, kv_heads: 4, queries: 330, keys: 330, head_dim: 6, value_dim: 6 };
     let cases = [true, false].map(|causal| Case { seed: 21, ..Case::new(dims, causal) });
     let ranks = [None, Some(3)].map(|rank| subject(Aft::new(Variant::Full { length: 330, rank })));
-    assert_all(
-        |subject, case| {
-            let dims = &case.dims;
-            let mut inputs = execute::random(subject, case);
-            for (n, k) in inputs.k.iter_mut().enumerate() {
-                let (head, key) = (n / (dims.keys * dims.head_dim), n / dims.head_dim % dims.keys);
-                let level = if (1..3).contains(&head) && (64..140).contains(&key) { -40.0 } else { 0.0 };
-                *k = f64::from((*k + level) as f32);
-            }
-            inputs.parameters.iter_mut().flatten().for_each(|w| *w = f64::from((8.0 * *w) as f32));
-            is_accurate(subject, case, &inputs)
-        },
-        ranks.iter().flat_map(|subject| cases.iter().map(move |case| (subject, case))),
-    );
+    let check: Check = |subject, case| {
+        let dims = &case.dims;
+        let mut inputs = execute::random(subject, case);
+        for (n, k) in inputs.k.iter_mut().enumerate() {
+            let (head, key) = (n / (dims.keys * dims.head_dim), n / dims.head_dim % dims.keys);
+            let level = if (1..3).contains(&head) && (64..140).contains(&key) { -40.0 } else { 0.0 };
+            *k = f64::from((*k + level) as f32);
+        }
+        inputs.parameters.iter_mut().flatten().for_each(|w| *w = f64::from((8.0 * *w) as f32));
+        is_accurate(subject, case, &inputs)
+    };
+    assert_all(check, ranks.iter().flat_map(|subject| cases.iter().map(move |case| (subject, case))));
 }
 
 /// Chunks of AFT-conv whose weights may all be relative to one exponent beside others whose may not, and rows that stand where no

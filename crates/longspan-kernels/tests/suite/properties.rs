@@ -6,7 +6,7 @@ use longspan_kernels::{
     Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Gradients, Kernel, KernelizedAttention, Keys, Mask, Order,
     Output, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, State, Toeplitz, Token, View, ViewMut,
 };
-use longspan_testing::{Assumptions, Case, KeyMask, Subject, accuracy, execute, memory};
+use longspan_testing::{Assumptions, Case, Failure, KeyMask, Subject, accuracy, execute, memory};
 use proptest::prelude::*;
 
 /// Cases for each property: together they take a few seconds.
@@ -90,42 +90,41 @@ fn softmax() -> Subject {
     Subject::new(SoftmaxAttention { capacity: 10, ..Default::default() }, assumptions)
 }
 
+fn is_definition(subject: &Subject, case: &Case) -> Result<(), Failure> {
+    accuracy::forward::<f32>(subject, case)?;
+    accuracy::forward::<f64>(subject, case)
+}
+
+fn failed(failure: Failure) -> TestCaseError {
+    TestCaseError::fail(failure.0)
+}
+
 proptest! {
     #![proptest_config(config())]
 
     #[test]
     fn kernelized_attention_is_its_definition(attention in kernelized(), case in case()) {
-        let subject = Subject::kernelized(&attention);
-        if let Err(failure) = accuracy::forward::<f32>(&subject, &case).and_then(|()| accuracy::forward::<f64>(&subject, &case)) {
-            return Err(TestCaseError::fail(failure.to_string()));
-        }
+        is_definition(&Subject::kernelized(&attention), &case).map_err(failed)?;
     }
 
     #[test]
     fn softmax_attention_is_its_definition(case in case()) {
-        if let Err(failure) = accuracy::forward::<f32>(&softmax(), &case).and_then(|()| accuracy::forward::<f64>(&softmax(), &case)) {
-            return Err(TestCaseError::fail(failure.to_string()));
-        }
+        is_definition(&softmax(), &case).map_err(failed)?;
     }
 
     #[test]
     fn strides_do_not_matter(attention in kernelized(), case in case(), baseline in any::<bool>()) {
         let subject = if baseline { softmax() } else { Subject::kernelized(&attention) };
-        if let Err(failure) = memory::strides_do_not_matter::<f32>(&subject, &case) {
-            return Err(TestCaseError::fail(failure.to_string()));
-        }
+        memory::strides_do_not_matter::<f32>(&subject, &case).map_err(failed)?;
     }
 
     #[test]
     fn gradients_are_written_and_finite(attention in kernelized(), case in case(), baseline in any::<bool>()) {
         let subject = if baseline { softmax() } else { Subject::kernelized(&attention) };
         let inputs = execute::random(&subject, &case).cast::<f32>();
-        let forward = execute::forward(&subject, &case, &inputs);
-        let back = forward.and_then(|forward| execute::backward(&subject, &case, &inputs, &forward));
-        match back {
-            Err(error) => return Err(TestCaseError::fail(format!("refused: {error}"))),
-            Ok(back) => prop_assert!(back.gradients.iter().flatten().all(|x| x.is_finite())),
-        }
+        let forward = execute::forward(&subject, &case, &inputs).map_err(Failure::from).map_err(failed)?;
+        let back = execute::backward(&subject, &case, &inputs, &forward).map_err(Failure::from).map_err(failed)?;
+        prop_assert!(back.gradients.iter().flatten().all(|x| x.is_finite()));
     }
 }
 
@@ -148,7 +147,7 @@ fn mechanism(which: usize) -> Box<dyn Kernel<f32>> {
     match which {
         0 => Box::new(KernelizedAttention::default()),
         1 => Box::new(KernelizedAttention { score: shaw, algorithm: Algorithm::Naive, ..Default::default() }),
-        2 => Box::new(KernelizedAttention { score: shaw, algorithm: Algorithm::Naive, ..Default::default() }),
+        2 => Box::new(KernelizedAttention { score: shaw, algorithm: Algorithm::Chunked, ..Default::default() }),
         3 => {
             Box::new(KernelizedAttention { decay: Some(vec![0.9]), algorithm: Algorithm::Tiled, ..Default::default() })
         }
