@@ -1,5 +1,6 @@
 //! The machine: what it is, and what it can do with products and copies.
 
+use std::collections::BTreeMap;
 use std::hint::black_box;
 
 use gemm::Parallelism;
@@ -71,7 +72,6 @@ const EXPONENTIALS: (usize, usize) = (4096, 64);
 
 /// Matrix products, exponentials and copies of this machine, measured alternately with kernels.
 pub struct Limits {
-    threads: usize,
     lhs: Vec<f32>,
     rhs: Vec<f32>,
     /// One tile for each thread.
@@ -110,7 +110,6 @@ impl Limits {
         let half = bytes.max(LEAST_COPY) / 2 / size_of::<f32>();
         let threads = rayon::current_num_threads();
         Self {
-            threads,
             lhs: random.normals(len, 1.0),
             rhs: random.normals(len, 1.0),
             tiles: vec![0.0; threads * TILE_LEN],
@@ -147,8 +146,8 @@ impl Limits {
 
     /// One measurement of the large product.
     pub fn measure_large(&mut self) {
-        let parallelism = if self.threads > 1 { Parallelism::Rayon(self.threads) } else { Parallelism::None };
-        self.large_times.push(seconds(|| product(LARGE, &mut self.large, &self.lhs, &self.rhs, parallelism)));
+        let time = seconds(|| product([LARGE; 3], &mut self.large, [&self.lhs, &self.rhs], all_threads()));
+        self.large_times.push(time);
         black_box(&mut self.large);
     }
 
@@ -169,27 +168,34 @@ fn flops(side: usize) -> f64 {
     2.0 * (side as f64).powi(3)
 }
 
-/// `dst = lhs · rhs` of row-major square matrices.
-fn product(side: usize, dst: &mut [f32], lhs: &[f32], rhs: &[f32], parallelism: Parallelism) {
-    let len = side * side;
-    assert!(dst.len() >= len && lhs.len() >= len && rhs.len() >= len, "matrices of {side} × {side}");
-    let row = side as isize;
-    // SAFETY: the three slices hold side × side numbers each, checked above, and `dst` is borrowed alone.
+/// All threads of the current rayon pool.
+fn all_threads() -> Parallelism {
+    match rayon::current_num_threads() {
+        1 => Parallelism::None,
+        threads => Parallelism::Rayon(threads),
+    }
+}
+
+/// `dst = lhs · rhs` of row-major matrices, `m × k` by `k × n`.
+fn product([m, k, n]: [usize; 3], dst: &mut [f32], [lhs, rhs]: [&[f32]; 2], parallelism: Parallelism) {
+    let fit = dst.len() >= m * n && lhs.len() >= m * k && rhs.len() >= k * n;
+    assert!(fit, "matrices of {m} × {k} and {k} × {n}");
+    // SAFETY: the three slices hold as many numbers, checked above, and `dst` is borrowed alone.
     unsafe {
         gemm::gemm(
-            side,
-            side,
-            side,
+            m,
+            n,
+            k,
             dst.as_mut_ptr(),
             1,
-            row,
+            n as isize,
             false,
             lhs.as_ptr(),
             1,
-            row,
+            k as isize,
             rhs.as_ptr(),
             1,
-            row,
+            n as isize,
             0.0f32,
             1.0f32,
             false,
@@ -204,50 +210,18 @@ fn product(side: usize, dst: &mut [f32], lhs: &[f32], rhs: &[f32], parallelism: 
 /// a few runs, in memory that is there.
 pub fn product_seconds(sizes: &[[usize; 3]]) -> f64 {
     const RUNS: usize = 3;
-    let threads = rayon::current_num_threads();
-    let parallelism = if threads > 1 { Parallelism::Rayon(threads) } else { Parallelism::None };
     let most = |len: fn(&[usize; 3]) -> usize| sizes.iter().map(len).max().unwrap_or(0);
     let mut random = Random::new(11);
     let mut numbers =
         |len: usize| random.normals(len.min(1 << 20), 1.0).into_iter().cycle().take(len).collect::<Vec<f32>>();
     let (a, b) = (numbers(most(|[m, k, _]| m * k)), numbers(most(|[_, k, n]| k * n)));
     let mut c = vec![0.0_f32; most(|[m, _, n]| m * n)];
-    let mut once = |[m, k, n]: [usize; 3]| {
-        // SAFETY: the slices hold the largest of these matrices, and `c` is borrowed alone.
-        seconds(|| unsafe {
-            gemm::gemm(
-                m,
-                n,
-                k,
-                c.as_mut_ptr(),
-                1,
-                n as isize,
-                false,
-                a.as_ptr(),
-                1,
-                k as isize,
-                b.as_ptr(),
-                1,
-                n as isize,
-                0.0f32,
-                1.0f32,
-                false,
-                false,
-                false,
-                parallelism,
-            );
-        })
+    let mut known = BTreeMap::new();
+    let mut least = |size| {
+        let runs = (0..RUNS).map(|_| seconds(|| product(size, &mut c, [&a, &b], all_threads())));
+        runs.fold(f64::INFINITY, f64::min)
     };
-    let mut known: Vec<([usize; 3], f64)> = Vec::new();
-    let mut sum = 0.0;
-    for &size in sizes {
-        let found = known.iter().find(|(known, _)| *known == size).map(|(_, seconds)| *seconds);
-        sum += found.unwrap_or_else(|| {
-            let least = (0..RUNS).map(|_| once(size)).fold(f64::INFINITY, f64::min);
-            known.push((size, least));
-            least
-        });
-    }
+    let sum = sizes.iter().map(|&size| *known.entry(size).or_insert_with(|| least(size))).sum();
     black_box(&mut c);
     sum
 }
@@ -259,7 +233,7 @@ fn stream_tiles(dst: &mut [f32], lhs: &[f32], rhs: &[f32]) {
         for ((dst, lhs), rhs) in dst.chunks_exact_mut(TILE_LEN).zip(lhs.chunks(share)).zip(rhs.chunks(share)) {
             scope.spawn(move |_| {
                 for (lhs, rhs) in lhs.chunks_exact(TILE_LEN).zip(rhs.chunks_exact(TILE_LEN)) {
-                    product(TILE, dst, lhs, rhs, Parallelism::None);
+                    product([TILE; 3], dst, [lhs, rhs], Parallelism::None);
                 }
             });
         }
@@ -356,8 +330,7 @@ mod tests {
     fn rates_come_from_times() {
         let mut limits = Limits::new(1 << 20);
         assert_eq!(limits.rates(), None);
-        limits.measure();
-        limits.measure_large();
+        limits.measure_all();
         let rates = limits.rates().unwrap();
         assert!(rates.tiles > 0.0 && rates.exponentials > 0.0 && rates.large.unwrap() > 0.0);
         assert!((rates.copy * rates.copy_seconds - f64::from(1 << 20)).abs() < 1.0);
