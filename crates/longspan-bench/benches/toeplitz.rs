@@ -10,7 +10,7 @@ use std::hint::black_box;
 use longspan_bench::machine::Limits;
 use longspan_bench::timing::seconds;
 use longspan_bench::turns::{Clock, HEAD_DIM, Options, Turn, alternate};
-use longspan_bench::{Error, Pass, on_threads};
+use longspan_bench::{Error, Pass};
 use longspan_kernels::{Algorithm, Bias, Dims, FeatureMap, Order, Toeplitz};
 use realfft::RealFftPlanner;
 
@@ -63,14 +63,14 @@ fn at_length(length: usize) -> Result<(), Error> {
 }
 
 fn main() -> Result<(), String> {
-    let options = Options::of_program()?;
+    let mut options = Options::of_program()?;
+    options.threads = 1;
     if options.length_is_given {
-        let measured = on_threads(1, || at_length(options.length));
-        return measured.and_then(|result| result).map_err(|error| error.to_string());
+        return options.run(|| at_length(options.length));
     }
     let quick = options.quick;
     let clock: Clock<'_> = &|body| seconds(body);
-    let measured = on_threads(1, || {
+    options.run(|| {
         println!("one thread, f32, d = dv = {HEAD_DIM}; the fastest of runs by turns, the products' medians");
         for order in [Order::Causal, Order::Bidirectional] {
             let toeplitz = Toeplitz { algorithm: Algorithm::Tiled, ..Toeplitz::new(Bias::symmetric(1024)) };
@@ -127,6 +127,5 @@ fn main() -> Result<(), String> {
             );
         }
         Ok(())
-    });
-    measured.and_then(|result| result).map_err(|error: longspan_bench::Error| error.to_string())
+    })
 }

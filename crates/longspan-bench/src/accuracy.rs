@@ -57,7 +57,7 @@ pub fn measure(
         match row(candidate, Dims::square(1, heads, length, head_dim), order) {
             Ok(row) => rows.push(row),
             Err(KernelError::Unsupported { .. }) => {}
-            Err(source) => return Err(Error::Kernel { candidate: candidate.to_string(), length, source }),
+            Err(error) => return Err(candidate.refused(length)(error)),
         }
     }
     Ok(rows)

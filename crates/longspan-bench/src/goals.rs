@@ -12,9 +12,9 @@ use crate::machine::{Limits, Rates};
 use crate::quantity::{bytes, flop_rate, time, times, tokens};
 use crate::registry::{Candidate, Entry};
 use crate::statistics::{Fit, Spread};
-use crate::sweep::{Progress, Watch};
+use crate::sweep::{Progress, Watch, doubling};
 use crate::table::Table;
-use crate::timing::seconds;
+use crate::timing::try_seconds;
 use crate::workload::{Buffers, Pass, Subject};
 
 /// Entries with their targets: causal forward, as a multiple of product and copy.
@@ -217,10 +217,6 @@ struct Runner<'c> {
     times: Vec<f64>,
 }
 
-fn kernel_error(candidate: &Candidate, length: usize) -> impl Fn(longspan_kernels::Error) -> Error {
-    move |source| Error::Kernel { candidate: candidate.to_string(), length, source }
-}
-
 /// Checks the kernels that have targets, then measures them on the current rayon pool; `None` if asked to stop.
 ///
 /// # Errors
@@ -233,9 +229,7 @@ pub fn measure(entries: &[Entry], settings: &GoalSettings, watch: Watch<'_>) -> 
             Some((entry.candidates().into_iter().next()?, target))
         })
         .collect();
-    let lengths: Vec<usize> = std::iter::successors(Some(settings.growth_from), |length| length.checked_mul(2))
-        .take_while(|&length| length <= settings.growth_to)
-        .collect();
+    let lengths = doubling(settings.growth_from, settings.growth_to);
     let mut progress =
         Progress { done: 0, total: candidates.len() * (1 + lengths.len()) + settings.rounds, label: String::new() };
     let mut tell = |progress: &mut Progress, label: String| {
@@ -257,8 +251,8 @@ pub fn measure(entries: &[Entry], settings: &GoalSettings, watch: Watch<'_>) -> 
     let mut runners = Vec::new();
     for (candidate, target) in &candidates {
         let mut subject = Subject::new(candidate.single(dims.queries), &dims, Pass::Forward);
-        let failed = kernel_error(candidate, settings.length);
-        let extra_bytes = subject.extra_bytes(&mut buffers, Order::Causal).map_err(failed)?;
+        let refused = candidate.refused(settings.length);
+        let extra_bytes = subject.extra_bytes(&mut buffers, Order::Causal).map_err(refused)?;
         runners.push(Runner { candidate, target: *target, subject, extra_bytes, times: Vec::new() });
     }
     for round in 0..settings.rounds {
@@ -267,13 +261,10 @@ pub fn measure(entries: &[Entry], settings: &GoalSettings, watch: Watch<'_>) -> 
             return Ok(None);
         }
         for runner in &mut runners {
-            let mut result = Ok(());
-            let time = seconds(|| result = runner.subject.run(&mut buffers, Order::Causal));
-            result.map_err(kernel_error(runner.candidate, settings.length))?;
-            runner.times.push(time);
+            let time = try_seconds(|| runner.subject.run(&mut buffers, Order::Causal));
+            runner.times.push(time.map_err(runner.candidate.refused(settings.length))?);
         }
-        limits.measure();
-        limits.measure_large();
+        limits.measure_all();
     }
     let Some(rates) = limits.rates() else { return Ok(None) };
     let best = rates.large.map_or(rates.tiles, |large| large.max(rates.tiles));
@@ -312,7 +303,7 @@ pub fn measure(entries: &[Entry], settings: &GoalSettings, watch: Watch<'_>) -> 
             if tell(&mut progress, format!("growth of {}, {length} tokens", candidate.name)).is_break() {
                 return Ok(None);
             }
-            growth.points.push(grown(candidate, &mut buffers).map_err(kernel_error(candidate, length))?);
+            growth.points.push(grown(candidate, &mut buffers).map_err(candidate.refused(length))?);
         }
     }
     for growth in &mut growths {
@@ -333,12 +324,8 @@ fn grown(candidate: &Candidate, buffers: &mut Buffers) -> Result<GrowthPoint, lo
     let extra_bytes = subject.extra_bytes(buffers, Order::Causal)?;
     // As much work at each length, but three calls at least.
     let runs = (1 << 17) / dims.queries.max(1 << 11) + 3;
-    let mut times = Vec::new();
-    for _ in 0..runs {
-        let mut result = Ok(());
-        times.push(seconds(|| result = subject.run(buffers, Order::Causal)));
-        result?;
-    }
+    let times = (0..runs).map(|_| try_seconds(|| subject.run(buffers, Order::Causal)));
+    let times = times.collect::<Result<Vec<f64>, _>>()?;
     Ok(GrowthPoint {
         length: dims.queries,
         seconds: Spread::of(&times).map_or(0.0, |spread| spread.median),

@@ -5,6 +5,7 @@ use longspan_kernels::{
 };
 
 use crate::random::Random;
+use crate::workload::len;
 
 /// The numbers of one call; parameters last.
 #[derive(Clone)]
@@ -17,10 +18,6 @@ pub(crate) struct Inputs<T> {
     /// q, k, v, then the parameters.
     pub tensors: Vec<Vec<T>>,
     pub d_out: Vec<T>,
-}
-
-fn len(shape: [usize; 4]) -> usize {
-    shape.iter().product()
 }
 
 impl Inputs<f64> {

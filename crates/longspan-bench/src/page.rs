@@ -7,7 +7,7 @@ use crate::plot::{Line, Look, Mark, Plot, Unit};
 use crate::registry::{BASELINE, registry};
 use crate::report::{Comparison, Curve, QUADRATIC, Report, distinct, groups, mechanisms, points};
 use crate::statistics::Crossover;
-use crate::sweep::{OrderName, Row};
+use crate::sweep::{Key, OrderName, Row};
 use crate::workload::Pass;
 
 /// Sets whose rows redraw a published figure have names that begin so.
@@ -97,9 +97,6 @@ fn curve(mechanism: &str, algorithm: Option<&str>) -> Curve {
     Curve { mechanism: mechanism.to_owned(), algorithm: algorithm.map(str::to_owned) }
 }
 
-/// Set, mask and pass.
-type Key<'r> = (&'r str, OrderName, Pass);
-
 /// A mark for each crossing of the group that `look` has a look for.
 fn marks(report: &Report, key: Key<'_>, look: impl Fn(&Comparison) -> Option<Look>) -> Vec<Mark> {
     let own = report.comparisons.iter().filter(|found| (found.set.as_str(), found.order, found.pass) == key);
@@ -134,17 +131,16 @@ pub fn plots(report: &Report) -> Vec<Plot> {
 /// One curve for each mechanism, as the cost model runs it.
 fn overview(report: &Report, key: Key<'_>) -> Option<Plot> {
     let (set, order, pass) = key;
-    let rows = || report.rows.iter().filter(|row| (row.set.as_str(), row.order, row.pass) == key);
-    let (name, title_) = match pass {
-        Pass::Forward => (format!("{set}-{}-{pass}", order.name()), format!("{}, forward", capital(order.name()))),
-        Pass::ForwardBackward => {
-            (format!("{set}-{}-{pass}", order.name()), format!("{}, forward and backward", capital(order.name())))
-        }
+    let kind = |what| (format!("{set}-{}-{pass}", order.name()), format!("{}, {what}", capital(order.name())));
+    let rows = || report.rows.iter().filter(|row| row.key() == key);
+    let (name, heading) = match pass {
+        Pass::Forward => kind("forward"),
+        Pass::ForwardBackward => kind("forward and backward"),
         Pass::Decode => (format!("{set}-{pass}"), "Decoding: one token after a prefix".to_owned()),
     };
     Some(Plot {
         name,
-        title: title_,
+        title: heading,
         subtitle: rows().next()?.sizes(),
         quantity: if pass == Pass::Decode { "time per token" } else { "time per call" },
         unit: Unit::Time,
@@ -169,7 +165,7 @@ fn capital(text: &str) -> String {
 
 /// Bytes beyond inputs and outputs.
 fn memory(report: &Report, key: Key<'_>) -> Option<Plot> {
-    let rows = || report.rows.iter().filter(|row| (row.set.as_str(), row.order, row.pass) == key && row.chosen);
+    let rows = || report.rows.iter().filter(|row| row.key() == key && row.chosen);
     let points = |name: &str| {
         let own = rows().filter(|row| row.mechanism == name && row.extra_bytes > 0);
         own.map(|row| (row.length as f64, row.extra_bytes as f64)).collect()

@@ -145,6 +145,11 @@ impl Candidate {
         (self.make)(self.algorithm, reach).1
     }
 
+    /// What a kernel says that refuses a call of `length` tokens.
+    pub(crate) fn refused(&self, length: usize) -> impl Fn(longspan_kernels::Error) -> Error {
+        move |source| Error::Kernel { candidate: self.to_string(), length, source }
+    }
+
     /// The mechanism with its algorithm chosen by cost.
     pub fn automatic(&self, reach: usize) -> Arc<dyn Kernel<f32>> {
         (self.make)(Algorithm::Auto, reach).0

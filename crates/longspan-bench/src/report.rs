@@ -10,7 +10,7 @@ use crate::machine::Machine;
 use crate::quantity::{bytes, time, times, tokens};
 use crate::registry::BASELINE;
 use crate::statistics::Crossover;
-use crate::sweep::{Ending, OrderName, Row, Settings, Sweep};
+use crate::sweep::{Ending, Key, OrderName, Row, Settings, Sweep};
 use crate::table::{Table, WIDTH};
 use crate::workload::Pass;
 
@@ -100,16 +100,16 @@ pub struct Choice {
 }
 
 /// `(length, seconds)` of the rows of a set, mask and pass that a curve has.
-pub fn points(rows: &[Row], key: (&str, OrderName, Pass), curve: &Curve) -> Vec<(f64, f64)> {
+pub fn points(rows: &[Row], key: Key<'_>, curve: &Curve) -> Vec<(f64, f64)> {
     rows.iter()
-        .filter(|row| (row.set.as_str(), row.order, row.pass) == key && curve.has(row))
+        .filter(|row| row.key() == key && curve.has(row))
         .map(|row| (row.length as f64, row.seconds.median))
         .collect()
 }
 
 /// The sets, masks and passes of rows, in the order in which they come.
-pub fn groups(rows: &[Row]) -> Vec<(&str, OrderName, Pass)> {
-    distinct(rows.iter().map(|row| (row.set.as_str(), row.order, row.pass)))
+pub fn groups(rows: &[Row]) -> Vec<Key<'_>> {
+    distinct(rows.iter().map(Row::key))
 }
 
 /// The mechanisms of rows, in the order in which they come.
@@ -231,9 +231,8 @@ impl Report {
     }
 
     /// The mechanisms' times at each length, by the cost model's choice; several tables where one would be too wide.
-    fn group_text(&self, key: (&str, OrderName, Pass)) -> String {
-        let rows: Vec<&Row> =
-            self.rows.iter().filter(|row| (row.set.as_str(), row.order, row.pass) == key && row.chosen).collect();
+    fn group_text(&self, key: Key<'_>) -> String {
+        let rows: Vec<&Row> = self.rows.iter().filter(|row| row.key() == key && row.chosen).collect();
         let Some(first) = rows.first() else { return String::new() };
         let (set, order, pass) = key;
         let mut text = format!("\n{set}: {} {pass}, {}, median", order.name(), first.sizes());
@@ -335,7 +334,7 @@ impl Choice {
 fn comparisons(rows: &[Row]) -> Vec<Comparison> {
     let mut found = Vec::new();
     for key in groups(rows) {
-        let own: Vec<&Row> = rows.iter().filter(|row| (row.set.as_str(), row.order, row.pass) == key).collect();
+        let own: Vec<&Row> = rows.iter().filter(|row| row.key() == key).collect();
         let automatic = |mechanism: &str| Curve { mechanism: mechanism.to_owned(), algorithm: None };
         for mechanism in mechanisms(own.iter().copied()).into_iter().filter(|name| *name != BASELINE) {
             found.extend(compare(rows, key, automatic(mechanism), automatic(BASELINE)));
@@ -358,7 +357,7 @@ fn comparisons(rows: &[Row]) -> Vec<Comparison> {
 /// The algorithm that looks at every pair.
 pub(crate) const QUADRATIC: &str = "naive";
 
-fn compare(rows: &[Row], key: (&str, OrderName, Pass), ours: Curve, theirs: Curve) -> Option<Comparison> {
+fn compare(rows: &[Row], key: Key<'_>, ours: Curve, theirs: Curve) -> Option<Comparison> {
     let (mine, other) = (points(rows, key, &ours), points(rows, key, &theirs));
     let crossover = Crossover::of(&mine, &other)?;
     let at = |length: f64| mine.iter().find(|point| point.0 == length);
@@ -379,10 +378,8 @@ fn compare(rows: &[Row], key: (&str, OrderName, Pass), ours: Curve, theirs: Curv
 fn choice(rows: &[Row]) -> Option<Choice> {
     let mut choice = Choice { points: 0, within_a_tenth: 0, worst: 0.0, worst_at: String::new() };
     for chosen in rows.iter().filter(|row| row.chosen && row.pass != Pass::Decode) {
-        let same = |row: &&Row| {
-            (&row.set, &row.mechanism, row.order, row.pass, row.length)
-                == (&chosen.set, &chosen.mechanism, chosen.order, chosen.pass, chosen.length)
-        };
+        let same =
+            |row: &&Row| (row.key(), &row.mechanism, row.length) == (chosen.key(), &chosen.mechanism, chosen.length);
         if rows.iter().filter(same).count() < 2 {
             continue;
         }

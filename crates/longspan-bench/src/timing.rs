@@ -9,6 +9,13 @@ pub fn seconds(body: impl FnOnce()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
+/// The same of a run that may fail.
+pub fn try_seconds<E>(body: impl FnOnce() -> Result<(), E>) -> Result<f64, E> {
+    let start = Instant::now();
+    body()?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
 /// Seconds that this thread was at work during one run, whatever else the machine did meanwhile; where the system does
 /// not say, the same as [`seconds`].
 pub fn processor_seconds(body: impl FnOnce()) -> f64 {

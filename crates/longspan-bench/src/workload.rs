@@ -52,7 +52,7 @@ impl fmt::Display for Pass {
     }
 }
 
-fn len(shape: [usize; 4]) -> usize {
+pub(crate) fn len(shape: [usize; 4]) -> usize {
     shape.iter().product()
 }
 

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use longspan_kernels::{Algorithm, Dims, Mask};
 use serde::{Deserialize, Serialize};
+pub(crate) use settings::doubling;
 pub use settings::{OrderName, Settings};
 
 use crate::conformance::{self, Abilities};
@@ -19,7 +20,7 @@ use crate::machine::Limits;
 use crate::memory;
 use crate::registry::{Candidate, Entry};
 use crate::statistics::Spread;
-use crate::timing::seconds;
+use crate::timing::try_seconds;
 use crate::workload::{Buffers, OneToken, Pass, Subject, parameter_bytes};
 
 /// One measured point.
@@ -61,7 +62,15 @@ pub struct Row {
     pub extra_bytes: usize,
 }
 
+/// Set, mask and pass.
+pub type Key<'r> = (&'r str, OrderName, Pass);
+
 impl Row {
+    /// What it shares with the rows that it may be compared with.
+    pub fn key(&self) -> Key<'_> {
+        (&self.set, self.order, self.pass)
+    }
+
     /// The time as a multiple of the roofline.
     pub fn rooflines(&self) -> Option<f64> {
         self.roofline_seconds.map(|roofline| self.seconds.median / roofline)
@@ -159,14 +168,8 @@ pub fn sweep(entries: &[Entry], settings: &Settings, watch: Watch<'_>) -> Result
     settings.check()?;
     let candidates: Vec<Vec<Candidate>> = entries.iter().map(Entry::candidates).collect();
     let lengths = settings.lengths();
-    let mut groups = Vec::new();
-    for &pass in &settings.passes {
-        for &order in &settings.orders {
-            if pass != Pass::Decode || order == OrderName::Causal {
-                groups.push((pass, order));
-            }
-        }
-    }
+    let groups = settings.passes.iter().flat_map(|&pass| settings.orders.iter().map(move |&order| (pass, order)));
+    let groups: Vec<_> = groups.filter(|&(pass, order)| pass != Pass::Decode || order == OrderName::Causal).collect();
     let checks = settings.orders.len() * candidates.iter().map(Vec::len).sum::<usize>();
     let mut progress = Progress { done: 0, total: checks + groups.len() * lengths.len(), label: String::new() };
     let mut result = Sweep::default();
@@ -315,11 +318,7 @@ fn measure(
         }
         for timed in timed.iter_mut().filter(|timed| round < timed.rounds) {
             let candidate = timed.series.candidate;
-            timed.take(settings, order, &mut buffers, &mut token).map_err(|source| Error::Kernel {
-                candidate: candidate.to_string(),
-                length,
-                source,
-            })?;
+            timed.take(settings, order, &mut buffers, &mut token).map_err(candidate.refused(length))?;
         }
     }
     let rates = limits.as_ref().and_then(Limits::rates);
@@ -372,15 +371,11 @@ fn prepare<'s, 'c>(
         subject.steps(token, &mut going, 1)?;
         let (stepped, peak) = memory::peak(|| subject.steps(token, &mut going, 1));
         stepped?;
-        let mut result = Ok(());
-        let once = seconds(|| result = subject.steps(token, &mut going, DECODED)) / DECODED as f64;
-        result?;
+        let once = try_seconds(|| subject.steps(token, &mut going, DECODED))? / DECODED as f64;
         (once, peak.unwrap_or(0), state.bytes(), Some(state))
     } else {
         let extra_bytes = subject.extra_bytes(buffers, order.order())?;
-        let mut result = Ok(());
-        let once = seconds(|| result = subject.run(buffers, order.order()));
-        result?;
+        let once = try_seconds(|| subject.run(buffers, order.order()))?;
         let parameters = parameter_bytes(&*mechanism, &dims, pass);
         (once, extra_bytes, Buffers::bytes(&dims, pass) + parameters, None)
     };
@@ -410,28 +405,26 @@ impl Timed<'_, '_> {
         buffers: &mut Buffers,
         token: &mut OneToken,
     ) -> Result<(), longspan_kernels::Error> {
-        let mut result = Ok(());
         let calls = self.calls;
         if let Some(state) = &self.state {
             let mut going = state.clone();
-            let time = seconds(|| result = self.subject.steps(token, &mut going, calls));
+            let time = try_seconds(|| self.subject.steps(token, &mut going, calls))?;
             self.times.push(time / calls as f64);
-            return result;
+            return Ok(());
         }
         let order = order.order();
-        let time = seconds(|| result = (0..calls).try_for_each(|_| self.subject.run(buffers, order)));
+        let time = try_seconds(|| (0..calls).try_for_each(|_| self.subject.run(buffers, order)))?;
         self.times.push(time / calls as f64);
-        if settings.fresh && result.is_ok() {
-            let time = seconds(|| {
-                result = (0..calls).try_for_each(|_| {
-                    buffers.renew();
-                    self.subject.renew();
-                    self.subject.run(buffers, order)
-                });
-            });
+        if settings.fresh {
+            let fresh = |_| {
+                buffers.renew();
+                self.subject.renew();
+                self.subject.run(buffers, order)
+            };
+            let time = try_seconds(|| (0..calls).try_for_each(fresh))?;
             self.fresh_times.push(time / calls as f64);
         }
-        result
+        Ok(())
     }
 }
 
@@ -490,17 +483,17 @@ mod tests {
         let entries = crate::registry::select(&registry(), &["kernelized".to_owned()]).unwrap();
         let passes = vec![Pass::Forward];
         let never = Settings { memory_limit: 1000, passes: passes.clone(), ..tiny() };
-        let result = sweep(&entries, &never, &mut |_| ControlFlow::Continue(())).unwrap();
+        let result = sweep(&entries, &never, &mut go_on).unwrap();
         assert!(result.rows.is_empty());
         assert!(result.endings.iter().all(|ending| ending.length == 16 && ending.reason.contains("GiB")));
         let impatient = Settings { longest_call: 1e-9, passes: passes.clone(), ..tiny() };
-        let result = sweep(&entries, &impatient, &mut |_| ControlFlow::Continue(())).unwrap();
+        let result = sweep(&entries, &impatient, &mut go_on).unwrap();
         assert!(result.rows.is_empty(), "the cost model answers for the first length");
         assert!(result.endings.iter().all(|ending| ending.length == 16 && ending.reason.contains("s a call")));
         // Every pair of 2¹⁹ tokens would take the naive algorithm minutes, and this test with it.
         let long = Settings { heads: 1, min_length: 1 << 19, max_length: 1 << 19, passes, ..tiny() };
         let long = Settings { fresh: false, orders: vec![OrderName::Causal], ..long };
-        let result = sweep(&entries, &long, &mut |_| ControlFlow::Continue(())).unwrap();
+        let result = sweep(&entries, &long, &mut go_on).unwrap();
         assert!(result.rows.iter().any(|row| row.algorithm == "chunked"), "{:?}", result.endings);
         assert!(result.rows.iter().all(|row| row.algorithm != "naive"));
         let naive = result.endings.iter().find(|ending| ending.algorithm == "naive");
@@ -531,7 +524,7 @@ mod tests {
             (Settings { seconds_per_point: f64::NAN, ..tiny() }, "--seconds"),
             (Settings { longest_call: -1.0, ..tiny() }, "--longest-call"),
         ] {
-            let error = sweep(&registry(), &settings, &mut |_| ControlFlow::Continue(())).unwrap_err().to_string();
+            let error = sweep(&registry(), &settings, &mut go_on).unwrap_err().to_string();
             assert!(error.contains(flag), "{error}");
         }
     }

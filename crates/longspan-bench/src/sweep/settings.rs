@@ -80,6 +80,11 @@ impl OrderName {
     }
 }
 
+/// Lengths from one to another, each twice the one before.
+pub(crate) fn doubling(from: usize, to: usize) -> Vec<usize> {
+    std::iter::successors(Some(from), |length| length.checked_mul(2)).take_while(|&length| length <= to).collect()
+}
+
 impl Settings {
     /// Whether there is something to measure.
     ///
@@ -105,9 +110,7 @@ impl Settings {
     }
 
     pub(super) fn lengths(&self) -> Vec<usize> {
-        std::iter::successors(Some(self.min_length), |length| length.checked_mul(2))
-            .take_while(|&length| length <= self.max_length)
-            .collect()
+        doubling(self.min_length, self.max_length)
     }
 
     pub(super) fn dims(&self, length: usize) -> Dims {
