@@ -140,8 +140,7 @@ pub(crate) fn is_quotient(
 /// In `f64`: gradients against difference quotients of the *definition*, along random directions for every input.
 pub fn gradient(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let inputs = execute::random(subject, case);
-    let forward = execute::forward::<f64>(subject, case, &inputs)?;
-    let backward = execute::backward(subject, case, &inputs, &forward)?;
+    let (_, backward) = execute::both::<f64>(subject, case, &inputs)?;
     let mut random = Random::new(case.seed ^ 0xD1FF);
     for (which, (name, gradient)) in backward.named().enumerate() {
         let direction = direction(&mut random, gradient.len());
@@ -182,12 +181,10 @@ pub fn gradient_in_f32(subject: &Subject, case: &Case) -> Result<(), Failure> {
 
 /// The same on given numbers.
 pub fn gradient_in_f32_of(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(), Failure> {
-    let forward = execute::forward::<f64>(subject, case, inputs)?;
-    let expected = execute::backward(subject, case, inputs, &forward)?;
+    let (_, expected) = execute::both::<f64>(subject, case, inputs)?;
     let scale = backward_scale(subject, case, inputs)?;
     let inputs = inputs.cast::<f32>();
-    let forward = execute::forward(subject, case, &inputs)?;
-    let got = execute::backward(subject, case, &inputs, &forward)?;
+    let (_, got) = execute::both(subject, case, &inputs)?;
     close_gradients("", &got, &expected, &scale, gradient_terms(case))?;
     no_gradient_where_nothing_is_seen(subject, case, &got)
 }
@@ -195,8 +192,7 @@ pub fn gradient_in_f32_of(subject: &Subject, case: &Case, inputs: &Inputs<f64>) 
 /// Outputs and gradients of every subject are those of `expected` in `f64`.
 pub fn agree<T: Number>(expected: &Subject, subjects: &[Subject], case: &Case) -> Result<(), Failure> {
     let inputs = execute::random(expected, case);
-    let forward = execute::forward::<f64>(expected, case, &inputs)?;
-    let backward = execute::backward(expected, case, &inputs, &forward)?;
+    let (forward, backward) = execute::both::<f64>(expected, case, &inputs)?;
     let scale = forward_scale(expected, case, &inputs)?;
     let back_scale = backward_scale(expected, case, &inputs)?;
     let inputs = inputs.cast::<T>();

@@ -95,6 +95,21 @@ pub fn forward<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) ->
     forward_into(subject, case, inputs, (None, None), nan(), &mut scratch)
 }
 
+/// The output of a call that asks for nothing else.
+pub fn output_alone<T: Number>(
+    subject: &Subject,
+    case: &Case,
+    inputs: &Inputs<T>,
+    scratch: &mut Scratch<T>,
+) -> Result<Vec<T>, Error> {
+    let mut out = vec![nan(); len(case.dims.out())];
+    inputs.call(case, None, |call| {
+        let output = Output::new(ViewMut::contiguous(&mut out, case.dims.out()));
+        T::mechanism(subject).forward(call, output, scratch)
+    })?;
+    Ok(out)
+}
+
 /// Forward from one state to the next, on poisoned memory.
 pub fn forward_state<T: Number>(
     subject: &Subject,
@@ -168,6 +183,13 @@ pub fn backward<T: Number>(
     forward: &Forward<T>,
 ) -> Result<Backward<T>, Error> {
     backward_into(subject, case, inputs, forward, nan(), &mut Scratch::new())
+}
+
+/// Forward and backward on poisoned memory.
+pub fn both<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(Forward<T>, Backward<T>), Error> {
+    let forward = forward(subject, case, inputs)?;
+    let backward = backward(subject, case, inputs, &forward)?;
+    Ok((forward, backward))
 }
 
 /// Forward and backward twice, on clean memory and with all outputs and scratch set to NaN. The two must have the same

@@ -25,8 +25,7 @@ impl<T: Number> Untouched<T> {
         let forward_scale = accuracy::forward_scale(subject, case, inputs)?;
         let backward_scale = accuracy::backward_scale(subject, case, inputs)?;
         let inputs = inputs.cast::<T>();
-        let forward = execute::forward(subject, case, &inputs)?;
-        let backward = execute::backward(subject, case, &inputs, &forward)?;
+        let (forward, backward) = execute::both(subject, case, &inputs)?;
         Ok(Self { forward, backward, forward_scale, backward_scale, terms: gradient_terms(case) })
     }
 
@@ -81,8 +80,7 @@ pub fn unseen_keys_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> R
         let (batch, j) = (random.below(dims.batch), random.below(dims.keys));
         let mut changed = inputs.clone();
         changed.overwrite_key(dims, batch, j, key, value);
-        let got = execute::forward(subject, case, &changed)?;
-        let back = execute::backward(subject, case, &changed, &got)?;
+        let (got, back) = execute::both(subject, case, &changed)?;
         let finite = T::is_finite(key) && T::is_finite(value);
         for b in 0..dims.batch {
             let bits = b != batch || (finite && subject.assumptions.true_denominators);
@@ -134,8 +132,7 @@ pub fn rows_are_independent<T: Number>(subject: &Subject, case: &Case) -> Result
         changed.q[row * dims.head_dim..][..dims.head_dim].fill(execute::nan());
         changed.d_out[row * dims.value_dim..][..dims.value_dim].fill(execute::nan());
     }
-    let got = execute::forward(subject, case, &changed)?;
-    let back = execute::backward(subject, case, &changed, &got)?;
+    let (got, back) = execute::both(subject, case, &changed)?;
     let other = |row: usize| row % dims.queries != i || row / (dims.queries * dims.heads) != batch;
     for row in (0..dims.batch * dims.heads * dims.queries).filter(|&row| other(row)) {
         let what = |name: &str| format!("{name} row {row} after row {i} of batch {batch} became NaN");
@@ -170,8 +167,7 @@ pub fn padding_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Res
         inputs
     };
     let inputs = filled(0.0, 0.0);
-    let clean = execute::forward(subject, case, &inputs)?;
-    let clean_back = execute::backward(subject, case, &inputs, &clean)?;
+    let (clean, clean_back) = execute::both(subject, case, &inputs)?;
     for (key, value) in [(f64::NAN, f64::NAN), (1e30, -1e30), (f64::INFINITY, f64::INFINITY), (0.5, 0.5)] {
         let inputs = filled(key, value);
         let padded = format!("with padding of {key} and {value}");
@@ -230,8 +226,7 @@ pub fn packed_is_looped<T: Number>(subject: &Subject, case: &Case) -> Result<(),
     let KeyMask::Packed { queries, keys } = &case.keys else { return Ok(()) };
     let inputs = execute::random(subject, case);
     let packed = inputs.cast::<T>();
-    let forward = execute::forward(subject, case, &packed)?;
-    let backward = execute::backward(subject, case, &packed, &forward)?;
+    let (forward, backward) = execute::both(subject, case, &packed)?;
     let packed = Inputs { d_out: forward.out, ..packed };
     let back = Inputs {
         q: backward.gradients[0].clone(),
@@ -275,8 +270,7 @@ pub fn order_does_not_matter_without_positions<T: Number>(subject: &Subject, cas
         return Ok(());
     }
     let inputs = execute::random(subject, case);
-    let expected = execute::forward(subject, case, &inputs)?;
-    let expected_back = execute::backward(subject, case, &inputs, &expected)?;
+    let (expected, expected_back) = execute::both(subject, case, &inputs)?;
     let scale = forward_scale(subject, case, &inputs)?;
     let back_scale = accuracy::backward_scale(subject, case, &inputs)?;
     let mut order: Vec<usize> = (0..dims.keys).collect();

@@ -15,15 +15,9 @@ pub fn poison_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resu
     same_bits("denominators on poisoned memory", &dirty.denominators, &clean.denominators)?;
     same_gradients("on poisoned memory", &dirty_back, &clean_back)?;
     // A call need not ask for denominators, and scratch of another call can be reused.
-    let mut out = vec![execute::nan(); clean.out.len()];
-    let mut scratch = Scratch::filled(17, execute::nan());
-    let mut one_algorithm = true;
-    inputs.call(case, None, |call| {
-        let plan = T::mechanism(subject).plan(&call.dims, &call.mask);
-        one_algorithm = plan.algorithm(Purpose::Inference) == plan.algorithm(Purpose::Training);
-        let output = Output::new(ViewMut::contiguous(&mut out, case.dims.out()));
-        T::mechanism(subject).forward(call, output, &mut scratch)
-    })?;
+    let out = execute::output_alone(subject, case, &inputs, &mut Scratch::filled(17, execute::nan()))?;
+    let plan = T::mechanism(subject).plan(&case.dims, &case.mask());
+    let one_algorithm = plan.algorithm(Purpose::Inference) == plan.algorithm(Purpose::Training);
     // Where inference and training run different algorithms, other tests check either.
     if one_algorithm {
         return same_bits("out without denominators", &out, &clean.out);
@@ -96,8 +90,7 @@ impl<T: Number> Gapped<T> {
 pub fn strides_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let dims = &case.dims;
     let inputs = execute::random(subject, case).cast::<T>();
-    let forward = execute::forward(subject, case, &inputs)?;
-    let backward = execute::backward(subject, case, &inputs, &forward)?;
+    let (forward, backward) = execute::both(subject, case, &inputs)?;
     let (got, got_back) = strided(subject, case, &inputs)?;
     same_bits("out through strides", &got.out, &forward.out)?;
     same_gradients("through strides", &got_back, &backward)?;

@@ -89,8 +89,11 @@ pub fn over_mechanisms<M: Debug>(cases: &[(M, Case)], check: fn(&M, &Case) -> Re
     assert_each(cases, name, |(mechanism, case)| check(mechanism, case));
 }
 
+/// What is added to each number of a key, by its token.
+pub type Level = fn(usize) -> f64;
+
 /// Keys far beyond what a float can hold the exponential of: the level of each of [`EXTREME_LENGTH`].
-const EXTREME: [(&str, fn(usize) -> f64); 7] = [
+const EXTREME: [(&str, Level); 7] = [
     ("all at 10,000", |_| 1e4),
     ("all at −10,000", |_| -1e4),
     ("at 10,000 and −10,000 by turns", |j| if j % 3 == 0 { 1e4 } else { -1e4 }),
@@ -110,12 +113,16 @@ pub fn over_extreme_keys(
     check: impl Fn(&Subject, &Case, &Inputs<f64>) -> Result<(), Failure>,
 ) {
     let dims = Dims { batch: 2, heads: 2, kv_heads: 1, head_dim, value_dim, ..Dims::square(1, 1, EXTREME_LENGTH, 1) };
-    let levels = EXTREME.iter().flat_map(|level| [(level, true), (level, false)]);
-    let trials = subjects.iter().flat_map(|subject| levels.clone().map(move |level| (subject, level)));
-    let name = |(subject, ((name, _), causal)): &(&Subject, (&(&str, _), bool))| {
-        format!("keys {name}, causal {causal}\n    {}", subject.label)
+    let mut trials = Vec::new();
+    for subject in subjects {
+        for (keys, level) in EXTREME {
+            trials.extend([true, false].map(|causal| (subject, keys, level, causal)));
+        }
+    }
+    let name = |&(subject, keys, _, causal): &(&Subject, &str, Level, bool)| {
+        format!("keys {keys}, causal {causal}\n    {}", subject.label)
     };
-    assert_each(trials, name, |&(subject, ((_, level), causal))| {
+    assert_each(trials, name, |&(subject, _, level, causal)| {
         let case = Case { seed: 77, ..Case::new(dims, causal) };
         let mut inputs = execute::random(subject, &case);
         inputs.raise_keys(&dims, level);

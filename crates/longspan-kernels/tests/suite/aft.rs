@@ -8,7 +8,7 @@ use longspan_testing::case::row_major;
 use longspan_testing::execute::Backward;
 use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
 use longspan_testing::subject::{Assumptions, ParameterScale};
-use longspan_testing::suite::{Check, assert_all, assert_each, over_extreme_keys};
+use longspan_testing::suite::{Check, Level, assert_all, assert_each, over_extreme_keys};
 use longspan_testing::{
     Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection, state_gradients, streaming,
     threads,
@@ -259,7 +259,6 @@ fn heads_may_cut_their_tiles_apart() {
 #[test]
 fn chunks_of_windows_may_be_walked_apart() {
     let dims = Dims { batch: 1, heads: 2, kv_heads: 1, queries: 330, keys: 330, head_dim: 6, value_dim: 6 };
-    type Level = fn(usize) -> f64;
     let levels: [(&str, Level); 6] = [
         ("near each other", |_| 0.0),
         ("at 120 for key 200", |j| if j == 200 { 120.0 } else { 0.0 }),

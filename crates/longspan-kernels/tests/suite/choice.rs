@@ -1,8 +1,7 @@
 //! What `auto` runs: the algorithm that the plan names, and under a backward the one whose denominators it is given.
 
 use longspan_kernels::{
-    Algorithm, Bias, Dims, FeatureMap, Fourier, KernelizedAttention, Output, Purpose, Score, Scratch, Shaw, Toeplitz,
-    ViewMut,
+    Algorithm, Bias, Dims, FeatureMap, Fourier, KernelizedAttention, Purpose, Score, Scratch, Shaw, Toeplitz,
 };
 use longspan_testing::compare::{same_bits, same_gradients};
 use longspan_testing::{Assumptions, Case, Failure, Number, Subject, execute};
@@ -14,30 +13,13 @@ const LENGTHS: [usize; 14] = [1, 2, 5, 12, 24, 32, 48, 64, 80, 96, 128, 144, 200
 fn held(make: &dyn Fn(Algorithm) -> Subject, case: &Case) -> Result<bool, Failure> {
     let auto = make(Algorithm::Auto);
     let inputs = execute::random(&auto, case).cast::<f32>();
-    let output_alone = |subject: &Subject| {
-        let mut out = vec![f32::NAN; case.dims.batch * case.dims.heads * case.dims.queries * case.dims.value_dim];
-        inputs.call(case, None, |call| {
-            let out = ViewMut::contiguous(&mut out, case.dims.out());
-            let output = Output::new(out);
-            f32::mechanism(subject).forward(call, output, &mut Scratch::new())
-        })?;
-        Ok::<_, Failure>(out)
-    };
-    let mut named = [Algorithm::Auto; 2];
-    inputs.call(case, None, |call| {
-        let plan = f32::mechanism(&auto).plan(&call.dims, &call.mask);
-        named = Purpose::ALL.map(|purpose| plan.algorithm(purpose));
-        Ok::<_, Failure>(())
-    })?;
-    let [alone, with_backward] = named.map(make);
-    same_bits("out alone", &output_alone(&auto)?, &output_alone(&alone)?)?;
-    let results = [&auto, &with_backward].map(|subject| {
-        let forward = execute::forward(subject, case, &inputs)?;
-        let backward = execute::backward(subject, case, &inputs, &forward)?;
-        Ok::<_, Failure>((forward, backward))
-    });
-    let [got, expected] = results;
-    let ((got, got_back), (expected, expected_back)) = (got?, expected?);
+    let alone = |subject: &Subject| execute::output_alone(subject, case, &inputs, &mut Scratch::new());
+    let plan = f32::mechanism(&auto).plan(&case.dims, &case.mask());
+    let named = Purpose::ALL.map(|purpose| plan.algorithm(purpose));
+    let [inference, training] = named.map(make);
+    same_bits("out alone", &alone(&auto)?, &alone(&inference)?)?;
+    let (got, got_back) = execute::both(&auto, case, &inputs)?;
+    let (expected, expected_back) = execute::both(&training, case, &inputs)?;
     same_bits("out with a backward", &got.out, &expected.out)?;
     same_bits("denominators", &got.denominators, &expected.denominators)?;
     same_gradients("with a backward", &got_back, &expected_back)?;

@@ -84,8 +84,7 @@ fn a_sum_of_states_takes_angles_of_its_shape() {
 /// Numbers of a call of one sequence and head-independent sizes, with their outputs and gradients.
 fn run(attention: &KernelizedAttention, case: &Case, inputs: &Inputs<f64>) -> (execute::Forward<f64>, Vec<Vec<f64>>) {
     let subject = Subject::kernelized(attention);
-    let forward = execute::forward(&subject, case, inputs).expect("a call that makes sense");
-    let backward = execute::backward(&subject, case, inputs, &forward).expect("a call that makes sense");
+    let (forward, backward) = execute::both(&subject, case, inputs).expect("a call that makes sense");
     (forward, backward.gradients)
 }
 

@@ -2,7 +2,7 @@
 
 use longspan_kernels::{Dims, Kernel, SoftmaxAttention, Token};
 use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
-use longspan_testing::suite::{Check, assert_all};
+use longspan_testing::suite::{Check, Level, assert_all};
 use longspan_testing::{
     Assumptions, Case, Failure, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, rejection,
     state_gradients, streaming, threads,
@@ -72,11 +72,9 @@ fn unordered(seed: u64) -> Vec<Case> {
 /// Relative to the largest number of each gradient.
 fn gradients_in_f32_are_near(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let inputs = execute::random(subject, case);
-    let forward = execute::forward::<f64>(subject, case, &inputs)?;
-    let expected = execute::backward(subject, case, &inputs, &forward)?;
+    let (_, expected) = execute::both::<f64>(subject, case, &inputs)?;
     let single = inputs.cast::<f32>();
-    let forward = execute::forward(subject, case, &single)?;
-    let got = execute::backward(subject, case, &single, &forward)?;
+    let (_, got) = execute::both(subject, case, &single)?;
     for ((name, got), expected) in got.named().zip(&expected.gradients) {
         let largest = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
         let error = got.iter().zip(expected).fold(0.0, |m: f64, (g, e)| m.max((f64::from(*g) - e).abs()));
@@ -99,7 +97,6 @@ fn wrong_calls_are_refused() {
 #[test]
 fn large_scores_do_not_overflow() {
     let dims = Dims::square(1, 2, 150, 4);
-    type Level = fn(usize) -> f64;
     let levels: [(&str, Level); 4] = [
         ("all at 1,000", |_| 1e3),
         ("rising", |j| j as f64 * 3.0),
@@ -118,8 +115,7 @@ fn large_scores_do_not_overflow() {
             }
             accuracy::forward_of::<f32>(&subject, &case, &inputs)
                 .unwrap_or_else(|failure| panic!("keys {name}, causal {causal}: {failure}"));
-            let forward = execute::forward::<f32>(&subject, &case, &inputs.cast()).expect("a call that makes sense");
-            let back = execute::backward(&subject, &case, &inputs.cast(), &forward).expect("a call that makes sense");
+            let (_, back) = execute::both::<f32>(&subject, &case, &inputs.cast()).expect("a call that makes sense");
             assert!(back.gradients.iter().flatten().all(|x| x.is_finite()), "keys {name}, causal {causal}");
         }
     }

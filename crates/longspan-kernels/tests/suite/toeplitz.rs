@@ -16,14 +16,12 @@ fn subject(toeplitz: &Toeplitz) -> Subject {
     let identity = toeplitz.feature_map == FeatureMap::Identity;
     let assumptions = Assumptions {
         signed_features: identity,
-        signed_parameters: 0,
         content: true,
         positions: true,
         positive_weights: !identity
             && toeplitz.feature_map != FeatureMap::Relu
             && !matches!(toeplitz.feature_map, FeatureMap::Dpfp { .. }),
         turned: !toeplitz.feature_map.is_elementwise(),
-        true_denominators: false,
         ..Assumptions::default()
     };
     Subject::new(toeplitz.clone(), assumptions)
@@ -179,8 +177,7 @@ fn transforms_keep_their_digits_in_f64() {
     over_mechanisms(&[long(), cases(16, 120, &LENGTHS)].concat(), |toeplitz, case| {
         let (tiled, fft) = (by(toeplitz, Algorithm::Tiled), by(toeplitz, Algorithm::Fft));
         let inputs = execute::random(&tiled, case);
-        let forward = execute::forward::<f64>(&tiled, case, &inputs)?;
-        let expected = execute::backward(&tiled, case, &inputs, &forward)?;
+        let (forward, expected) = execute::both::<f64>(&tiled, case, &inputs)?;
         let scale = accuracy::backward_scale(&tiled, case, &inputs)?;
         let got = execute::backward(&fft, case, &inputs, &forward)?;
         close_gradients("", &got, &expected, &scale, accuracy::gradient_terms(case))
