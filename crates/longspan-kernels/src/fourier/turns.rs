@@ -4,7 +4,7 @@
 //! rounding of its rate alone, at position 10⁷ as at position 1.
 
 use crate::simd::rows::put;
-use crate::simd::{Constants, Operation, Real, Vector, operation};
+use crate::simd::{Constants, Real, Vector, operation};
 
 /// 1/2π, and what rounding took from it.
 const PER_RADIAN: [f64; 2] = [0.159_154_943_091_895_35, -9.839_338_337_591_243e-18];
@@ -34,36 +34,20 @@ operation!(TurnRates, |radians: &'a [T], step: usize, turns: &'a mut [f64], rest
     }
 });
 
-/// Adds to `to` the turns after so many steps, without whole ones.
-pub(crate) struct AddTurns<'a> {
-    /// Whether the rests count.
-    pub exact: bool,
-    pub turns: &'a [f64],
-    pub rests: &'a [f64],
-    pub steps: f64,
-    pub to: &'a mut [f64],
-}
-
-impl Operation for AddTurns<'_> {
-    type Element = f64;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f64>>(self) {
-        let Self { exact, turns, rests, steps, to } = self;
-        if exact {
-            for ((to, rate), rest) in to.iter_mut().zip(turns).zip(rests) {
-                let turns = rate * steps;
-                *to += (turns - turns.round_ties_even()) + (rate.mul_add(steps, -turns) + rest * steps);
-            }
-        } else {
-            for (to, rate) in to.iter_mut().zip(turns) {
-                let turns = rate * steps;
-                *to += turns - turns.round_ties_even();
-            }
+// Adds to `to` the turns after so many steps, without whole ones; if `exact`, the rests too.
+operation!(AddTurns, f64, |exact: bool, turns: &'a [f64], rests: &'a [f64], steps: f64, to: &'a mut [f64]| {
+    if exact {
+        for ((to, rate), rest) in to.iter_mut().zip(turns).zip(rests) {
+            let turns = rate * steps;
+            *to += (turns - turns.round_ties_even()) + (rate.mul_add(steps, -turns) + rest * steps);
+        }
+    } else {
+        for (to, rate) in to.iter_mut().zip(turns) {
+            let turns = rate * steps;
+            *to += turns - turns.round_ties_even();
         }
     }
-}
+});
 
 /// Angles brought to one eighth of a turn in one go; they stand on the stack.
 const BATCH: usize = 64;

@@ -3,7 +3,7 @@
 use std::mem::MaybeUninit;
 
 use crate::simd::rows::{load_part, store_part};
-use crate::simd::{Operation, Real, Vector, exp_nonpositive, sigmoid, silu};
+use crate::simd::{Real, Vector, exp_nonpositive, operation, sigmoid, silu};
 
 /// What a linear layer does to each of its sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -154,36 +154,29 @@ pub(super) struct Activate<'a> {
     pub to: Option<&'a mut [MaybeUninit<f32>]>,
 }
 
-impl Operation for Activate<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { activation, sums, bias, width, mut to } = self;
-        assert!(width > 0 && bias.is_none_or(|bias| bias.len() == width));
-        assert!(to.as_ref().is_none_or(|to| to.len() == sums.len()));
-        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
-        for_each_activation!(activation, ACTIVATION => unsafe {
-            for (n, sums) in sums.chunks_exact_mut(width).enumerate() {
-                for column in (0..width).step_by(V::LANES) {
-                    let mut x = load_part::<V>(sums, column);
-                    if let Some(bias) = bias {
-                        x = x.add(load_part(bias, column));
-                    }
-                    let (y, _) = value_and_slope(ACTIVATION, x);
-                    match &mut to {
-                        None => store_part(y, sums, column),
-                        Some(to) => {
-                            store_part(x, sums, column);
-                            store_fresh(y, &mut to[n * width..][..width], column);
-                        }
+operation!(Activate, f32, |Self { activation, sums, bias, width, mut to }| {
+    assert!(width > 0 && bias.is_none_or(|bias| bias.len() == width));
+    assert!(to.as_ref().is_none_or(|to| to.len() == sums.len()));
+    // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+    for_each_activation!(activation, ACTIVATION => unsafe {
+        for (n, sums) in sums.chunks_exact_mut(width).enumerate() {
+            for column in (0..width).step_by(V::LANES) {
+                let mut x = load_part::<V>(sums, column);
+                if let Some(bias) = bias {
+                    x = x.add(load_part(bias, column));
+                }
+                let (y, _) = value_and_slope(ACTIVATION, x);
+                match &mut to {
+                    None => store_part(y, sums, column),
+                    Some(to) => {
+                        store_part(x, sums, column);
+                        store_fresh(y, &mut to[n * width..][..width], column);
                     }
                 }
             }
-        });
-    }
-}
+        }
+    });
+});
 
 /// [`store_part`] to numbers that are not there yet.
 #[inline(always)]
@@ -201,27 +194,20 @@ pub(super) struct PullBack<'a> {
     pub d: &'a mut [f32],
 }
 
-impl Operation for PullBack<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { activation, at, d } = self;
-        if activation == Activation::Identity {
-            return;
-        }
-        assert!(at.len() == d.len());
-        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
-        for_each_activation!(activation, ACTIVATION => unsafe {
-            for column in (0..d.len()).step_by(V::LANES) {
-                let (_, slope) = value_and_slope(ACTIVATION, load_part::<V>(at, column));
-                let product = load_part::<V>(d, column).mul(slope);
-                store_part(product, d, column);
-            }
-        });
+operation!(PullBack, f32, |Self { activation, at, d }| {
+    if activation == Activation::Identity {
+        return;
     }
-}
+    assert!(at.len() == d.len());
+    // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+    for_each_activation!(activation, ACTIVATION => unsafe {
+        for column in (0..d.len()).step_by(V::LANES) {
+            let (_, slope) = value_and_slope(ACTIVATION, load_part::<V>(at, column));
+            let product = load_part::<V>(d, column).mul(slope);
+            store_part(product, d, column);
+        }
+    });
+});
 
 /// Writes the activations of sums and multiplies gradients by their slopes, in one pass: for a backward that needs both.
 pub(super) struct Revisit<'a> {
@@ -232,24 +218,17 @@ pub(super) struct Revisit<'a> {
     pub to: &'a mut [MaybeUninit<f32>],
 }
 
-impl Operation for Revisit<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { activation, sums, d, to } = self;
-        assert!(sums.len() == d.len() && sums.len() == to.len());
-        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
-        for_each_activation!(activation, ACTIVATION => unsafe {
-            for column in (0..d.len()).step_by(V::LANES) {
-                let (y, slope) = value_and_slope(ACTIVATION, load_part::<V>(sums, column));
-                store_fresh(y, to, column);
-                store_part(load_part::<V>(d, column).mul(slope), d, column);
-            }
-        });
-    }
-}
+operation!(Revisit, f32, |Self { activation, sums, d, to }| {
+    assert!(sums.len() == d.len() && sums.len() == to.len());
+    // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+    for_each_activation!(activation, ACTIVATION => unsafe {
+        for column in (0..d.len()).step_by(V::LANES) {
+            let (y, slope) = value_and_slope(ACTIVATION, load_part::<V>(sums, column));
+            store_fresh(y, to, column);
+            store_part(load_part::<V>(d, column).mul(slope), d, column);
+        }
+    });
+});
 
 /// Rows `[a, b]` of sums, to which a bias is added, become `f(a) ⊙ b`.
 pub(super) struct Gate<'a> {
@@ -263,29 +242,22 @@ pub(super) struct Gate<'a> {
     pub to: &'a mut [MaybeUninit<f32>],
 }
 
-impl Operation for Gate<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { activation, sums, bias, width, to } = self;
-        assert!(width > 0 && bias.is_none_or(|bias| bias.len() == 2 * width) && 2 * to.len() == sums.len());
-        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
-        for_each_activation!(activation, ACTIVATION => unsafe {
-            for (sums, to) in sums.chunks_exact_mut(2 * width).zip(to.chunks_exact_mut(width)) {
-                if let Some(bias) = bias {
-                    add_row::<V>(sums, bias);
-                }
-                let (a, b) = sums.split_at(width);
-                for column in (0..width).step_by(V::LANES) {
-                    let (y, _) = value_and_slope(ACTIVATION, load_part::<V>(a, column));
-                    store_fresh(y.mul(load_part(b, column)), to, column);
-                }
+operation!(Gate, f32, |Self { activation, sums, bias, width, to }| {
+    assert!(width > 0 && bias.is_none_or(|bias| bias.len() == 2 * width) && 2 * to.len() == sums.len());
+    // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+    for_each_activation!(activation, ACTIVATION => unsafe {
+        for (sums, to) in sums.chunks_exact_mut(2 * width).zip(to.chunks_exact_mut(width)) {
+            if let Some(bias) = bias {
+                add_row::<V>(sums, bias);
             }
-        });
-    }
-}
+            let (a, b) = sums.split_at(width);
+            for column in (0..width).step_by(V::LANES) {
+                let (y, _) = value_and_slope(ACTIVATION, load_part::<V>(a, column));
+                store_fresh(y.mul(load_part(b, column)), to, column);
+            }
+        }
+    });
+});
 
 /// `row += other`.
 #[inline(always)]
@@ -309,31 +281,24 @@ pub(super) struct RevisitGate<'a> {
     pub to: &'a mut [MaybeUninit<f32>],
 }
 
-impl Operation for RevisitGate<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { activation, sums, width, d, d_sums, to } = self;
-        assert!(width > 0 && sums.len() == 2 * d.len() && d_sums.len() == sums.len() && to.len() == d.len());
-        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
-        for_each_activation!(activation, ACTIVATION => unsafe {
-            let rows = sums.chunks_exact(2 * width).zip(d.chunks_exact(width));
-            let out = d_sums.chunks_exact_mut(2 * width).zip(to.chunks_exact_mut(width));
-            for ((sums, d), (d_sums, to)) in rows.zip(out) {
-                let ((a, b), (d_a, d_b)) = (sums.split_at(width), d_sums.split_at_mut(width));
-                for column in (0..width).step_by(V::LANES) {
-                    let (y, slope) = value_and_slope(ACTIVATION, load_part::<V>(a, column));
-                    let (b, d) = (load_part::<V>(b, column), load_part::<V>(d, column));
-                    store_fresh(y.mul(b), to, column);
-                    store_fresh(d.mul(b).mul(slope), d_a, column);
-                    store_fresh(d.mul(y), d_b, column);
-                }
+operation!(RevisitGate, f32, |Self { activation, sums, width, d, d_sums, to }| {
+    assert!(width > 0 && sums.len() == 2 * d.len() && d_sums.len() == sums.len() && to.len() == d.len());
+    // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+    for_each_activation!(activation, ACTIVATION => unsafe {
+        let rows = sums.chunks_exact(2 * width).zip(d.chunks_exact(width));
+        let out = d_sums.chunks_exact_mut(2 * width).zip(to.chunks_exact_mut(width));
+        for ((sums, d), (d_sums, to)) in rows.zip(out) {
+            let ((a, b), (d_a, d_b)) = (sums.split_at(width), d_sums.split_at_mut(width));
+            for column in (0..width).step_by(V::LANES) {
+                let (y, slope) = value_and_slope(ACTIVATION, load_part::<V>(a, column));
+                let (b, d) = (load_part::<V>(b, column), load_part::<V>(d, column));
+                store_fresh(y.mul(b), to, column);
+                store_fresh(d.mul(b).mul(slope), d_a, column);
+                store_fresh(d.mul(y), d_b, column);
             }
-        });
-    }
-}
+        }
+    });
+});
 
 #[cfg(test)]
 mod tests {

@@ -5,7 +5,7 @@
 
 use crate::error::{Error, expect};
 use crate::simd::rows::{load_part, store_part};
-use crate::simd::{Operation, Vector, dispatch};
+use crate::simd::{dispatch, operation};
 use crate::threads::share_many;
 
 /// Numbers of a task: four times 64 kB, which a second-level cache holds.
@@ -26,7 +26,7 @@ pub struct AdamW {
 
 /// The constants of one step.
 #[derive(Clone, Copy)]
-struct Step {
+pub(super) struct Step {
     betas: [f32; 2],
     /// `1 / (1 − βᵗ)`.
     corrections: [f32; 2],
@@ -77,35 +77,24 @@ impl AdamW {
     }
 }
 
-/// One step of some numbers.
-struct Update<'a> {
-    step: Step,
-    values: &'a mut [f32],
-    gradient: &'a [f32],
-    m: &'a mut [f32],
-    v: &'a mut [f32],
-}
-
-impl Operation for Update<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { step: Step { betas: [b1, b2], corrections: [c1, c2], epsilon, keep, rate }, values, .. } = self;
-        let (gradient, m, v) = (self.gradient, self.m, self.v);
-        for at in (0..values.len()).step_by(V::LANES) {
-            // SAFETY: forwarded to the caller; parts are checked where they are read and written.
-            unsafe {
-                let g = load_part::<V>(gradient, at);
-                let own_m = load_part::<V>(m, at).mul_add(V::splat(b1), g.mul(V::splat(1.0 - b1)));
-                let own_v = load_part::<V>(v, at).mul_add(V::splat(b2), g.mul(g).mul(V::splat(1.0 - b2)));
-                store_part(own_m, m, at);
-                store_part(own_v, v, at);
-                let root = own_v.mul(V::splat(c2)).sqrt().add(V::splat(epsilon));
-                let delta = own_m.mul(V::splat(c1)).div(root).mul(V::splat(-rate));
-                store_part(load_part::<V>(values, at).mul_add(V::splat(keep), delta), values, at);
-            }
+// One step of some numbers.
+operation!(Update, f32, |step: Step,
+                         values: &'a mut [f32],
+                         gradient: &'a [f32],
+                         m: &'a mut [f32],
+                         v: &'a mut [f32]| {
+    let Step { betas: [b1, b2], corrections: [c1, c2], epsilon, keep, rate } = step;
+    for at in (0..values.len()).step_by(V::LANES) {
+        // SAFETY: forwarded to the caller; parts are checked where they are read and written.
+        unsafe {
+            let g = load_part::<V>(gradient, at);
+            let own_m = load_part::<V>(m, at).mul_add(V::splat(b1), g.mul(V::splat(1.0 - b1)));
+            let own_v = load_part::<V>(v, at).mul_add(V::splat(b2), g.mul(g).mul(V::splat(1.0 - b2)));
+            store_part(own_m, m, at);
+            store_part(own_v, v, at);
+            let root = own_v.mul(V::splat(c2)).sqrt().add(V::splat(epsilon));
+            let delta = own_m.mul(V::splat(c1)).div(root).mul(V::splat(-rate));
+            store_part(load_part::<V>(values, at).mul_add(V::splat(keep), delta), values, at);
         }
     }
-}
+});

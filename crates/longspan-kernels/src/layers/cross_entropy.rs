@@ -11,7 +11,7 @@ use std::mem::MaybeUninit;
 use super::products::{Fresh, Matrix, WeightGradient, add_rows, product, sum_parts, transposed, try_zeros, upright};
 use crate::error::{Error, expect};
 use crate::simd::rows::{load_part, store_part};
-use crate::simd::{Operation, Vector, dispatch, exp_nonpositive};
+use crate::simd::{dispatch, exp_nonpositive, operation};
 use crate::threads::share;
 
 /// Logits of a piece: 1 MiB, which a second-level cache holds.
@@ -224,67 +224,57 @@ impl Counted<'_> {
     }
 }
 
-/// The losses of rows of logits, which become their gradients if those are wanted.
-struct RowLosses<'a> {
-    logits: &'a mut [f32],
-    bias: Option<&'a [f32]>,
-    targets: &'a [u32],
-    smoothing: f32,
-    gradients: bool,
-}
-
-impl Operation for RowLosses<'_> {
-    type Element = f32;
-    type Output = Loss;
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) -> Loss {
-        let Self { logits, bias, targets, smoothing, gradients } = self;
-        let width = logits.len() / targets.len().max(1);
-        assert!(width > 0 && bias.is_none_or(|bias| bias.len() == width));
-        let mut sum = Loss::default();
-        for (row, &target) in logits.chunks_exact_mut(width).zip(targets) {
-            // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
-            unsafe {
-                let (mut most, mut total) = (V::splat(f32::NEG_INFINITY), V::splat(0.0));
-                let whole = width / V::LANES * V::LANES;
+// The losses of rows of logits, which become their gradients if those are wanted.
+operation!(RowLosses, f32, |logits: &'a mut [f32],
+                            bias: Option<&'a [f32]>,
+                            targets: &'a [u32],
+                            smoothing: f32,
+                            gradients: bool|
+ -> Loss {
+    let width = logits.len() / targets.len().max(1);
+    assert!(width > 0 && bias.is_none_or(|bias| bias.len() == width));
+    let mut sum = Loss::default();
+    for (row, &target) in logits.chunks_exact_mut(width).zip(targets) {
+        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+        unsafe {
+            let (mut most, mut total) = (V::splat(f32::NEG_INFINITY), V::splat(0.0));
+            let whole = width / V::LANES * V::LANES;
+            for column in (0..width).step_by(V::LANES) {
+                let mut z = load_part::<V>(row, column);
+                if let Some(bias) = bias {
+                    z = z.add(load_part(bias, column));
+                    store_part(z, row, column);
+                }
+                if column < whole {
+                    most = most.max(z);
+                }
+                total = total.add(z);
+            }
+            let most = row[whole..].iter().fold(most.largest(), |most, &z| most.max(z));
+            let (mean, right) = (total.sum() / width as f32, row[target as usize]);
+            let (mut sums, shift) = (V::splat(0.0), V::splat(most));
+            for column in (0..whole).step_by(V::LANES) {
+                let e = exp_nonpositive(V::load(row.as_ptr().add(column)).sub(shift));
+                e.store(row.as_mut_ptr().add(column));
+                sums = sums.add(e);
+            }
+            let mut sums = sums.sum();
+            for z in &mut row[whole..] {
+                *z = (*z - most).exp();
+                sums += *z;
+            }
+            let log_sum = most + sums.ln();
+            let plain = f64::from(log_sum - right);
+            sum.plain += plain;
+            sum.smoothed += plain + f64::from(smoothing) * (f64::from(log_sum - mean) - plain);
+            if gradients {
+                let (scale, spread) = (V::splat(1.0 / sums), V::splat(-smoothing / width as f32));
                 for column in (0..width).step_by(V::LANES) {
-                    let mut z = load_part::<V>(row, column);
-                    if let Some(bias) = bias {
-                        z = z.add(load_part(bias, column));
-                        store_part(z, row, column);
-                    }
-                    if column < whole {
-                        most = most.max(z);
-                    }
-                    total = total.add(z);
+                    store_part(load_part::<V>(row, column).mul_add(scale, spread), row, column);
                 }
-                let most = row[whole..].iter().fold(most.largest(), |most, &z| most.max(z));
-                let (mean, right) = (total.sum() / width as f32, row[target as usize]);
-                let (mut sums, shift) = (V::splat(0.0), V::splat(most));
-                for column in (0..whole).step_by(V::LANES) {
-                    let e = exp_nonpositive(V::load(row.as_ptr().add(column)).sub(shift));
-                    e.store(row.as_mut_ptr().add(column));
-                    sums = sums.add(e);
-                }
-                let mut sums = sums.sum();
-                for z in &mut row[whole..] {
-                    *z = (*z - most).exp();
-                    sums += *z;
-                }
-                let log_sum = most + sums.ln();
-                let plain = f64::from(log_sum - right);
-                sum.plain += plain;
-                sum.smoothed += plain + f64::from(smoothing) * (f64::from(log_sum - mean) - plain);
-                if gradients {
-                    let (scale, spread) = (V::splat(1.0 / sums), V::splat(-smoothing / width as f32));
-                    for column in (0..width).step_by(V::LANES) {
-                        store_part(load_part::<V>(row, column).mul_add(scale, spread), row, column);
-                    }
-                    row[target as usize] -= 1.0 - smoothing;
-                }
+                row[target as usize] -= 1.0 - smoothing;
             }
         }
-        sum
     }
-}
+    sum
+});

@@ -12,7 +12,7 @@ use crate::call::{Call, Dims, Output, Scratch, State, Token, View};
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
 use crate::simd::rows::{load_part, store_part};
-use crate::simd::{Operation, Vector, dispatch};
+use crate::simd::{dispatch, operation};
 use crate::threads::share_many;
 
 /// Rows up to which a weight is read row by row; of more, blocks of it serve several.
@@ -48,97 +48,72 @@ fn multiply(x: &[f32], inputs: usize, weights: Weights<'_>, stride: usize, few: 
     add_bias(weights.bias, outputs, out);
 }
 
-/// `out = x·W + b` of one row.
-struct RowProduct<'a> {
-    x: &'a [f32],
-    weight: &'a [f32],
-    stride: usize,
-    bias: Option<&'a [f32]>,
-    out: &'a mut [f32],
-}
-
 /// Rows of the weight that are read at a time: as many as there are fused products for one pass over the sums.
 const DEPTH: usize = 8;
 
-impl Operation for RowProduct<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { x, weight, stride, bias, out } = self;
-        match bias {
-            Some(bias) => out.copy_from_slice(bias),
-            None => out.fill(0.0),
-        }
-        let width = out.len();
-        let mut rows = x.chunks_exact(DEPTH);
-        let mut first = 0;
-        for x in &mut rows {
-            let weight: [&[f32]; DEPTH] = std::array::from_fn(|n| &weight[(first + n) * stride..][..width]);
-            first += DEPTH;
-            // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
-            unsafe {
-                let x: [V; DEPTH] = std::array::from_fn(|n| V::splat(x[n]));
-                for column in (0..width).step_by(V::LANES) {
-                    // Two sums hide a part of the latency.
-                    let (mut even, mut odd) = (load_part::<V>(out, column), V::splat(0.0));
-                    for n in (0..DEPTH).step_by(2) {
-                        even = load_part::<V>(weight[n], column).mul_add(x[n], even);
-                        odd = load_part::<V>(weight[n + 1], column).mul_add(x[n + 1], odd);
-                    }
-                    store_part(even.add(odd), out, column);
+// `out = x·W + b` of one row.
+operation!(RowProduct, f32, |x: &'a [f32],
+                             weight: &'a [f32],
+                             stride: usize,
+                             bias: Option<&'a [f32]>,
+                             out: &'a mut [f32]| {
+    match bias {
+        Some(bias) => out.copy_from_slice(bias),
+        None => out.fill(0.0),
+    }
+    let width = out.len();
+    let mut rows = x.chunks_exact(DEPTH);
+    let mut first = 0;
+    for x in &mut rows {
+        let weight: [&[f32]; DEPTH] = std::array::from_fn(|n| &weight[(first + n) * stride..][..width]);
+        first += DEPTH;
+        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+        unsafe {
+            let x: [V; DEPTH] = std::array::from_fn(|n| V::splat(x[n]));
+            for column in (0..width).step_by(V::LANES) {
+                // Two sums hide a part of the latency.
+                let (mut even, mut odd) = (load_part::<V>(out, column), V::splat(0.0));
+                for n in (0..DEPTH).step_by(2) {
+                    even = load_part::<V>(weight[n], column).mul_add(x[n], even);
+                    odd = load_part::<V>(weight[n + 1], column).mul_add(x[n + 1], odd);
                 }
+                store_part(even.add(odd), out, column);
             }
         }
-        for &x in rows.remainder() {
-            add_scaled(out, x, &weight[first * stride..][..width]);
-            first += 1;
-        }
     }
-}
-
-/// `out = x·Wᵀ + b` of one row.
-struct RowDots<'a> {
-    x: &'a [f32],
-    weight: &'a [f32],
-    bias: Option<&'a [f32]>,
-    out: &'a mut [f32],
-}
+    for &x in rows.remainder() {
+        add_scaled(out, x, &weight[first * stride..][..width]);
+        first += 1;
+    }
+});
 
 /// Rows of the weight that a register of `x` meets.
 const DOTS: usize = 4;
 
-impl Operation for RowDots<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { x, weight, bias, out } = self;
-        let width = x.len();
-        for (part, out) in out.chunks_mut(DOTS).enumerate() {
-            let first = part * DOTS;
-            // Of the last few rows one stands in for those that are not there.
-            let weight: [&[f32]; DOTS] =
-                std::array::from_fn(|n| &weight[(first + n.min(out.len() - 1)) * width..][..width]);
-            // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
-            let sums = unsafe {
-                let mut sums = [V::splat(0.0); DOTS];
-                for column in (0..width).step_by(V::LANES) {
-                    let x = load_part::<V>(x, column);
-                    for (sum, weight) in sums.iter_mut().zip(weight) {
-                        *sum = load_part::<V>(weight, column).mul_add(x, *sum);
-                    }
+// `out = x·Wᵀ + b` of one row.
+operation!(RowDots, f32, |x: &'a [f32], weight: &'a [f32], bias: Option<&'a [f32]>, out: &'a mut [f32]| {
+    let width = x.len();
+    for (part, out) in out.chunks_mut(DOTS).enumerate() {
+        let first = part * DOTS;
+        // Of the last few rows one stands in for those that are not there.
+        let weight: [&[f32]; DOTS] =
+            std::array::from_fn(|n| &weight[(first + n.min(out.len() - 1)) * width..][..width]);
+        // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+        let sums = unsafe {
+            let mut sums = [V::splat(0.0); DOTS];
+            for column in (0..width).step_by(V::LANES) {
+                let x = load_part::<V>(x, column);
+                for (sum, weight) in sums.iter_mut().zip(weight) {
+                    *sum = load_part::<V>(weight, column).mul_add(x, *sum);
                 }
-                sums.map(|sum| sum.sum())
-            };
-            for (n, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
-                *out = sum + bias.map_or(0.0, |bias| bias[first + n]);
             }
+            sums.map(|sum| sum.sum())
+        };
+        for (n, (out, sum)) in out.iter_mut().zip(sums).enumerate() {
+            *out = sum + bias.map_or(0.0, |bias| bias[first + n]);
         }
     }
-}
+});
 
 /// Rows or their norms, in `memory`.
 fn normed<'m>(norm: Option<NormWeights<'_>>, x: &'m [f32], memory: &'m mut [f32]) -> &'m [f32] {

@@ -15,7 +15,7 @@ use super::products::{Fresh, try_zeros};
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
 use crate::simd::rows::{load_part, store_part};
-use crate::simd::{Operation, Vector, dispatch};
+use crate::simd::{dispatch, operation};
 use crate::threads::share;
 
 /// Rows of a task, and of one sum of `dγ`.
@@ -173,37 +173,24 @@ impl GatedNormWeights<'_> {
     }
 }
 
-/// Replaces rows by their gated norms.
-struct Normalize<'a> {
-    weights: GatedNormWeights<'a>,
-    head_dim: usize,
-    gate: Gates<'a>,
-    rows: &'a mut [f32],
-}
-
-impl Operation for Normalize<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { weights: GatedNormWeights { gamma, epsilon }, head_dim, gate, rows } = self;
-        for (row, gate) in rows.chunks_exact_mut(gamma.len()).zip(gate.numbers.chunks(gate.stride)) {
-            let heads = row.chunks_exact_mut(head_dim).zip(gamma.chunks_exact(head_dim));
-            for ((x, gamma), gate) in heads.zip(gate.chunks(head_dim)) {
-                // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
-                unsafe {
-                    let (_, scale) = statistics::<V>(x, false, epsilon);
-                    for column in (0..head_dim).step_by(V::LANES) {
-                        let (open, _) = value_and_slope(Activation::Silu, load_part::<V>(gate, column));
-                        let normal = load_part::<V>(x, column).mul(V::splat(scale));
-                        store_part(normal.mul(load_part(gamma, column)).mul(open), x, column);
-                    }
+// Replaces rows by their gated norms.
+operation!(Normalize, f32, |weights: GatedNormWeights<'a>, head_dim: usize, gate: Gates<'a>, rows: &'a mut [f32]| {
+    let GatedNormWeights { gamma, epsilon } = weights;
+    for (row, gate) in rows.chunks_exact_mut(gamma.len()).zip(gate.numbers.chunks(gate.stride)) {
+        let heads = row.chunks_exact_mut(head_dim).zip(gamma.chunks_exact(head_dim));
+        for ((x, gamma), gate) in heads.zip(gate.chunks(head_dim)) {
+            // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+            unsafe {
+                let (_, scale) = statistics::<V>(x, false, epsilon);
+                for column in (0..head_dim).step_by(V::LANES) {
+                    let (open, _) = value_and_slope(Activation::Silu, load_part::<V>(gate, column));
+                    let normal = load_part::<V>(x, column).mul(V::splat(scale));
+                    store_part(normal.mul(load_part(gamma, column)).mul(open), x, column);
                 }
             }
         }
     }
-}
+});
 
 /// Turns the gradients of gated norms into those of rows and gates, and adds up that of `γ`.
 struct NormalizeBackward<'a> {
@@ -217,44 +204,38 @@ struct NormalizeBackward<'a> {
     d_gamma: &'a mut [f32],
 }
 
-impl Operation for NormalizeBackward<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { weights: GatedNormWeights { gamma, epsilon }, head_dim, x, gate, dx, d_gate, d_gamma } = self;
-        let (width, stride) = (gamma.len(), gate.stride);
-        let rows = x.chunks_exact(width).zip(gate.numbers.chunks(stride));
-        for ((x, gate), (dx, d_gate)) in rows.zip(dx.chunks_exact_mut(width).zip(d_gate.chunks_mut(stride))) {
-            for first in (0..width).step_by(head_dim) {
-                let head = first..first + head_dim;
-                let (x, gate, gamma) = (&x[head.clone()], &gate[head.clone()], &gamma[head.clone()]);
-                let (dx, d_gate) = (&mut dx[head.clone()], &mut d_gate[head.clone()]);
-                let d_gamma = &mut d_gamma[head];
-                // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
-                unsafe {
-                    let (_, scale) = statistics::<V>(x, false, epsilon);
-                    let mut slope = V::splat(0.0);
-                    for column in (0..head_dim).step_by(V::LANES) {
-                        let (open, opening) = value_and_slope(Activation::Silu, load_part::<V>(gate, column));
-                        let normal = load_part::<V>(x, column).mul(V::splat(scale));
-                        let (d, gamma) = (load_part::<V>(dx, column), load_part::<V>(gamma, column));
-                        let through = d.mul(normal);
-                        store_part(through.mul_add(open, load_part(d_gamma, column)), d_gamma, column);
-                        store_part(through.mul(gamma).mul(opening), d_gate, column);
-                        let h = d.mul(gamma).mul(open);
-                        slope = h.mul_add(normal, slope);
-                        store_part(h, dx, column);
-                    }
-                    let slope = V::splat(-slope.sum() / head_dim as f32);
-                    for column in (0..head_dim).step_by(V::LANES) {
-                        let normal = load_part::<V>(x, column).mul(V::splat(scale));
-                        let d = normal.mul_add(slope, load_part(dx, column)).mul(V::splat(scale));
-                        store_part(d, dx, column);
-                    }
+operation!(NormalizeBackward, f32, |Self { weights, head_dim, x, gate, dx, d_gate, d_gamma }| {
+    let GatedNormWeights { gamma, epsilon } = weights;
+    let (width, stride) = (gamma.len(), gate.stride);
+    let rows = x.chunks_exact(width).zip(gate.numbers.chunks(stride));
+    for ((x, gate), (dx, d_gate)) in rows.zip(dx.chunks_exact_mut(width).zip(d_gate.chunks_mut(stride))) {
+        for first in (0..width).step_by(head_dim) {
+            let head = first..first + head_dim;
+            let (x, gate, gamma) = (&x[head.clone()], &gate[head.clone()], &gamma[head.clone()]);
+            let (dx, d_gate) = (&mut dx[head.clone()], &mut d_gate[head.clone()]);
+            let d_gamma = &mut d_gamma[head];
+            // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
+            unsafe {
+                let (_, scale) = statistics::<V>(x, false, epsilon);
+                let mut slope = V::splat(0.0);
+                for column in (0..head_dim).step_by(V::LANES) {
+                    let (open, opening) = value_and_slope(Activation::Silu, load_part::<V>(gate, column));
+                    let normal = load_part::<V>(x, column).mul(V::splat(scale));
+                    let (d, gamma) = (load_part::<V>(dx, column), load_part::<V>(gamma, column));
+                    let through = d.mul(normal);
+                    store_part(through.mul_add(open, load_part(d_gamma, column)), d_gamma, column);
+                    store_part(through.mul(gamma).mul(opening), d_gate, column);
+                    let h = d.mul(gamma).mul(open);
+                    slope = h.mul_add(normal, slope);
+                    store_part(h, dx, column);
+                }
+                let slope = V::splat(-slope.sum() / head_dim as f32);
+                for column in (0..head_dim).step_by(V::LANES) {
+                    let normal = load_part::<V>(x, column).mul(V::splat(scale));
+                    let d = normal.mul_add(slope, load_part(dx, column)).mul(V::splat(scale));
+                    store_part(d, dx, column);
                 }
             }
         }
     }
-}
+});

@@ -4,7 +4,7 @@
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
 use crate::simd::rows::{load_part, store_part};
-use crate::simd::{Operation, Vector, dispatch};
+use crate::simd::{dispatch, operation};
 use crate::threads::share_many;
 
 /// Numbers of a task: 64 kB, which a first- or second-level cache holds.
@@ -33,45 +33,24 @@ pub fn scale(x: &mut [f32], a: f32) {
     share_many(x.len(), x.chunks_mut(PIECE), || (), |x, ()| dispatch(Scale { x, a }));
 }
 
-struct Squares<'a> {
-    x: &'a [f32],
-}
-
-impl Operation for Squares<'_> {
-    type Element = f32;
-    type Output = f64;
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) -> f64 {
-        // SAFETY: forwarded to the caller; parts are checked where they are read, and filled up with zeros.
-        unsafe {
-            let mut sums = [V::splat(0.0); 4];
-            for (n, at) in (0..self.x.len()).step_by(V::LANES).enumerate() {
-                let x = load_part::<V>(self.x, at);
-                sums[n % 4] = x.mul_add(x, sums[n % 4]);
-            }
-            f64::from(sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum())
+operation!(Squares, f32, |x: &'a [f32]| -> f64 {
+    // SAFETY: forwarded to the caller; parts are checked where they are read, and filled up with zeros.
+    unsafe {
+        let mut sums = [V::splat(0.0); 4];
+        for (n, at) in (0..x.len()).step_by(V::LANES).enumerate() {
+            let x = load_part::<V>(x, at);
+            sums[n % 4] = x.mul_add(x, sums[n % 4]);
         }
+        f64::from(sums[0].add(sums[1]).add(sums[2].add(sums[3])).sum())
     }
-}
+});
 
-struct Scale<'a> {
-    x: &'a mut [f32],
-    a: f32,
-}
-
-impl Operation for Scale<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        for at in (0..self.x.len()).step_by(V::LANES) {
-            // SAFETY: forwarded to the caller; parts are checked where they are read and written.
-            unsafe { store_part(load_part::<V>(self.x, at).mul(V::splat(self.a)), self.x, at) };
-        }
+operation!(Scale, f32, |x: &'a mut [f32], a: f32| {
+    for at in (0..x.len()).step_by(V::LANES) {
+        // SAFETY: forwarded to the caller; parts are checked where they are read and written.
+        unsafe { store_part(load_part::<V>(x, at).mul(V::splat(a)), x, at) };
     }
-}
+});
 
 #[cfg(test)]
 mod tests {

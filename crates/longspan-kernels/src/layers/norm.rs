@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 use super::products::Fresh;
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
-use crate::simd::{Operation, Vector, dispatch};
+use crate::simd::{Vector, dispatch, operation};
 use crate::threads::share;
 
 /// Rows of a task, and of one sum of `dγ` and `dβ`.
@@ -161,99 +161,76 @@ unsafe fn sum<V: Vector<Element = f32>>(x: &[f32], f: impl Fn(V) -> V, of_one: i
     x[whole..].iter().fold(sums, |sum, &x| sum + of_one(x))
 }
 
-/// Writes the norm of rows.
-struct Normalize<'a> {
-    norm: Norm<'a>,
-    out: &'a mut [f32],
-}
-
-impl Operation for Normalize<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Norm { x, weights: NormWeights { gamma, beta, centred, epsilon } } = self.norm;
-        let width = gamma.len();
-        let whole = width / V::LANES * V::LANES;
-        assert!(self.out.len() == x.len() && beta.is_none_or(|beta| beta.len() == width));
-        for (x, out) in x.chunks_exact(width).zip(self.out.chunks_exact_mut(width)) {
-            // SAFETY: whole registers lie in every row, in `gamma` and `beta`.
-            unsafe {
-                let (mean, scale) = statistics::<V>(x, centred, epsilon);
-                for column in (0..whole).step_by(V::LANES) {
-                    let at = |row: &[f32]| V::load(row.as_ptr().add(column));
-                    let y = at(x).sub(V::splat(mean)).mul(V::splat(scale));
-                    let zero = V::splat(0.0);
-                    let y = y.mul_add(at(gamma), beta.map_or(zero, at));
-                    y.store(out.as_mut_ptr().add(column));
-                }
-                for column in whole..width {
-                    let beta = beta.map_or(0.0, |beta| beta[column]);
-                    out[column] = (x[column] - mean) * scale * gamma[column] + beta;
-                }
+// Writes the norm of rows.
+operation!(Normalize, f32, |norm: Norm<'a>, out: &'a mut [f32]| {
+    let Norm { x, weights: NormWeights { gamma, beta, centred, epsilon } } = norm;
+    let width = gamma.len();
+    let whole = width / V::LANES * V::LANES;
+    assert!(out.len() == x.len() && beta.is_none_or(|beta| beta.len() == width));
+    for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+        // SAFETY: whole registers lie in every row, in `gamma` and `beta`.
+        unsafe {
+            let (mean, scale) = statistics::<V>(x, centred, epsilon);
+            for column in (0..whole).step_by(V::LANES) {
+                let at = |row: &[f32]| V::load(row.as_ptr().add(column));
+                let y = at(x).sub(V::splat(mean)).mul(V::splat(scale));
+                let zero = V::splat(0.0);
+                let y = y.mul_add(at(gamma), beta.map_or(zero, at));
+                y.store(out.as_mut_ptr().add(column));
+            }
+            for column in whole..width {
+                let beta = beta.map_or(0.0, |beta| beta[column]);
+                out[column] = (x[column] - mean) * scale * gamma[column] + beta;
             }
         }
     }
-}
+});
 
-/// Turns the gradients of rows into those of what they were made from, and adds up those of `γ` and `β`.
-struct NormalizeBackward<'a> {
-    norm: Norm<'a>,
-    /// `dy`, and then `dx`.
-    dx: &'a mut [f32],
-    d_gamma: &'a mut [f32],
-    d_beta: &'a mut [f32],
-}
-
-impl Operation for NormalizeBackward<'_> {
-    type Element = f32;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = f32>>(self) {
-        let Self { norm: Norm { x, weights }, dx, d_gamma, d_beta } = self;
-        let NormWeights { gamma, centred, epsilon, .. } = weights;
-        let width = gamma.len();
-        let whole = width / V::LANES * V::LANES;
-        assert!(dx.len() == x.len() && d_gamma.len() == width && d_beta.len() == width);
-        for (x, dx) in x.chunks_exact(width).zip(dx.chunks_exact_mut(width)) {
-            // SAFETY: whole registers lie in every row of numbers.
-            unsafe {
-                let (mean, scale) = statistics::<V>(x, centred, epsilon);
-                let (mut level, mut slope) = (V::splat(0.0), V::splat(0.0));
-                for column in (0..whole).step_by(V::LANES) {
-                    let at = |row: &[f32]| V::load(row.as_ptr().add(column));
-                    let normal = at(x).sub(V::splat(mean)).mul(V::splat(scale));
-                    let d = at(dx);
-                    d.mul_add(normal, at(d_gamma)).store(d_gamma.as_mut_ptr().add(column));
-                    at(d_beta).add(d).store(d_beta.as_mut_ptr().add(column));
-                    let h = d.mul(at(gamma));
-                    level = level.add(h);
-                    slope = h.mul_add(normal, slope);
-                }
-                let (mut level, mut slope) = (level.sum(), slope.sum());
-                for column in whole..width {
-                    let (normal, d) = ((x[column] - mean) * scale, dx[column]);
-                    d_gamma[column] += d * normal;
-                    d_beta[column] += d;
-                    level += d * gamma[column];
-                    slope += d * gamma[column] * normal;
-                }
-                let level = if centred { level / width as f32 } else { 0.0 };
-                slope /= width as f32;
-                for column in (0..whole).step_by(V::LANES) {
-                    let at = |row: &[f32]| V::load(row.as_ptr().add(column));
-                    let normal = at(x).sub(V::splat(mean)).mul(V::splat(scale));
-                    let h = at(dx).mul_add(at(gamma), V::splat(-level));
-                    let d = normal.mul_add(V::splat(-slope), h).mul(V::splat(scale));
-                    d.store(dx.as_mut_ptr().add(column));
-                }
-                for column in whole..width {
-                    let normal = (x[column] - mean) * scale;
-                    dx[column] = scale * (dx[column] * gamma[column] - level - normal * slope);
-                }
+// Turns the gradients `dx` of rows into those of what they were made from, and adds up those of `γ` and `β`.
+operation!(NormalizeBackward, f32, |norm: Norm<'a>,
+                                    dx: &'a mut [f32],
+                                    d_gamma: &'a mut [f32],
+                                    d_beta: &'a mut [f32]| {
+    let Norm { x, weights: NormWeights { gamma, centred, epsilon, .. } } = norm;
+    let width = gamma.len();
+    let whole = width / V::LANES * V::LANES;
+    assert!(dx.len() == x.len() && d_gamma.len() == width && d_beta.len() == width);
+    for (x, dx) in x.chunks_exact(width).zip(dx.chunks_exact_mut(width)) {
+        // SAFETY: whole registers lie in every row of numbers.
+        unsafe {
+            let (mean, scale) = statistics::<V>(x, centred, epsilon);
+            let (mut level, mut slope) = (V::splat(0.0), V::splat(0.0));
+            for column in (0..whole).step_by(V::LANES) {
+                let at = |row: &[f32]| V::load(row.as_ptr().add(column));
+                let normal = at(x).sub(V::splat(mean)).mul(V::splat(scale));
+                let d = at(dx);
+                d.mul_add(normal, at(d_gamma)).store(d_gamma.as_mut_ptr().add(column));
+                at(d_beta).add(d).store(d_beta.as_mut_ptr().add(column));
+                let h = d.mul(at(gamma));
+                level = level.add(h);
+                slope = h.mul_add(normal, slope);
+            }
+            let (mut level, mut slope) = (level.sum(), slope.sum());
+            for column in whole..width {
+                let (normal, d) = ((x[column] - mean) * scale, dx[column]);
+                d_gamma[column] += d * normal;
+                d_beta[column] += d;
+                level += d * gamma[column];
+                slope += d * gamma[column] * normal;
+            }
+            let level = if centred { level / width as f32 } else { 0.0 };
+            slope /= width as f32;
+            for column in (0..whole).step_by(V::LANES) {
+                let at = |row: &[f32]| V::load(row.as_ptr().add(column));
+                let normal = at(x).sub(V::splat(mean)).mul(V::splat(scale));
+                let h = at(dx).mul_add(at(gamma), V::splat(-level));
+                let d = normal.mul_add(V::splat(-slope), h).mul(V::splat(scale));
+                d.store(dx.as_mut_ptr().add(column));
+            }
+            for column in whole..width {
+                let normal = (x[column] - mean) * scale;
+                dx[column] = scale * (dx[column] * gamma[column] - level - normal * slope);
             }
         }
     }
-}
+});

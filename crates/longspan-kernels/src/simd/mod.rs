@@ -118,10 +118,13 @@ pub(crate) trait Operation: Sized {
 
 /// Implements [`Operation`] for a struct `Name<'_, T>`: `operation!(Name, |Self { fields }| -> Output { body })`; and declares it too:
 /// `operation!(Name, |field: Type, …| -> Output { body })`. The body is that of [`Operation::run`]; it knows the number type `T`, its
-/// register `V`, and `'a` in the types of declared fields.
+/// register `V`, and `'a` in the types of declared fields. `operation!(Name, f32, …)` is for one number type alone, and `Name<'_>`.
 macro_rules! operation {
-    ($name:ident, |$($field:ident: $type:ty),+| $body:block) => {
-        operation!($name, |$($field: $type),+| -> () $body);
+    ($name:ident $(, $element:ident)?, |$($field:ident: $type:ty),+| $body:block) => {
+        operation!($name $(, $element)?, |$($field: $type),+| -> () $body);
+    };
+    ($name:ident $(, $element:ident)?, |$fields:pat_param| $body:block) => {
+        operation!($name $(, $element)?, |$fields| -> () $body);
     };
     ($name:ident, |$($field:ident: $type:ty),+| -> $output:ty $body:block) => {
         pub(crate) struct $name<'a, T> {
@@ -130,18 +133,28 @@ macro_rules! operation {
 
         operation!($name, |Self { $($field),+ }| -> $output $body);
     };
-    ($name:ident, |$fields:pat_param| $body:block) => {
-        operation!($name, |$fields| -> () $body);
+    ($name:ident, $element:ident, |$($field:ident: $type:ty),+| -> $output:ty $body:block) => {
+        pub(crate) struct $name<'a> {
+            $(pub $field: $type,)+
+        }
+
+        operation!($name, $element, |Self { $($field),+ }| -> $output $body);
     };
     ($name:ident, |$fields:pat_param| -> $output:ty $body:block) => {
-        impl<T: $crate::simd::Real> $crate::simd::Operation for $name<'_, T> {
-            type Element = T;
+        operation!(impl [T: $crate::simd::Real] $name<'_, T>, T, |$fields| -> $output $body);
+    };
+    ($name:ident, $element:ident, |$fields:pat_param| -> $output:ty $body:block) => {
+        operation!(impl [] $name<'_>, $element, |$fields| -> $output $body);
+    };
+    (impl [$($generics:tt)*] $name:ty, $element:ident, |$fields:pat_param| -> $output:ty $body:block) => {
+        impl<$($generics)*> $crate::simd::Operation for $name {
+            type Element = $element;
             type Output = $output;
 
             // Counted loops over registers unroll; iterators over two arrays at once are not sure to.
             #[allow(clippy::needless_range_loop)]
             #[inline(always)]
-            unsafe fn run<V: $crate::simd::Vector<Element = T>>(self) -> $output {
+            unsafe fn run<V: $crate::simd::Vector<Element = $element>>(self) -> $output {
                 let $fields = self;
                 $body
             }
