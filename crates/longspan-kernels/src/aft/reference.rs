@@ -1,40 +1,24 @@
 //! The definition in doubles, O(queries · keys): what every fast path is tested against. Never optimised.
 
 use super::options::{Aft, Variant};
-use crate::call::{Call, Compute, Keys, Mechanism, Order, Reference};
-use crate::error::{Error, expect};
+use crate::call::{Call, Mechanism, Order, Reference, check_reference, places};
+use crate::error::Error;
 
 /// `Y_i = σ(q_i) ⊙ Σ_j e^{k_j+w_ij} ⊙ v_j / Σ_j e^{k_j+w_ij}` over the keys `j` that row `i` sees, channel by channel.
 pub(crate) fn reference(aft: &Aft, call: &Call<'_, f64>) -> Result<Reference, Error> {
-    Compute::check(aft, call)?;
-    expect(
-        call.initial_state.is_none(),
-        aft.name(),
-        "initial_state of the reference",
-        || "none: prepend the earlier tokens instead".into(),
-        || "a state".into(),
-    )?;
-    let dims = &call.dims;
-    let mut out = Vec::new();
-    for batch in 0..dims.batch {
-        for head in 0..dims.heads {
-            for i in 0..dims.queries {
-                out.extend(row(aft, call, batch, head, i));
-            }
-        }
-    }
-    Ok(Reference { out, denominators: vec![1.0; dims.batch * dims.heads * dims.queries] })
+    check_reference(aft, call)?;
+    Ok(Reference::of_rows(&call.dims, |place| (row(aft, call, place), 1.0)))
 }
 
 /// One row of the output.
-fn row(aft: &Aft, call: &Call<'_, f64>, batch: usize, head: usize, i: usize) -> Vec<f64> {
+fn row(aft: &Aft, call: &Call<'_, f64>, [batch, head, i]: [usize; 3]) -> Vec<f64> {
     let dims = &call.dims;
     let (kv_head, width) = (head / dims.group(), dims.head_dim);
     let q = call.q.rows(batch, head).row(i, width);
     let key_dim = aft.key_dim(dims);
     let seen: Vec<(usize, f64)> = (0..dims.keys)
         .filter_map(|j| {
-            let (i, j_own) = places(call, batch, i, j)?;
+            let (i, j_own) = places(call, [batch, i, j])?;
             Some((j, bias(aft, call, head, i, j_own)))
         })
         .collect();
@@ -61,21 +45,6 @@ fn row(aft: &Aft, call: &Call<'_, f64>, batch: usize, head: usize, i: usize) -> 
             gate * numerator / denominator
         })
         .collect()
-}
-
-/// Row and key within their own sequence, if the row sees the key.
-fn places(call: &Call<'_, f64>, batch: usize, i: usize, j: usize) -> Option<(usize, usize)> {
-    let (i, j, present) = match call.mask.keys {
-        Keys::All => (i, j, true),
-        Keys::Lengths(lengths) => (i, j, j < lengths[batch]),
-        Keys::Padding(ignored) => (i, j, !ignored[batch * call.dims.keys + j]),
-        Keys::Packed { queries, keys } => {
-            let own = (1..queries.len()).find(|&s| i < queries[s])? - 1;
-            (i - queries[own], j.saturating_sub(keys[own]), (keys[own]..keys[own + 1]).contains(&j))
-        }
-    };
-    let past = j as isize <= i as isize + call.mask.offset;
-    (present && (call.mask.order == Order::Bidirectional || past)).then_some((i, j))
 }
 
 /// `w_ij`.

@@ -2,6 +2,7 @@
 
 mod mask;
 mod mechanism;
+mod reference;
 mod scratch;
 mod shape;
 mod sink;
@@ -14,6 +15,7 @@ pub use mechanism::{
     AnyKernel, Call, CombineGradients, Cotangent, Gradients, Kernel, Mechanism, Output, Parameter, Parameters,
     Reference, Token,
 };
+pub(crate) use reference::{check_reference, distance, places};
 pub use scratch::Scratch;
 pub(crate) use scratch::{Arena, Lines, StepMemory, zeros};
 pub(crate) use shape::SharedRows;

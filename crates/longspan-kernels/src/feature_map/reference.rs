@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::rows::Side;
 use super::{FeatureMap, HedgehogNorm, scale};
-use crate::call::Dims;
+use crate::call::{Call, Dims};
 
 /// One feature, `factor · e^exponent`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -26,6 +26,14 @@ pub(crate) struct Map<'a> {
 impl<'a> Map<'a> {
     pub fn new(map: FeatureMap, dims: &'a Dims, parameters: &'a [&'a [f64]]) -> Self {
         Self { map, dims, projection: map.projection(dims.head_dim).unwrap_or_default(), parameters }
+    }
+
+    /// Those of every key of a call, `[batch, kv_heads, keys]`.
+    pub fn keys(&self, call: &Call<'_, f64>) -> Vec<Vec<Feature>> {
+        let dims = self.dims;
+        let heads = (0..dims.batch).flat_map(|batch| (0..dims.kv_heads).map(move |head| (batch, head)));
+        let keys = heads.flat_map(|(batch, head)| (0..dims.keys).map(move |j| (batch, head, j)));
+        keys.map(|(batch, head, j)| self.row(Side::Key(head), call.k.rows(batch, head).row(j, dims.head_dim))).collect()
     }
 
     /// The features of one row.
@@ -87,4 +95,56 @@ impl<'a> Map<'a> {
 /// `w·x` for every row `w`.
 fn products<'x>(rows: &'x [f64], x: &'x [f64]) -> impl Iterator<Item = f64> + 'x {
     rows.chunks_exact(x.len().max(1)).map(move |w| w.iter().zip(x).map(|(w, x)| w * x).sum())
+}
+
+/// `factor · e^exponent`: one feature's part of a weight, and `share · e^exponent`, its part of the denominator.
+pub(crate) struct Term {
+    pub factor: f64,
+    pub share: f64,
+    pub exponent: f64,
+}
+
+/// A key that a row sees: its value, and its weight as `scale · Σ terms`.
+pub(crate) struct Seen<'a> {
+    pub value: &'a [f64],
+    pub scale: f64,
+    pub terms: Vec<Term>,
+}
+
+/// What a row's weighed sum of values is divided by.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Divisor {
+    One,
+    /// The denominator.
+    Denominator,
+    /// The same where it is positive; else the row gives 0.
+    PositiveDenominator,
+}
+
+/// One row of the output and its denominator.
+pub(crate) fn quotient(seen: &[Seen<'_>], value_dim: usize, divisor: Divisor) -> (Vec<f64>, f64) {
+    // Exponentials overflow where the quotient does not: exponents count from the largest one of the row.
+    let largest = seen.iter().flat_map(|key| &key.terms).map(|t| t.exponent).fold(f64::NEG_INFINITY, f64::max);
+    let shift = if largest.is_finite() { largest } else { 0.0 };
+
+    let mut numerator = vec![0.0; value_dim];
+    let mut denominator = 0.0;
+    for Seen { value, scale, terms } in seen {
+        let sum = |part: fn(&Term) -> f64| -> f64 {
+            scale * terms.iter().map(|t| part(t) * (t.exponent - shift).exp()).sum::<f64>()
+        };
+        let weight = sum(|term| term.factor);
+        numerator.iter_mut().zip(*value).for_each(|(n, value)| *n += weight * value);
+        denominator += sum(|term| term.share);
+    }
+
+    // An exact 0 stays 0 however large the shift.
+    let unshift = |x: f64| if x == 0.0 { 0.0 } else { x * shift.exp() };
+    if divisor == Divisor::One {
+        return (numerator.into_iter().map(unshift).collect(), 1.0);
+    }
+    // Not `> 0`: a NaN that the row sees must come out, and signed features may have a negative denominator.
+    let nothing = denominator == 0.0 || (divisor == Divisor::PositiveDenominator && denominator < 0.0);
+    let out = numerator.into_iter().map(|n| if nothing { 0.0 } else { n / denominator }).collect();
+    (out, unshift(denominator))
 }

@@ -1,68 +1,44 @@
 //! The definition in `f64`, O(queries · keys): what the fast path is tested against. Never optimised.
 
 use super::SoftmaxAttention;
-use crate::call::{Call, Compute, Dims, Keys, Mask, Order, Reference};
-use crate::error::{Error, expect};
+use crate::call::{Call, Reference, check_reference, distance};
+use crate::error::Error;
 
 /// `out_i = Σ_j e^{s·q_i·k_j} v_j / Σ_j e^{s·q_i·k_j}` over the keys `j` that row `i` sees, by mask and window.
 pub(super) fn reference(attention: &SoftmaxAttention, call: &Call<'_, f64>) -> Result<Reference, Error> {
-    Compute::check(attention, call)?;
-    let expected = || "none: prepend the earlier tokens instead".into();
-    expect(call.initial_state.is_none(), "softmax reference", "initial_state", expected, || "a state".into())?;
+    check_reference(attention, call)?;
     let dims = &call.dims;
     let scale = attention.scale.unwrap_or(1.0 / (dims.head_dim as f64).sqrt());
-    let (mut out, mut denominators) = (Vec::new(), Vec::new());
-    for batch in 0..dims.batch {
-        for head in 0..dims.heads {
-            let kv_head = head / dims.group();
-            for i in 0..dims.queries {
-                let q = call.q.rows(batch, head).row(i, dims.head_dim);
-                let k = |j| call.k.rows(batch, kv_head).row(j, dims.head_dim);
-                let v = |j| call.v.rows(batch, kv_head).row(j, dims.value_dim);
-                let score = |j| scale * q.iter().zip(k(j)).map(|(q, k)| q * k).sum::<f64>();
-                let scores: Vec<(usize, f64)> = (0..dims.keys)
-                    .filter(|&j| sees(&call.mask, dims, attention.window, [batch, i, j]))
-                    .map(|j| (j, score(j)))
-                    .collect();
+    Ok(Reference::of_rows(dims, |[batch, head, i]| {
+        let kv_head = head / dims.group();
+        let q = call.q.rows(batch, head).row(i, dims.head_dim);
+        let k = |j| call.k.rows(batch, kv_head).row(j, dims.head_dim);
+        let v = |j| call.v.rows(batch, kv_head).row(j, dims.value_dim);
+        let score = |j| scale * q.iter().zip(k(j)).map(|(q, k)| q * k).sum::<f64>();
+        let near = |delta: isize| attention.window.is_none_or(|window| delta.unsigned_abs() < window);
+        let seen = (0..dims.keys).filter(|&j| distance(call, [batch, i, j]).is_some_and(near));
+        let scores: Vec<(usize, f64)> = seen.map(|j| (j, score(j))).collect();
 
-                // e^s overflows where the quotient does not.
-                let highest = scores.iter().map(|&(_, s)| s).fold(f64::NEG_INFINITY, f64::max);
-                let mut numerator = vec![0.0; dims.value_dim];
-                let mut denominator = 0.0;
-                for &(j, s) in &scores {
-                    let weight = (s - highest).exp();
-                    numerator.iter_mut().zip(v(j)).for_each(|(n, v)| *n += weight * v);
-                    denominator += weight;
-                }
-                out.extend(numerator.iter().map(|n| if scores.is_empty() { 0.0 } else { n / denominator }));
-                denominators.push(if scores.is_empty() { 0.0 } else { denominator * highest.exp() });
-            }
+        // e^s overflows where the quotient does not.
+        let highest = scores.iter().map(|&(_, s)| s).fold(f64::NEG_INFINITY, f64::max);
+        let mut numerator = vec![0.0; dims.value_dim];
+        let mut denominator = 0.0;
+        for &(j, s) in &scores {
+            let weight = (s - highest).exp();
+            numerator.iter_mut().zip(v(j)).for_each(|(n, v)| *n += weight * v);
+            denominator += weight;
         }
-    }
-    Ok(Reference { out, denominators })
-}
-
-/// Whether row `i` sees key `j`; within its own sequence if several are packed.
-fn sees(mask: &Mask<'_>, dims: &Dims, window: Option<usize>, [batch, i, j]: [usize; 3]) -> bool {
-    let (i, j, present) = match mask.keys {
-        Keys::All => (i, j, true),
-        Keys::Lengths(lengths) => (i, j, j < lengths[batch]),
-        Keys::Padding(ignored) => (i, j, !ignored[batch * dims.keys + j]),
-        Keys::Packed { queries, keys } => {
-            let Some(next) = (1..queries.len()).find(|&s| i < queries[s]) else { return false };
-            let own = keys[next - 1]..keys[next];
-            (i - queries[next - 1], j.saturating_sub(own.start), own.contains(&j))
+        if scores.is_empty() {
+            return (numerator, 0.0);
         }
-    };
-    let distance = j as isize - (i as isize + mask.offset);
-    let near = window.is_none_or(|window| distance.unsigned_abs() < window);
-    present && near && (mask.order == Order::Bidirectional || distance <= 0)
+        (numerator.into_iter().map(|n| n / denominator).collect(), denominator * highest.exp())
+    }))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::View;
+    use crate::call::{Dims, Mask, View};
 
     #[test]
     fn weights_are_exponentials_of_scaled_products() {
