@@ -55,7 +55,7 @@ use state_gradient::Links;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    State, Token, ViewMut, check_final_mask, check_gradients, check_initial_gradient, check_output, kernels,
+    State, StateShape, Token, ViewMut, check_gradients, check_output, kernels,
 };
 use crate::error::Error;
 use crate::plan::{Algorithm, Plan};
@@ -135,12 +135,8 @@ impl Compute for Aft {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
-        check_output(self, &problem.dims, &output)?;
+        check_output(self, call, &output)?;
         let Output { mut out, denominators, mut final_state } = output;
-        if let Some(to) = &final_state {
-            check_final_mask(self.name(), &call.mask)?;
-            state::check(self, &problem.dims, to, "final_state")?;
-        }
         let mut kept = None;
         match denominators {
             Some(numbers) if problem.full() => {
@@ -172,16 +168,7 @@ impl Compute for Aft {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let mut problem = Problem::new(self, call)?;
-        check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        let operation = self.name();
-        if let Some(state) = cotangent.final_state {
-            check_final_mask(operation, &call.mask)?;
-            state::check_sizes(self, &problem.dims, state, "gradient of the final state")?;
-        }
-        if let Some(to) = &gradients.initial_state {
-            check_initial_gradient(operation, call)?;
-            state::check_sizes(self, &problem.dims, to, "gradient of the initial state")?;
-        }
+        check_gradients(self, call, cotangent, &gradients)?;
         problem.lend = gradients.initial_state.is_some();
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let mut first = initial_state.map(|state| {
@@ -203,6 +190,14 @@ impl Compute for Aft {
             None => backward::backward(&call, parameters, scratch),
         }
         Ok(())
+    }
+
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        state::shape(self, dims)
+    }
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        state::check_marks(self, state, argument)
     }
 
     fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {

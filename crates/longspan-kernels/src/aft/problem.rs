@@ -7,7 +7,7 @@ use super::kernel;
 use super::log_sum::PARTS;
 use super::options::{Aft, Variant};
 use super::state::{self, Head};
-use crate::call::{Call, Dims, Keys, Mechanism, Order, Sequence, check_call};
+use crate::call::{Call, Dims, Keys, Mechanism, Order, Sequence, check_call, check_initial_state};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 use crate::simd::product::Product;
@@ -94,15 +94,13 @@ impl<'a, T: Real> Problem<'a, T> {
         aft.check_options(&dims)?;
         check_call(aft, call)?;
         let causal = call.mask.order == Order::Causal;
-        if let Some(initial) = call.initial_state {
-            state::check(aft, &dims, initial, "initial_state")?;
-            if !causal || call.mask.offset != 0 {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "an initial state with a bidirectional mask or an offset",
-                    help: "use a causal mask with offset 0",
-                });
-            }
+        check_initial_state(aft, call)?;
+        if call.initial_state.is_some() && call.mask.offset != 0 {
+            return Err(Error::Unsupported {
+                operation,
+                combination: "an initial state with an offset",
+                help: "use a causal mask with offset 0",
+            });
         }
         if let Variant::Conv2d { image: [height, width], .. } = aft.variant {
             let plain = !causal && call.mask.offset == 0;

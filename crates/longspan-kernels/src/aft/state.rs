@@ -4,7 +4,7 @@ use std::ops::{Deref, Range};
 
 use super::log_sum::{PARTS as MEAN_PARTS, clear, join, write_item};
 use super::options::{Aft, Variant};
-use crate::call::{Dims, Mechanism, PARTS, State, StateShape, VERSION, fingerprint};
+use crate::call::{Dims, Mechanism, PARTS, State, StateShape, check_state, fingerprint};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 use crate::simd::block::floor;
@@ -97,23 +97,8 @@ impl<T: Real> Head<&mut [T]> {
     }
 }
 
-/// The sizes of the state of `aft` for calls of these sizes.
-pub(super) fn shape(aft: &Aft, dims: &Dims) -> StateShape {
-    let ring = aft.ring();
-    let (width, key_dim) = (dims.head_dim, aft.key_dim(dims));
-    StateShape {
-        mechanism: aft.name(),
-        version: VERSION,
-        options: fingerprint(&aft.variant),
-        batch: dims.batch,
-        kv_heads: dims.kv_heads,
-        parts: [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS],
-    }
-    .in_lines(MARKS_PART)
-}
-
-/// The state before the first token.
-pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> {
+/// The sizes of the state of `aft` for calls of these sizes, if it has states.
+pub(super) fn shape(aft: &Aft, dims: &Dims) -> Result<StateShape, Error> {
     aft.check_options(dims)?;
     let operation = aft.name();
     if let Variant::Local { length: None, .. } = aft.variant {
@@ -130,10 +115,18 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
             help: "give the call the whole image",
         });
     }
-    let shape = shape(aft, dims);
+    let ring = aft.ring();
+    let (width, key_dim) = (dims.head_dim, aft.key_dim(dims));
+    let parts = [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS];
+    Ok(StateShape::new(aft.name(), fingerprint(&aft.variant), dims, parts).in_lines(MARKS_PART))
+}
+
+/// The state before the first token.
+pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> {
+    let shape = shape(aft, dims)?;
     let fits = shape.batch.checked_mul(shape.kv_heads).and_then(|n| n.checked_mul(shape.head_len()));
     let fits = fits.is_some_and(|n| n < isize::MAX as usize / size_of::<T>());
-    expect(fits, operation, "state", || "a size that fits the address space".into(), || format!("{shape:?}"))?;
+    expect(fits, aft.name(), "state", || "a size that fits the address space".into(), || format!("{shape:?}"))?;
     let mut state = State::zeros(shape)?;
     for head in state.heads_mut().map(Head::from) {
         head.exponent.fill(floor());
@@ -142,20 +135,8 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
     Ok(state)
 }
 
-/// Checks the sizes of a state, or of the gradient of one, whose marks have no meaning.
-pub(super) fn check_sizes<T: Real>(
-    aft: &Aft,
-    dims: &Dims,
-    state: &State<T>,
-    argument: &'static str,
-) -> Result<(), Error> {
-    let shape = empty::<T>(aft, &Dims { batch: 0, ..*dims }).map(|_| shape(aft, dims))?;
-    state.check(aft.name(), argument, shape)
-}
-
-/// Checks sizes and marks of a state that a caller gives.
-pub(super) fn check<T: Real>(aft: &Aft, dims: &Dims, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-    check_sizes(aft, dims, state, argument)?;
+/// Checks the marks of a state of the right sizes.
+pub(super) fn check_marks<T: Real>(aft: &Aft, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let rows = aft.ring().max(1);
     for marks in state.each(MARKS_PART) {
         let whole = |x: T, limit: f64| x >= T::ZERO && x.to_f64() < limit && x.to_f64().fract() == 0.0;
@@ -189,10 +170,9 @@ pub(super) fn advance<T: Real>(aft: &Aft, marks: &[T], tokens: usize) -> [T; MAR
 /// The state of two ranges of tokens, one after the other.
 pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
     let width = earlier.shape().parts[0];
-    let StateShape { batch, kv_heads, .. } = earlier.shape();
-    let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim: width, value_dim: width };
-    check(aft, &dims, earlier, "earlier state")?;
-    check(aft, &dims, later, "later state")?;
+    let dims = earlier.shape().dims(width, width);
+    check_state(aft, &dims, earlier, "earlier state")?;
+    check_state(aft, &dims, later, "later state")?;
     let key_dim = aft.key_dim(&dims);
     let ring = aft.ring();
     let padded = padded::<T>(width);

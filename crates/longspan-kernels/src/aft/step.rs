@@ -19,8 +19,7 @@ pub(super) fn step<T: Real>(aft: &Aft, token: &Token<'_, T>, state: &mut State<T
     let operation = aft.name();
     let dims = token_dims(aft, token, token.v, state)?;
     let Dims { batch, heads, kv_heads, head_dim: width, .. } = dims;
-    state::check(aft, &dims, state, "state")?;
-    check_token(aft, &dims, token, out)?;
+    check_token(aft, &dims, token, state, out)?;
     let key_dim = aft.key_dim(&dims);
     if let Some(length) = aft.table_length() {
         for batch in 0..batch {

@@ -311,6 +311,10 @@ pub(crate) trait Compute: Mechanism {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error>;
+    /// The sizes of a state for calls of these sizes.
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error>;
+    /// Refuses marks that make no sense in a state of the right sizes: its numbers may come from anywhere.
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error>;
     fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error>;
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error>;
@@ -387,7 +391,7 @@ macro_rules! kernels {
 }
 pub(crate) use kernels;
 
-/// Checks what every mechanism asks of a call: sizes, layouts, mask and parameters. States are the mechanism's own.
+/// Checks what every mechanism asks of a call: sizes, layouts, mask and parameters.
 pub(crate) fn check_call<T: Real>(mechanism: &dyn Mechanism, call: &Call<'_, T>) -> Result<(), Error> {
     let operation = mechanism.name();
     let dims = &call.dims;
@@ -431,24 +435,84 @@ fn check_outside<T: Real>(mechanism: &dyn Mechanism, call: &Call<'_, T>) -> Resu
     })
 }
 
-/// Checks the places that a forward call writes to, but for the final state.
-pub(crate) fn check_output<T: Real>(
-    mechanism: &dyn Mechanism,
+/// Checks sizes and marks of a state that a caller gives.
+pub(crate) fn check_state<T: Real>(
+    mechanism: &impl Compute,
     dims: &Dims,
+    state: &State<T>,
+    argument: &'static str,
+) -> Result<(), Error> {
+    state.check(mechanism.name(), argument, mechanism.state_shape::<T>(dims)?)?;
+    mechanism.check_marks(state, argument)
+}
+
+/// Checks the state that a call goes on from, if there is one, and that its tokens stand right before key 0.
+pub(crate) fn check_initial_state<T: Real>(mechanism: &impl Compute, call: &Call<'_, T>) -> Result<(), Error> {
+    let Some(initial) = call.initial_state else { return Ok(()) };
+    check_state(mechanism, &call.dims, initial, "initial_state")?;
+    if call.mask.order == Order::Causal && call.mask.offset >= 0 {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        operation: mechanism.name(),
+        combination: "an initial state with a bidirectional mask or a negative offset",
+        help: "use a causal mask with offset 0",
+    })
+}
+
+/// Checks the sizes of a final state or of the gradient of one, and refuses it where no single sequence has an end to go on from.
+fn check_final_state<T: Real>(
+    mechanism: &impl Compute,
+    call: &Call<'_, T>,
+    state: &State<T>,
+    argument: &'static str,
+) -> Result<(), Error> {
+    state.check(mechanism.name(), argument, mechanism.state_shape::<T>(&call.dims)?)?;
+    if call.mask.order == Order::Causal && !call.mask.is_packed() {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        operation: mechanism.name(),
+        combination: "a final state with a bidirectional mask or packed sequences",
+        help: "use a causal mask and give each sequence its own batch entry",
+    })
+}
+
+/// Checks the sizes of the gradient of an initial state, and refuses that of one that the call has not, or that several sequences
+/// share.
+fn check_initial_gradient<T: Real>(mechanism: &impl Compute, call: &Call<'_, T>, to: &State<T>) -> Result<(), Error> {
+    to.check(mechanism.name(), "gradient of the initial state", mechanism.state_shape::<T>(&call.dims)?)?;
+    if call.initial_state.is_some() && !call.mask.is_packed() {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        operation: mechanism.name(),
+        combination: "the gradient of the initial state without such a state, or with packed sequences",
+        help: "give the call the state that the gradient is wanted of, and each sequence its own batch entry",
+    })
+}
+
+/// Checks the places that a forward call writes to.
+pub(crate) fn check_output<T: Real>(
+    mechanism: &impl Compute,
+    call: &Call<'_, T>,
     output: &Output<'_, T>,
 ) -> Result<(), Error> {
-    output.out.check(mechanism.name(), "out", dims.out())?;
-    output.denominators.as_ref().map_or(Ok(()), |numbers| check_denominators(mechanism, dims, numbers))
+    output.out.check(mechanism.name(), "out", call.dims.out())?;
+    if let Some(numbers) = &output.denominators {
+        check_denominators(mechanism, &call.dims, numbers)?;
+    }
+    output.final_state.as_ref().map_or(Ok(()), |to| check_final_state(mechanism, call, to, "final_state"))
 }
 
 /// Checks what a backward call starts from and where it writes to.
 pub(crate) fn check_gradients<T: Real>(
-    mechanism: &dyn Mechanism,
-    dims: &Dims,
+    mechanism: &impl Compute,
+    call: &Call<'_, T>,
     cotangent: &Cotangent<'_, T>,
     gradients: &Gradients<'_, '_, T>,
 ) -> Result<(), Error> {
-    let operation = mechanism.name();
+    let (operation, dims) = (mechanism.name(), &call.dims);
     cotangent.out.check(operation, "out", dims.out())?;
     cotangent.d_out.check(operation, "d_out", dims.out())?;
     check_denominators(mechanism, dims, cotangent.denominators)?;
@@ -462,43 +526,11 @@ pub(crate) fn check_gradients<T: Real>(
         "gradients of parameters",
         || format!("tensors of {expected:?} elements"),
         || format!("{:?}", gradients.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
-    )
-}
-
-/// Refuses an initial state whose tokens would not stand right before key 0. The state itself is the mechanism's.
-pub(crate) fn check_initial_mask(operation: &'static str, mask: &Mask<'_>) -> Result<(), Error> {
-    if mask.order == Order::Causal && mask.offset >= 0 {
-        return Ok(());
+    )?;
+    if let Some(state) = cotangent.final_state {
+        check_final_state(mechanism, call, state, "gradient of the final state")?;
     }
-    Err(Error::Unsupported {
-        operation,
-        combination: "an initial state with a bidirectional mask or a negative offset",
-        help: "use a causal mask with offset 0",
-    })
-}
-
-/// Refuses a final state, or the gradient of one, where no single sequence has an end to go on from.
-pub(crate) fn check_final_mask(operation: &'static str, mask: &Mask<'_>) -> Result<(), Error> {
-    if mask.order == Order::Causal && !mask.is_packed() {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        operation,
-        combination: "a final state with a bidirectional mask or packed sequences",
-        help: "use a causal mask and give each sequence its own batch entry",
-    })
-}
-
-/// Refuses the gradient of an initial state that the call has not, or that several sequences share.
-pub(crate) fn check_initial_gradient<T>(operation: &'static str, call: &Call<'_, T>) -> Result<(), Error> {
-    if call.initial_state.is_some() && !call.mask.is_packed() {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        operation,
-        combination: "the gradient of the initial state without such a state, or with packed sequences",
-        help: "give the call the state that the gradient is wanted of, and each sequence its own batch entry",
-    })
+    gradients.initial_state.as_ref().map_or(Ok(()), |to| check_initial_gradient(mechanism, call, to))
 }
 
 /// The sizes of a step, which only the state and the token's own lengths tell; `wide` is the token's part whose rows are
@@ -525,13 +557,15 @@ pub(crate) fn step_rows<T>(numbers: &mut [T], width: usize) -> impl Iterator<Ite
     std::iter::repeat_with(move || rows.next().unwrap_or_default())
 }
 
-/// Checks what every mechanism asks of a step of these sizes, but for the state.
+/// Checks what every mechanism asks of a step of these sizes.
 pub(crate) fn check_token<T: Real>(
-    mechanism: &dyn Mechanism,
+    mechanism: &impl Compute,
     dims: &Dims,
     token: &Token<'_, T>,
+    state: &State<T>,
     out: &[T],
 ) -> Result<(), Error> {
+    check_state(mechanism, dims, state, "state")?;
     let operation = mechanism.name();
     let Dims { batch, heads, kv_heads, head_dim, value_dim, .. } = *dims;
     for (name, len, shape) in [

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
-use super::Lines;
+use super::{Dims, Lines};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 use crate::simd::rows::line;
@@ -12,7 +12,7 @@ use crate::simd::rows::line;
 pub(crate) const PARTS: usize = 6;
 
 /// The layout of states. It rises with every change of what their numbers mean.
-pub(crate) const VERSION: u32 = 1;
+const VERSION: u32 = 1;
 
 /// Whose state it is, and its sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -49,6 +49,11 @@ impl<T: Real> Clone for State<T> {
 }
 
 impl StateShape {
+    /// The sizes of a state for calls of these sizes, made with options of this fingerprint.
+    pub(crate) fn new(mechanism: &'static str, options: u64, dims: &Dims, parts: [usize; PARTS]) -> Self {
+        Self { mechanism, version: VERSION, options, batch: dims.batch, kv_heads: dims.kv_heads, parts }
+    }
+
     /// Gives one part so many numbers more, which mean nothing, that the numbers of each head take whole cache lines. Loads and
     /// stores of its sums then cross none; those that did made a step's pass over them take a third longer.
     pub(crate) fn in_lines(mut self, part: usize) -> Self {
@@ -57,6 +62,12 @@ impl StateShape {
             self.parts[part] += whole - len;
         }
         self
+    }
+
+    /// The sizes of a call of no tokens with such a state, and heads of these widths.
+    pub(crate) fn dims(&self, head_dim: usize, value_dim: usize) -> Dims {
+        let Self { batch, kv_heads, .. } = *self;
+        Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim, value_dim }
     }
 
     /// Numbers for one batch entry and head.

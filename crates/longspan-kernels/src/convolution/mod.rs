@@ -15,7 +15,7 @@ use problem::Problem;
 
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter,
-    Parameters, Reference, Scratch, Sink, State, Token, check_gradients, check_output, kernels,
+    Parameters, Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, kernels,
 };
 use crate::error::{Error, expect};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
@@ -106,11 +106,8 @@ impl Compute for ShortConvolution {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
-        check_output(self, &problem.dims, &output)?;
+        check_output(self, call, &output)?;
         let Output { mut out, denominators, final_state } = output;
-        if let Some(to) = &final_state {
-            problem.check_final_state(to, "final_state")?;
-        }
         let sink = Sink::new(&mut out, denominators, &problem.dims);
         forward::forward(&problem, sink, scratch);
         if let Some(to) = final_state {
@@ -127,23 +124,25 @@ impl Compute for ShortConvolution {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
-        check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        if let Some(state) = cotangent.final_state {
-            problem.check_final_state(state, "gradient of the final state")?;
-        }
-        if let Some(to) = &gradients.initial_state {
-            problem.check_initial_gradient(to)?;
-        }
+        check_gradients(self, call, cotangent, &gradients)?;
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         backward::backward(&problem, cotangent, sink, (&mut *parameters[0], initial_state), scratch);
         Ok(())
     }
 
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        check_options(self, dims)?;
+        Ok(state::shape(self, dims))
+    }
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        state::check_marks(self, state, argument)
+    }
+
     fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(self.name())?;
-        check_options(self, dims)?;
-        State::zeros(state::shape(self, dims))
+        State::zeros(self.state_shape::<T>(dims)?)
     }
 
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {

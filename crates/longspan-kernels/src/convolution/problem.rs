@@ -3,10 +3,8 @@
 use std::ops::Range;
 
 use super::taps::set_products;
-use super::{ShortConvolution, check_options, state};
-use crate::call::{
-    Call, Dims, Mechanism, Sequence, State, check_call, check_final_mask, check_initial_gradient, check_initial_mask,
-};
+use super::{ShortConvolution, check_options};
+use crate::call::{Call, Dims, Sequence, check_call, check_initial_state};
 use crate::error::Error;
 use crate::simd::Real;
 use crate::simd::rows::padded;
@@ -31,24 +29,8 @@ impl<'a, T: Real> Problem<'a, T> {
         // Before what asks for the sizes of parameters.
         check_options(convolution, &dims)?;
         check_call(convolution, call)?;
-        if let Some(initial) = call.initial_state {
-            state::check(convolution, &dims, initial, "initial_state")?;
-            check_initial_mask(convolution.name(), &call.mask)?;
-        }
+        check_initial_state(convolution, call)?;
         Ok(Self { convolution, call, dims, sequences: call.mask.sequences(&dims), row: padded::<T>(dims.head_dim) })
-    }
-
-    /// Whether the call may have a final state, or the gradient of one, of this shape.
-    pub fn check_final_state(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state.check(self.convolution.name(), argument, state::shape(self.convolution, &self.dims))?;
-        check_final_mask(self.convolution.name(), &self.call.mask)
-    }
-
-    /// Whether the gradient of the initial state can be had, and fits its place.
-    pub fn check_initial_gradient(&self, to: &State<T>) -> Result<(), Error> {
-        let expected = state::shape(self.convolution, &self.dims);
-        to.check(self.convolution.name(), "gradient of the initial state", expected)?;
-        check_initial_gradient(self.convolution.name(), self.call)
     }
 
     /// A head's taps as rows of a block.

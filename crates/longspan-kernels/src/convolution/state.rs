@@ -1,20 +1,14 @@
 //! The state of a short convolution: its latest products, and how many tokens there were.
 
-use super::{ShortConvolution, check_options};
-use crate::call::{Dims, Mechanism, State, StateShape, VERSION, fingerprint};
+use super::ShortConvolution;
+use crate::call::{Dims, Mechanism, State, StateShape, check_state, fingerprint};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 
 /// The sizes of the state for calls of these sizes, which were checked.
 pub(super) fn shape(convolution: &ShortConvolution, dims: &Dims) -> StateShape {
-    StateShape {
-        mechanism: convolution.name(),
-        version: VERSION,
-        options: fingerprint(&convolution.width),
-        batch: dims.batch,
-        kv_heads: dims.kv_heads,
-        parts: [convolution.before().saturating_mul(dims.head_dim), 0, 1, 0, 0, 0],
-    }
+    let products = convolution.before().saturating_mul(dims.head_dim);
+    StateShape::new(convolution.name(), fingerprint(&convolution.width), dims, [products, 0, 1, 0, 0, 0])
 }
 
 /// How many tokens a state that was checked has seen, up to those that it holds.
@@ -22,15 +16,12 @@ pub(super) fn tokens<T: Real>(state: &State<T>, batch: usize, kv_head: usize) ->
     state.head(batch, kv_head)[2][0].to_f64() as usize
 }
 
-/// Checks sizes and counts of a state that a caller gives.
-pub(super) fn check<T: Real>(
+/// Checks the counts of a state of the right sizes.
+pub(super) fn check_marks<T: Real>(
     convolution: &ShortConvolution,
-    dims: &Dims,
     state: &State<T>,
     argument: &'static str,
 ) -> Result<(), Error> {
-    check_options(convolution, dims)?;
-    state.check(convolution.name(), argument, shape(convolution, dims))?;
     let most = convolution.before() as f64;
     let wrong = state.each(2).map(|tokens| tokens[0].to_f64()).find(|n| !(0.0..=most).contains(n) || n.fract() != 0.0);
     let expected = || format!("a whole number up to {most} as the number of tokens");
@@ -48,10 +39,9 @@ fn check_both<T: Real>(
     let before = convolution.width.saturating_sub(1);
     // The width of a head follows from a state only where it holds products.
     let head_dim = shape.parts[0].checked_div(before).unwrap_or(0);
-    let (heads, kv_heads) = (shape.kv_heads, shape.kv_heads);
-    let dims = Dims { batch: shape.batch, heads, kv_heads, queries: 0, keys: 0, head_dim, value_dim: head_dim };
-    check(convolution, &dims, earlier, "earlier state")?;
-    check(convolution, &dims, later, "later state")?;
+    let dims = shape.dims(head_dim, head_dim);
+    check_state(convolution, &dims, earlier, "earlier state")?;
+    check_state(convolution, &dims, later, "later state")?;
     Ok([head_dim, before])
 }
 

@@ -1,7 +1,7 @@
 //! One token at a time: the state's products and its own, weighed; then the state moves on by one.
 
 use super::taps::{add_products, set_products, silu};
-use super::{ShortConvolution, check_options, state};
+use super::{ShortConvolution, check_options};
 use crate::call::{Dims, PARTS, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
 use crate::simd::Real;
@@ -18,8 +18,7 @@ pub(super) fn step<T: Real>(
     let dims = token_dims(convolution, token, token.k, state)?;
     let Dims { batch, kv_heads, head_dim, .. } = dims;
     check_options(convolution, &dims)?;
-    state::check(convolution, &dims, state, "state")?;
-    check_token(convolution, &dims, token, out)?;
+    check_token(convolution, &dims, token, state, out)?;
     let (width, before, group) = (convolution.width, convolution.before(), dims.group());
     let block = padded::<T>(head_dim);
     let run = |(unit, ([products, _, tokens, ..], out)): (usize, ([&mut [T]; PARTS], &mut [T])),

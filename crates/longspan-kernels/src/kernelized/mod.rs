@@ -41,8 +41,8 @@ use smallvec::smallvec;
 
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter,
-    Parameters, Reference, Scratch, Sink, State, Token, check_final_mask, check_gradients, check_initial_gradient,
-    check_output, fingerprint, kernels,
+    Parameters, Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, fingerprint,
+    kernels,
 };
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
@@ -236,15 +236,10 @@ impl Compute for KernelizedAttention {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let mut problem = self.problem(call)?;
-        let operation = self.name();
         let dims = &call.dims;
-        check_output(self, dims, &output)?;
+        check_output(self, call, &output)?;
         let purpose = output.purpose();
         let Output { mut out, denominators, final_state } = output;
-        if let Some(to) = &final_state {
-            to.check(operation, "final_state", state::shape::<T>(self, dims))?;
-            check_final_mask(operation, &call.mask)?;
-        }
         problem.prepare(scratch);
         let sink = Sink::new(&mut out, denominators, dims);
         // Only the chunked algorithm can start from a state. A final state can be formed on its own and leaves the choice
@@ -264,7 +259,7 @@ impl Compute for KernelizedAttention {
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);
         }
-        problem.negative.report(operation, dims)
+        problem.negative.report(self.name(), dims)
     }
 
     fn backward<T: Real>(
@@ -275,25 +270,15 @@ impl Compute for KernelizedAttention {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let mut problem = self.problem(call)?;
-        let operation = self.name();
-        check_gradients(self, &problem.dims, cotangent, &gradients)?;
+        check_gradients(self, call, cotangent, &gradients)?;
         if call.outside.is_some() {
             return Err(Error::Unsupported {
-                operation,
+                operation: self.name(),
                 combination: "gradients with states of keys outside the call",
                 help: "give the call all keys",
             });
         }
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
-        let shape = state::shape::<T>(self, &problem.dims);
-        if let Some(state) = cotangent.final_state {
-            state.check(operation, "gradient of the final state", shape)?;
-            check_final_mask(operation, &call.mask)?;
-        }
-        if let Some(to) = &initial_state {
-            to.check(operation, "gradient of the initial state", shape)?;
-            check_initial_gradient(operation, call)?;
-        }
         problem.prepare(scratch);
         let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         match self.chosen(call, Purpose::Training) {
@@ -308,6 +293,14 @@ impl Compute for KernelizedAttention {
             _ => backward::backward(&problem, cotangent, sink, parameters, initial_state, scratch),
         }
         Ok(())
+    }
+
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        Ok(state::shape::<T>(self, dims))
+    }
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        state::check_marks(self, state, argument)
     }
 
     fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {

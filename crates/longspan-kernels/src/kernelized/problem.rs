@@ -3,10 +3,12 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::layout::FeatureLayout;
-use super::state::{self, Head};
+use super::state::Head;
 use super::taylor::Taylor;
 use super::{KernelizedAttention, Score};
-use crate::call::{Arena, Call, Dims, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_mask};
+use crate::call::{
+    Arena, Call, Dims, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_state, check_state,
+};
 use crate::error::{Error, expect};
 use crate::feature_map::elementwise::{Shift, load_features};
 use crate::feature_map::mapping::Mapping;
@@ -118,10 +120,7 @@ impl<'a, T: Real> Problem<'a, T> {
                 help: "use a causal mask or leave the decay out",
             });
         }
-        if let Some(initial) = call.initial_state {
-            state::check(attention, &dims, initial, "initial_state")?;
-            check_initial_mask(operation, &call.mask)?;
-        }
+        check_initial_state(attention, call)?;
         check_outside(attention, call)?;
         attention.check_feature_map(&dims)?;
         let map = attention.feature_map;
@@ -406,7 +405,7 @@ impl NegativeRows {
 fn check_outside<T: Real>(attention: &KernelizedAttention, call: &Call<'_, T>) -> Result<(), Error> {
     let (Some(outside), Some(reach)) = (call.outside, attention.reach()) else { return Ok(()) };
     for state in outside {
-        state::check(attention, &call.dims, state, "outside")?;
+        check_state(attention, &call.dims, state, "outside")?;
     }
     let [before, after] = outside.map(|state| state.heads().map(Head::from).any(|head| head.tokens() > 0));
     let (reach, keys, first) = (reach as isize, call.dims.keys as isize, call.mask.offset);

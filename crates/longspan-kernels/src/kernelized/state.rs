@@ -2,7 +2,7 @@
 
 use super::KernelizedAttention;
 use super::layout::FeatureLayout;
-use crate::call::{CombineGradients, Dims, Mechanism, PARTS, State, StateShape, VERSION};
+use crate::call::{CombineGradients, Dims, Mechanism, PARTS, State, StateShape};
 use crate::error::{Error, expect};
 use crate::fourier::Positions;
 use crate::fourier::rotation::angles_after;
@@ -100,22 +100,9 @@ fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: u
     let layout = FeatureLayout::new::<T>(mapped, &attention.score);
     let (features, weighed) = if attention.score.content() { layout.counts() } else { (0, 0) };
     let width = dims.value_dim + 1;
-    StateShape {
-        mechanism: attention.name(),
-        version: VERSION,
-        options: attention.fingerprint(),
-        batch: dims.batch,
-        kv_heads: dims.kv_heads,
-        parts: [
-            features * dims.value_dim,
-            weighed,
-            MARKS,
-            if radius.is_some() { width } else { 0 },
-            radius.unwrap_or(0) * width,
-            0,
-        ],
-    }
-    .in_lines(MARKS_PART)
+    let far = if radius.is_some() { width } else { 0 };
+    let parts = [features * dims.value_dim, weighed, MARKS, far, radius.unwrap_or(0) * width, 0];
+    StateShape::new(attention.name(), attention.fingerprint(), dims, parts).in_lines(MARKS_PART)
 }
 
 /// The state before the first token.
@@ -133,24 +120,13 @@ fn empty_of<T: Real>(attention: &KernelizedAttention, shape: StateShape) -> Resu
     Ok(state)
 }
 
-/// Checks sizes and marks of a state that a caller gives.
-pub(super) fn check<T: Real>(
+/// Checks the marks of a state of the right sizes.
+pub(super) fn check_marks<T: Real>(
     attention: &KernelizedAttention,
-    dims: &Dims,
-    state: &State<T>,
-    argument: &'static str,
-) -> Result<(), Error> {
-    check_shape(attention, shape::<T>(attention, dims), state, argument)
-}
-
-fn check_shape<T: Real>(
-    attention: &KernelizedAttention,
-    shape: StateShape,
     state: &State<T>,
     argument: &'static str,
 ) -> Result<(), Error> {
     let operation = attention.name();
-    state.check(operation, argument, shape)?;
     let rows = attention.score.shaw().map_or(0, |shaw| shaw.radius).max(1);
     for marks in state.each(MARKS_PART) {
         let counts = &marks[TOKENS..MARKS];
@@ -202,7 +178,7 @@ impl<'a, T: Real> Pair<'a, T> {
         parameters: &[&'a [T]],
     ) -> Result<Self, Error> {
         let operation = attention.name();
-        let StateShape { batch, kv_heads, parts: [sum, features, _, far, ..], .. } = earlier.shape();
+        let given @ StateShape { kv_heads, parts: [sum, features, _, far, ..], .. } = earlier.shape();
         let (mut weighed, mut mapped) = (features, features);
         if let Some(fourier) = attention.score.fourier() {
             let (blocks, weigh) = fourier.blocks();
@@ -210,10 +186,11 @@ impl<'a, T: Real> Pair<'a, T> {
             weighed = mapped * weigh;
         }
         let value_dim = sum.checked_div(weighed).unwrap_or_else(|| far.saturating_sub(1));
-        let dims = Dims { batch, heads: kv_heads, kv_heads, queries: 0, keys: 0, head_dim: mapped, value_dim };
-        let shape = mapped_shape::<T>(attention, &dims, mapped);
-        check_shape(attention, shape, earlier, "earlier state")?;
-        check_shape(attention, shape, later, "later state")?;
+        let shape = mapped_shape::<T>(attention, &given.dims(mapped, value_dim), mapped);
+        for (state, argument) in [(earlier, "earlier state"), (later, "later state")] {
+            state.check(operation, argument, shape)?;
+            check_marks(attention, state, argument)?;
+        }
         attention.check_decay(operation, kv_heads)?;
         let counted = attention.score.fourier().filter(|fourier| fourier.positions == Positions::Counted);
         let rates = counted.map(|fourier| (parameters.first().copied().unwrap_or_default(), fourier.angles(mapped)));

@@ -2,7 +2,7 @@
 
 use super::layout::FeatureLayout;
 use super::problem::NegativeRows;
-use super::state::{self, Head, OLDEST, SHIFT};
+use super::state::{Head, OLDEST, SHIFT};
 use super::{KernelizedAttention, Score};
 use crate::call::{Arena, Dims, Mechanism, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
@@ -28,8 +28,7 @@ pub(super) fn step<'p, T: Real>(
     let operation = attention.name();
     let dims = token_dims(attention, token, token.k, state)?;
     let Dims { kv_heads, head_dim, value_dim, .. } = dims;
-    state::check(attention, &dims, state, "state")?;
-    check_token(attention, &dims, token, out)?;
+    check_token(attention, &dims, token, state, out)?;
     attention.check_decay(operation, kv_heads)?;
     attention.check_feature_map(&dims)?;
 

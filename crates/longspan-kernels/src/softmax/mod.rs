@@ -26,7 +26,7 @@ use problem::Problem;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameters, Reference, Scratch,
-    Sink, State, Token, check_gradients, check_output, kernels,
+    Sink, State, StateShape, Token, check_gradients, check_output, kernels,
 };
 use crate::error::{Error, expect};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
@@ -129,10 +129,10 @@ impl Compute for SoftmaxAttention {
     ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         let dims = &problem.dims;
-        check_output(self, dims, &output)?;
+        check_output(self, call, &output)?;
         let Output { mut out, denominators, final_state } = output;
-        if let Some(to) = &final_state {
-            problem.check_final_state(to, "final_state")?;
+        if final_state.is_some() {
+            problem.check_room("final_state")?;
         }
         let sink = Sink::new(&mut out, denominators, dims);
         forward::forward(&problem, sink, scratch);
@@ -150,12 +150,9 @@ impl Compute for SoftmaxAttention {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
-        check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        if let Some(state) = cotangent.final_state {
-            problem.check_final_state(state, "gradient of the final state")?;
-        }
-        if let Some(to) = &gradients.initial_state {
-            problem.check_initial_gradient(to)?;
+        check_gradients(self, call, cotangent, &gradients)?;
+        if cotangent.final_state.is_some() {
+            problem.check_room("gradient of the final state")?;
         }
         let Gradients { mut dq, mut dk, mut dv, initial_state, .. } = gradients;
         let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
@@ -163,8 +160,17 @@ impl Compute for SoftmaxAttention {
         Ok(())
     }
 
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        state::shape(self, dims)
+    }
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        state::check_marks(self, state, argument)
+    }
+
     fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        state::empty(self, dims)
+        dims.check(self.name())?;
+        State::zeros(self.state_shape::<T>(dims)?)
     }
 
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {

@@ -4,10 +4,7 @@ use std::ops::Range;
 
 use super::state::{self, Cache};
 use super::{SoftmaxAttention, check_options};
-use crate::call::{
-    Arena, Call, Dims, Mechanism, Order, Sequence, State, check_call, check_final_mask, check_initial_gradient,
-    check_initial_mask,
-};
+use crate::call::{Arena, Call, Dims, Order, Sequence, check_call, check_initial_state};
 use crate::error::Error;
 use crate::feature_map::elementwise::copy_rows;
 use crate::simd::Real;
@@ -67,16 +64,14 @@ const EVERYTHING: isize = isize::MAX / 2;
 impl<'a, T: Real> Problem<'a, T> {
     /// Checks everything but the outputs.
     pub fn new(attention: &'a SoftmaxAttention, call: &'a Call<'a, T>) -> Result<Self, Error> {
-        let operation = attention.name();
         let dims = call.dims;
         check_call(attention, call)?;
         check_options(attention)?;
+        check_initial_state(attention, call)?;
         let behind = attention.window.map_or(EVERYTHING, |window| window as isize - 1);
         let ahead = if call.mask.order == Order::Causal { 0 } else { behind };
         let mut past_padding = Vec::new();
         if let Some(initial) = call.initial_state {
-            state::check(attention, &dims, initial, "initial_state")?;
-            check_initial_mask(operation, &call.mask)?;
             let ignored = || initial.each(state::PRESENT).flatten().map(|&present| present == T::ZERO);
             if ignored().any(|ignored| ignored) {
                 past_padding.extend(ignored());
@@ -97,11 +92,8 @@ impl<'a, T: Real> Problem<'a, T> {
         })
     }
 
-    /// Whether the call may have a final state, or the gradient of one, of this shape, and whether it fits.
-    pub fn check_final_state(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        let operation = self.attention.name();
-        state.check(operation, argument, state::shape(self.attention, &self.dims)?)?;
-        check_final_mask(operation, &self.call.mask)?;
+    /// Whether the cache has room for the keys of the call, so that it may have a final state.
+    pub fn check_room(&self, argument: &'static str) -> Result<(), Error> {
         if self.attention.window.is_some() {
             return Ok(());
         }
@@ -111,13 +103,6 @@ impl<'a, T: Real> Problem<'a, T> {
             }
         }
         Ok(())
-    }
-
-    /// Whether the gradient of the initial state can be had, and fits its place.
-    pub fn check_initial_gradient(&self, to: &State<T>) -> Result<(), Error> {
-        let operation = self.attention.name();
-        to.check(operation, "gradient of the initial state", state::shape(self.attention, &self.dims)?)?;
-        check_initial_gradient(operation, self.call)
     }
 
     /// What the cache holds before a call's own keys.

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::{SoftmaxAttention, check_options};
-use crate::call::{Dims, Mechanism, Sequence, State, StateShape, VERSION, fingerprint};
+use crate::call::{Dims, Mechanism, Sequence, State, StateShape, check_state, fingerprint};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 
@@ -23,20 +23,9 @@ pub(super) fn shape(attention: &SoftmaxAttention, dims: &Dims) -> Result<StateSh
     let expected = || "a state that fits the address space".into();
     let got = || rows.to_string();
     expect(holds, attention.name(), if attention.window.is_some() { "window" } else { "capacity" }, expected, got)?;
-    Ok(StateShape {
-        mechanism: attention.name(),
-        version: VERSION,
-        options: attention.window.map_or(0, |window| fingerprint(&window)),
-        batch: dims.batch,
-        kv_heads: dims.kv_heads,
-        parts: [rows * dims.head_dim, rows * dims.value_dim, 1, present, 0, 0],
-    })
-}
-
-/// The state before the first token.
-pub(super) fn empty<T: Real>(attention: &SoftmaxAttention, dims: &Dims) -> Result<State<T>, Error> {
-    dims.check(attention.name())?;
-    State::zeros(shape(attention, dims)?)
+    let options = attention.window.map_or(0, |window| fingerprint(&window));
+    let parts = [rows * dims.head_dim, rows * dims.value_dim, 1, present, 0, 0];
+    Ok(StateShape::new(attention.name(), options, dims, parts))
 }
 
 /// The part of a head's state that says of each row of a ring whether its token is there (1) or ignored (0).
@@ -101,14 +90,12 @@ impl Cache {
     }
 }
 
-/// Checks sizes and counts of a state that a caller gives.
-pub(super) fn check<T: Real>(
+/// Checks the counts of a state of the right sizes.
+pub(super) fn check_marks<T: Real>(
     attention: &SoftmaxAttention,
-    dims: &Dims,
     state: &State<T>,
     argument: &'static str,
 ) -> Result<(), Error> {
-    state.check(attention.name(), argument, shape(attention, dims)?)?;
     let limit = attention.window.map_or(attention.capacity, |window| 2 * window - 1) as f64;
     for head in state.each(2) {
         let held = head[0].to_f64();
@@ -143,17 +130,9 @@ pub(super) fn combine<T: Real>(
     later.check(attention.name(), "later state", shape)?;
     let rows = attention.rows().max(1);
     let [keys, values, ..] = shape.parts;
-    let dims = Dims {
-        batch: shape.batch,
-        heads: shape.kv_heads,
-        kv_heads: shape.kv_heads,
-        queries: 0,
-        keys: 0,
-        head_dim: keys / rows,
-        value_dim: values / rows,
-    };
-    check(attention, &dims, earlier, "earlier state")?;
-    check(attention, &dims, later, "later state")?;
+    let dims = shape.dims(keys / rows, values / rows);
+    check_state(attention, &dims, earlier, "earlier state")?;
+    check_state(attention, &dims, later, "later state")?;
     let mut sum = earlier.try_clone()?;
     for (unit, [keys, values, held, present, ..]) in sum.heads_mut().enumerate() {
         let (batch, kv_head) = (unit / shape.kv_heads, unit % shape.kv_heads);

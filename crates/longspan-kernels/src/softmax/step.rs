@@ -19,8 +19,7 @@ pub(super) fn step<T: Real>(
 ) -> Result<(), Error> {
     let dims = token_dims(attention, token, token.k, state)?;
     let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
-    state::check(attention, &dims, state, "state")?;
-    check_token(attention, &dims, token, out)?;
+    check_token(attention, &dims, token, state, out)?;
     let rows = state.each(2).map(|held| Cache::marked(attention, held[0]).plus(1).rows());
     let longest = rows.max().unwrap_or(0);
     if attention.window.is_none() {

@@ -52,7 +52,7 @@ use state_gradient::{FirstGradient, StateGradients};
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference,
-    Scratch, Sink, State, Token, check_gradients, check_output, kernels,
+    Scratch, Sink, State, StateShape, Token, check_gradients, check_output, kernels,
 };
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
@@ -149,11 +149,11 @@ impl Compute for Toeplitz {
     ) -> Result<(), Error> {
         let mut problem = Problem::new(self, call)?;
         let dims = problem.dims;
-        check_output(self, &dims, &output)?;
+        check_output(self, call, &output)?;
         let purpose = output.purpose();
         let Output { mut out, denominators, final_state } = output;
-        if let Some(to) = &final_state {
-            problem.check_final_state(to, "final_state")?;
+        if final_state.is_some() {
+            problem.check_reach("final_state")?;
         }
         problem.prepare(scratch);
         let sink = Sink::new(&mut out, denominators, &dims);
@@ -176,12 +176,9 @@ impl Compute for Toeplitz {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let mut problem = Problem::new(self, call)?;
-        check_gradients(self, &problem.dims, cotangent, &gradients)?;
-        if let Some(state) = cotangent.final_state {
-            problem.check_final_state(state, "gradient of the final state")?;
-        }
-        if let Some(to) = &gradients.initial_state {
-            problem.check_initial_gradient(to)?;
+        check_gradients(self, call, cotangent, &gradients)?;
+        if cotangent.final_state.is_some() {
+            problem.check_reach("gradient of the final state")?;
         }
         problem.prepare(scratch);
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
@@ -194,6 +191,14 @@ impl Compute for Toeplitz {
             _ => tiled::backward(backward, parameters, scratch),
         }
         Ok(())
+    }
+
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        Ok(state::shape(self, dims))
+    }
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        state::check_marks(self, state, argument)
     }
 
     fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {

@@ -2,10 +2,7 @@
 
 use super::state::{self, Head, SLOT, TOKENS};
 use super::{Bias, OPERATION, Toeplitz};
-use crate::call::{
-    Call, Dims, Order, Scratch, Sequence, State, check_call, check_final_mask, check_initial_gradient,
-    check_initial_mask,
-};
+use crate::call::{Call, Dims, Order, Scratch, Sequence, check_call, check_initial_state};
 use crate::error::{Error, expect};
 use crate::feature_map::mapping::Mapping;
 use crate::simd::Real;
@@ -79,10 +76,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let wrong = call.parameters[0].iter().find(|b| !b.is_finite());
         expect(wrong.is_none(), OPERATION, "bias", || "finite numbers".into(), || format!("{wrong:?}"))?;
         let sequences = mask.sequences(&dims);
-        if let Some(initial) = call.initial_state {
-            state::check(toeplitz, &dims, initial, "initial_state")?;
-            check_initial_mask(OPERATION, mask)?;
-        }
+        check_initial_state(toeplitz, call)?;
         let (mut low, mut high) = (isize::MAX, isize::MIN);
         for sequence in &sequences {
             let past = call.initial_state.map_or(0, |state| {
@@ -124,21 +118,13 @@ impl<'a, T: Real> Problem<'a, T> {
         self.mapping.prepare(Some(&self.call.k), &self.dims, scratch);
     }
 
-    /// Whether the call may have a final state, or the gradient of one, of this shape, and whether its bias reaches it.
-    pub fn check_final_state(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state.check(OPERATION, argument, state::shape(self.toeplitz, &self.dims))?;
-        check_final_mask(OPERATION, &self.call.mask)?;
+    /// Whether the bias reaches all tokens that a final state would keep.
+    pub fn check_reach(&self, argument: &'static str) -> Result<(), Error> {
         for unit in (0..self.units()).map(|index| self.unit(index)) {
             let tokens = unit.sequence.keys + unit.past.map_or(0, |past| past.tokens);
             state::check_reach(self.toeplitz, argument, tokens)?;
         }
         Ok(())
-    }
-
-    /// Whether the gradient of the initial state can be had, and fits its place.
-    pub fn check_initial_gradient(&self, to: &State<T>) -> Result<(), Error> {
-        to.check(OPERATION, "gradient of the initial state", state::shape(self.toeplitz, &self.dims))?;
-        check_initial_gradient(OPERATION, self.call)
     }
 
     /// Independent (sequence, key/value head) pairs.

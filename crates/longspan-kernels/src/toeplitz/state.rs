@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::weigh::AddOuter;
 use super::{OPERATION, Toeplitz};
-use crate::call::{Dims, PARTS, State, StateShape, VERSION, fingerprint};
+use crate::call::{Dims, PARTS, State, StateShape, fingerprint};
 use crate::error::{Error, expect};
 use crate::simd::block::{add_scaled, scale_by};
 use crate::simd::{Real, dispatch};
@@ -53,22 +53,16 @@ pub(super) fn shape(toeplitz: &Toeplitz, dims: &Dims) -> StateShape {
     let near = toeplitz.bias.near();
     let far = usize::from(toeplitz.bias.far().is_some());
     let features = toeplitz.feature_map.features(dims.head_dim);
-    StateShape {
-        mechanism: OPERATION,
-        version: VERSION,
-        options: fingerprint(&(toeplitz.feature_map, toeplitz.bias)),
-        batch: dims.batch,
-        kv_heads: dims.kv_heads,
-        parts: [
-            far * features * dims.value_dim,
-            far * features,
-            MARKS,
-            near * features,
-            if toeplitz.feature_map.is_exponential() { near } else { 0 },
-            near * (dims.value_dim + 1),
-        ],
-    }
-    .in_lines(MARKS_PART)
+    let options = fingerprint(&(toeplitz.feature_map, toeplitz.bias));
+    let parts = [
+        far * features * dims.value_dim,
+        far * features,
+        MARKS,
+        near * features,
+        if toeplitz.feature_map.is_exponential() { near } else { 0 },
+        near * (dims.value_dim + 1),
+    ];
+    StateShape::new(OPERATION, options, dims, parts).in_lines(MARKS_PART)
 }
 
 /// The state before the first token.
@@ -88,19 +82,8 @@ pub(super) fn empty<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<State<T
     Ok(state)
 }
 
-/// Checks sizes and marks of a state that a caller gives.
-pub(super) fn check<T: Real>(
-    toeplitz: &Toeplitz,
-    dims: &Dims,
-    state: &State<T>,
-    argument: &'static str,
-) -> Result<(), Error> {
-    state.check(OPERATION, argument, shape(toeplitz, dims))?;
-    check_marks(toeplitz, state, argument)
-}
-
-/// Checks the marks of a state of the right sizes, whose numbers may come from anywhere.
-fn check_marks<T: Real>(toeplitz: &Toeplitz, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+/// Checks the marks of a state of the right sizes.
+pub(super) fn check_marks<T: Real>(toeplitz: &Toeplitz, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let near = toeplitz.bias.near();
     for marks in state.each(MARKS_PART) {
         let whole = |place: usize, below: usize| {

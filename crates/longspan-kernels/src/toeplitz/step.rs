@@ -26,8 +26,7 @@ pub(super) fn step<T: Real>(
     let dims = token_dims(toeplitz, token, token.k, state)?;
     toeplitz.check_feature_map(&dims)?;
     let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
-    state::check(toeplitz, &dims, state, "state")?;
-    check_token(toeplitz, &dims, token, out)?;
+    check_token(toeplitz, &dims, token, state, out)?;
     let bias = token.parameters[0];
     let mut most = 0;
     for index in 0..batch * kv_heads {
