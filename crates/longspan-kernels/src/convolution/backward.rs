@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use super::problem::{Problem, ROWS, is_there};
-use super::taps::{add_products, convolve, convolve_back, set_products, silu, tap_sums};
+use super::taps::{convolve, convolve_back, silu, tap_sums};
 use crate::call::{Arena, Cotangent, GradientSink, Scratch, Sequence, SharedRows, State};
 use crate::simd::Real;
-use crate::simd::block::{add_scaled, multiply};
+use crate::simd::block::{add_products, add_scaled, multiply, set_products};
 use crate::threads::{self, parallel};
 
 /// What a task works on. Around its positions stand as many more, on one side or on both, as a query sees before its own.

@@ -2,9 +2,10 @@
 
 use super::problem::{Problem, ROWS};
 use super::state;
-use super::taps::{convolve, set_products, silu};
+use super::taps::{convolve, silu};
 use crate::call::{Arena, Scratch, Sink, State};
 use crate::simd::Real;
+use crate::simd::block::set_products;
 use crate::threads::{self, parallel};
 
 /// What a task works on: products, sums, taps.

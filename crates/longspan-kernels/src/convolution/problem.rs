@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use super::taps::set_products;
 use super::{ShortConvolution, check_options};
 use crate::call::{Call, Dims, Sequence, check_call, check_initial_state};
 use crate::error::Error;
 use crate::simd::Real;
+use crate::simd::block::set_products;
 use crate::simd::rows::padded;
 
 /// Tokens of a task: many beside the taps, few enough for the second-level cache.

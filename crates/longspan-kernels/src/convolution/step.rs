@@ -1,10 +1,11 @@
 //! One token at a time: the state's products and its own, weighed; then the state moves on by one.
 
-use super::taps::{add_products, set_products, silu};
+use super::taps::silu;
 use super::{ShortConvolution, check_options};
 use crate::call::{Dims, PARTS, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
 use crate::simd::Real;
+use crate::simd::block::{add_products, set_products};
 use crate::simd::rows::padded;
 use crate::threads;
 
@@ -44,7 +45,7 @@ pub(super) fn step<T: Real>(
         }
     };
     let heads = state.heads_mut().zip(step_rows(out, group * head_dim)).enumerate();
-    threads::share_many(batch * kv_heads * width * head_dim, heads, StepMemory::new, run);
+    threads::share_many_with(batch * kv_heads * width * head_dim, heads, StepMemory::new, run);
     Ok(())
 }
 

@@ -222,6 +222,33 @@ pub(crate) fn multiply<T: Real>(to: &mut [T], x: &[T]) {
     dispatch(Multiply { to, x })
 }
 
+// `to ← x ⊙ y`, or `to += x ⊙ y`.
+operation!(Products, |x: &'a [T], y: &'a [T], add: bool, to: &'a mut [T]| {
+    let whole = to.len() / V::LANES * V::LANES;
+    assert!(x.len() >= to.len() && y.len() >= to.len());
+    for at in (0..whole).step_by(V::LANES) {
+        // SAFETY: `whole` numbers lie in all slices.
+        unsafe {
+            let place = to.as_mut_ptr().add(at);
+            let sum = if add { V::load(place) } else { V::splat(T::ZERO) };
+            V::load(x.as_ptr().add(at)).mul_add(V::load(y.as_ptr().add(at)), sum).store(place);
+        }
+    }
+    for at in whole..to.len() {
+        to[at] = if add { to[at] } else { T::ZERO } + x[at] * y[at];
+    }
+});
+
+/// `to ← x ⊙ y`.
+pub(crate) fn set_products<T: Real>(x: &[T], y: &[T], to: &mut [T]) {
+    dispatch(Products { x, y, add: false, to });
+}
+
+/// `to += x ⊙ y`.
+pub(crate) fn add_products<T: Real>(x: &[T], y: &[T], to: &mut [T]) {
+    dispatch(Products { x, y, add: true, to });
+}
+
 operation!(Scale, |to: &'a mut [T], a: T| {
     let whole = to.len() / V::LANES * V::LANES;
     // SAFETY: `whole` numbers lie in the slice.

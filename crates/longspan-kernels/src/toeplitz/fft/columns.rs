@@ -3,12 +3,11 @@
 use super::super::problem::{Problem, TILE, Unit};
 use super::clear;
 use super::line::Line;
-use super::spectrum::add_products;
 use crate::call::Arena;
 use crate::feature_map::elementwise::Shift;
 use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
-use crate::simd::block::multiply;
+use crate::simd::block::{add_products, multiply};
 
 /// Columns of as many rows.
 pub(super) struct Columns<'s> {
@@ -58,7 +57,7 @@ impl<'s> Columns<'s> {
     pub fn norms(&self, to: &mut [f64]) {
         to.fill(0.0);
         for column in self.numbers.chunks_exact(self.count.max(1)) {
-            add_products(to, column, column);
+            add_products(column, column, to);
         }
         to.iter_mut().for_each(|s| *s = s.sqrt());
     }

@@ -6,9 +6,9 @@ use realfft::num_complex::Complex;
 use realfft::{ComplexToReal, RealFftPlanner, RealToComplex};
 
 use super::super::problem::Problem;
-use super::spectrum::{MultiplySpectrum, add_products};
+use super::spectrum::MultiplySpectrum;
 use crate::call::{Arena, Sequence};
-use crate::simd::block::{add_scaled, multiply};
+use crate::simd::block::{add_products, add_scaled, multiply};
 use crate::simd::{Real, dispatch};
 
 /// The least length of at least `n` with no prime factor above 5, and even, as transforms of real numbers like it.
@@ -76,7 +76,7 @@ impl Tokens {
     /// `to[n] += factor[n] · signal` at the place of token `n`.
     pub fn add(&self, factor: Option<&[f64]>, signal: &[f64], to: &mut [f64]) {
         match (&self.places, factor) {
-            (None, Some(factor)) => add_products(to, factor, signal),
+            (None, Some(factor)) => add_products(factor, signal, to),
             (None, None) => add_scaled(to, 1.0, signal),
             (Some(places), _) => {
                 for (n, (&place, to)) in places.iter().zip(to).enumerate() {
