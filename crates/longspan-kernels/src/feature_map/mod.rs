@@ -212,29 +212,6 @@ impl FeatureMap {
             _ => x,
         }
     }
-
-    /// `φ′(x)` of an elementwise map.
-    pub fn derivative<T: Real>(self, x: T) -> T {
-        match self {
-            Self::EluPlusOne => {
-                if x > T::ZERO {
-                    T::ONE
-                } else {
-                    x.exp()
-                }
-            }
-            Self::Relu => {
-                if x > T::ZERO {
-                    T::ONE
-                } else {
-                    T::ZERO
-                }
-            }
-            Self::Softplus => T::ONE / (T::ONE + (-x).exp()),
-            Self::Exp => x.exp(),
-            _ => T::ONE,
-        }
-    }
 }
 
 /// Features beyond which a state of 64 values would be more than 256 MiB a head.
