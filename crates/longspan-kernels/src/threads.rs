@@ -222,10 +222,16 @@ pub(crate) fn share_memory<I: Send, T: Send>(
 /// microseconds, from outside the pool some forty, in which one thread passes over about this many.
 const FEW: usize = 1 << 17;
 
-/// Runs `body(item, memory)` for every item of a pass over so many numbers: as [`share_with`] does, or, where they are few,
-/// on this thread alone, which allocates nothing.
+/// Runs `body(item)` for every item of a pass over so many numbers: as [`share`] does, or, where they are few, on this thread
+/// alone, which allocates nothing.
 #[inline]
-pub(crate) fn share_many<I: Send, M>(
+pub(crate) fn share_many<I: Send>(numbers: usize, items: impl Iterator<Item = I>, body: impl Fn(I) + Sync) {
+    share_many_with(numbers, items, || (), |item, ()| body(item));
+}
+
+/// The same, each thread with memory of its own.
+#[inline]
+pub(crate) fn share_many_with<I: Send, M>(
     numbers: usize,
     items: impl Iterator<Item = I>,
     memory: impl Fn() -> M + Sync,

@@ -68,7 +68,7 @@ pub(super) fn step<'p, T: Real>(
         token.step(head, out, memory);
     };
     let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
-    threads::share_many(numbers, heads, memory, run);
+    threads::share_many_with(numbers, heads, memory, run);
     negative.report(operation, &dims)
 }
 

@@ -65,14 +65,9 @@ impl AdamW {
         };
         let moments = m.chunks_mut(PIECE).zip(v.chunks_mut(PIECE));
         let pieces = values.chunks_mut(PIECE).zip(gradient.chunks(PIECE)).zip(moments);
-        share_many(
-            len,
-            pieces,
-            || (),
-            |((values, gradient), (m, v)), ()| {
-                dispatch(Update { step, values, gradient, m, v });
-            },
-        );
+        share_many(len, pieces, |((values, gradient), (m, v))| {
+            dispatch(Update { step, values, gradient, m, v });
+        });
         Ok(())
     }
 }

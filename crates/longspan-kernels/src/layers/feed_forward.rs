@@ -11,7 +11,7 @@ use super::activation::{Activate, Activation, Gate, Revisit, RevisitGate};
 use super::dropout::Dropout;
 use super::linear::{ROWS, block_of, drop_and_add, memory, normed, part_of};
 use super::norm::NormWeights;
-use super::products::{Fresh, Matrix, WeightGradient, add_rows, product, sum_parts, transposed, upright};
+use super::products::{Fresh, Matrix, WeightGradient, add_rows, cut, product, sum_parts, transposed, upright};
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
 use crate::simd::dispatch;
@@ -322,13 +322,4 @@ pub(super) fn add_bias(bias: Option<&[f32]>, width: usize, rows: &mut [f32]) {
     if bias.is_some() {
         dispatch(Activate { activation: Activation::Identity, sums: rows, bias, width, to: None });
     }
-}
-
-/// Memory in pieces of these lengths.
-fn cut<const N: usize>(mut memory: &mut [MaybeUninit<f32>], pieces: [usize; N]) -> [&mut [MaybeUninit<f32>]; N] {
-    pieces.map(|len| {
-        let (piece, rest) = std::mem::take(&mut memory).split_at_mut(len);
-        memory = rest;
-        piece
-    })
 }

@@ -6,8 +6,8 @@ use super::activation::{Activate, Activation, Gate};
 use super::feed_forward::{FeedForward, Weights, add_bias};
 use super::gated_norm::Gates;
 use super::multi_head::MultiHead;
-use super::norm::NormWeights;
-use super::products::{Matrix, product};
+use super::norm::{NormWeights, check_as_x};
+use super::products::{Matrix, cut, product};
 use crate::call::{Call, Dims, Output, Scratch, State, Token, View};
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
@@ -27,25 +27,33 @@ fn multiply(x: &[f32], inputs: usize, weights: Weights<'_>, stride: usize, few: 
     let rows = x.len() / inputs;
     let outputs = out.len() / rows.max(1);
     if rows <= few {
-        for (x, out) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs.max(1))) {
-            let parts = out.chunks_mut(COLUMNS).enumerate();
-            share_many(
-                inputs * outputs,
-                parts,
-                || (),
-                |(part, out), ()| {
-                    let first = part * COLUMNS;
-                    let bias = weights.bias.map(|bias| &bias[first..][..out.len()]);
-                    dispatch(RowProduct { x, weight: &weights.weight[first..], stride, bias, out });
-                },
-            );
-        }
+        by_parts(x, inputs, weights.bias, out, |x, first, bias, out| {
+            dispatch(RowProduct { x, weight: &weights.weight[first..], stride, bias, out });
+        });
         return;
     }
     // SAFETY: numbers are as good as numbers that are not there yet, and the product writes no others.
     let fresh = unsafe { &mut *(std::ptr::from_mut(out) as *mut [MaybeUninit<f32>]) };
     let out = product([rows, inputs, outputs], Matrix::rows(x, inputs), Matrix::rows(weights.weight, stride), fresh);
     add_bias(weights.bias, outputs, out);
+}
+
+/// Calls `part(x, first, bias, out)` for parts of the results of each row `x` of `inputs` numbers, with the first column of the part
+/// and its biases.
+fn by_parts(
+    x: &[f32],
+    inputs: usize,
+    bias: Option<&[f32]>,
+    out: &mut [f32],
+    part: impl Fn(&[f32], usize, Option<&[f32]>, &mut [f32]) + Sync,
+) {
+    let outputs = out.len() / (x.len() / inputs).max(1);
+    for (x, out) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs.max(1))) {
+        share_many(inputs * outputs, out.chunks_mut(COLUMNS).enumerate(), |(n, out)| {
+            let first = n * COLUMNS;
+            part(x, first, bias.map(|bias| &bias[first..][..out.len()]), out);
+        });
+    }
 }
 
 /// Rows of the weight that are read at a time: as many as there are fused products for one pass over the sums.
@@ -152,18 +160,8 @@ impl StepBuffers {
         if self.numbers.len() < all {
             self.numbers.resize(all, 0.0);
         }
-        let mut rest = self.numbers.as_mut_slice();
-        pieces.map(|len| {
-            let (piece, others) = std::mem::take(&mut rest).split_at_mut(len);
-            rest = others;
-            piece
-        })
+        cut(&mut self.numbers, pieces)
     }
-}
-
-/// Refuses a result of another length.
-fn check_out(operation: &'static str, x: &[f32], out: &[f32]) -> Result<(), Error> {
-    expect(out.len() == x.len(), operation, "out", || format!("{} numbers, as x", x.len()), || out.len().to_string())
 }
 
 impl MultiHead<'_> {
@@ -174,7 +172,7 @@ impl MultiHead<'_> {
     pub fn step(&self, state: &mut State<f32>, buffers: &mut StepBuffers, out: &mut [f32]) -> Result<(), Error> {
         const OPERATION: &str = "multi_head step";
         self.check()?;
-        check_out(OPERATION, self.x, out)?;
+        check_as_x(OPERATION, "out", self.x, out)?;
         let one = self.queries == 1 && self.memory.is_none() && self.dropout.is_none();
         let expected = || "one token, no memory, no dropout".into();
         expect(one, OPERATION, "x", expected, || format!("{} tokens", self.queries))?;
@@ -197,14 +195,20 @@ impl MultiHead<'_> {
         }
         let token = Token { q: own_q, k: own_k, v: own_v, parameters: self.parameters };
         self.kernel.step(&token, state, heads)?;
+        self.write_results(heads, Gates { numbers: own_z, stride: width }, few, out);
+        Ok(())
+    }
+
+    /// The results of a few rows of heads' outputs.
+    fn write_results(&self, heads: &mut [f32], gate: Gates<'_>, few: usize, out: &mut [f32]) {
+        let width = self.width();
         if let Some(norm) = self.gated_norm {
-            norm.apply(heads, Gates { numbers: own_z, stride: width }, self.head_dim);
+            norm.apply(heads, gate, self.head_dim);
         }
         multiply(heads, width, self.output, width, few, out);
         if self.residual {
             add_scaled(out, 1.0, self.x);
         }
-        Ok(())
     }
 }
 
@@ -236,7 +240,7 @@ impl MultiHead<'_> {
     ) -> Result<(), Error> {
         const OPERATION: &str = "multi_head recall";
         Self { memory: None, ..*self }.check()?;
-        check_out(OPERATION, self.x, out)?;
+        check_as_x(OPERATION, "out", self.x, out)?;
         expect(self.dropout.is_none(), OPERATION, "dropout", || "none".into(), || "some".into())?;
         let width = self.width();
         let few = buffers.few;
@@ -253,13 +257,7 @@ impl MultiHead<'_> {
                 .with_parameters(self.parameters);
         let call = memory.outside.map_or(call, |outside| call.with_outside(outside));
         self.kernel.forward(&call, Output::new(self.token_major(heads)), scratch)?;
-        if let Some(norm) = self.gated_norm {
-            norm.apply(heads, Gates { numbers: &own[width.min(own.len())..], stride: columns }, self.head_dim);
-        }
-        multiply(heads, width, self.output, width, few, out);
-        if self.residual {
-            add_scaled(out, 1.0, self.x);
-        }
+        self.write_results(heads, Gates { numbers: &own[width.min(own.len())..], stride: columns }, few, out);
         Ok(())
     }
 }
@@ -272,7 +270,7 @@ impl FeedForward<'_> {
     pub fn step(&self, buffers: &mut StepBuffers, out: &mut [f32]) -> Result<(), Error> {
         const OPERATION: &str = "feed_forward step";
         self.check()?;
-        check_out(OPERATION, self.x, out)?;
+        check_as_x(OPERATION, "out", self.x, out)?;
         expect(self.dropout.is_none(), OPERATION, "dropout", || "none".into(), || "some".into())?;
         let (rows, columns) = (self.x.len() / self.width, self.columns());
         let few = buffers.few;
@@ -308,18 +306,15 @@ impl NormWeights<'_> {
         self.check("norm", width)?;
         let rows = width > 0 && x.len().is_multiple_of(width);
         expect(rows, "norm", "x", || format!("rows of {width} numbers"), || format!("{} numbers", x.len()))?;
-        check_out("norm", x, out)?;
+        check_as_x("norm", "out", x, out)?;
         self.normalize_to(x, out);
         Ok(())
     }
 }
 
 impl Weights<'_> {
-    /// `out = x·W + b` for a few rows of `inputs` numbers.
-    ///
-    /// # Errors
-    /// Lengths that do not fit.
-    pub fn step(&self, x: &[f32], inputs: usize, out: &mut [f32]) -> Result<(), Error> {
+    /// Checks the sizes of a step, and gives the numbers of a row of its results.
+    fn check_step(&self, x: &[f32], inputs: usize, out: &[f32]) -> Result<usize, Error> {
         const OPERATION: &str = "linear";
         let rows = inputs > 0 && x.len().is_multiple_of(inputs);
         expect(rows, OPERATION, "x", || format!("rows of {inputs} numbers"), || format!("{} numbers", x.len()))?;
@@ -327,6 +322,15 @@ impl Weights<'_> {
         self.check(OPERATION, "weight", [inputs, outputs])?;
         let len = x.len() / inputs * outputs;
         expect(out.len() == len, OPERATION, "out", || format!("{len} numbers"), || out.len().to_string())?;
+        Ok(outputs)
+    }
+
+    /// `out = x·W + b` for a few rows of `inputs` numbers.
+    ///
+    /// # Errors
+    /// Lengths that do not fit.
+    pub fn step(&self, x: &[f32], inputs: usize, out: &mut [f32]) -> Result<(), Error> {
+        let outputs = self.check_step(x, inputs, out)?;
         if outputs > 0 {
             multiply(x, inputs, *self, outputs, FEW, out);
         }
@@ -338,26 +342,10 @@ impl Weights<'_> {
     /// # Errors
     /// Lengths that do not fit.
     pub fn step_transposed(&self, x: &[f32], inputs: usize, out: &mut [f32]) -> Result<(), Error> {
-        const OPERATION: &str = "linear";
-        let rows = inputs > 0 && x.len().is_multiple_of(inputs);
-        expect(rows, OPERATION, "x", || format!("rows of {inputs} numbers"), || format!("{} numbers", x.len()))?;
-        let outputs = self.weight.len() / inputs;
-        self.check(OPERATION, "weight", [inputs, outputs])?;
-        let len = x.len() / inputs * outputs;
-        expect(out.len() == len, OPERATION, "out", || format!("{len} numbers"), || out.len().to_string())?;
-        for (x, out) in x.chunks_exact(inputs).zip(out.chunks_exact_mut(outputs.max(1))) {
-            let parts = out.chunks_mut(COLUMNS).enumerate();
-            share_many(
-                inputs * outputs,
-                parts,
-                || (),
-                |(part, out), ()| {
-                    let first = part * COLUMNS;
-                    let bias = self.bias.map(|bias| &bias[first..][..out.len()]);
-                    dispatch(RowDots { x, weight: &self.weight[first * inputs..], bias, out });
-                },
-            );
-        }
+        self.check_step(x, inputs, out)?;
+        by_parts(x, inputs, self.bias, out, |x, first, bias, out| {
+            dispatch(RowDots { x, weight: &self.weight[first * inputs..], bias, out });
+        });
         Ok(())
     }
 }

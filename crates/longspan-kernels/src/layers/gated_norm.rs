@@ -10,7 +10,7 @@
 //! `dγ = Σ dy ⊙ n ⊙ SiLU(z)`. A backward forms `s` anew from `x`.
 
 use super::activation::{Activation, value_and_slope};
-use super::norm::statistics;
+use super::norm::{check_as_x, statistics};
 use super::products::{Fresh, try_zeros};
 use crate::error::{Error, expect};
 use crate::simd::block::add_scaled;
@@ -62,14 +62,9 @@ impl GatedNorm<'_> {
         let heads = self.head_dim > 0 && width.is_multiple_of(self.head_dim);
         let expected = || format!("heads of {} numbers, at least 1", self.head_dim);
         expect(heads, OPERATION, "gamma", expected, || format!("{width} numbers"))?;
-        let rows = self.x.len().is_multiple_of(width.max(1)) && (width > 0 || self.x.is_empty());
+        let rows = self.x.len().is_multiple_of(width);
         expect(rows, OPERATION, "x", || format!("rows of {width} numbers"), || format!("{} numbers", self.x.len()))?;
-        self.check_as_x("gate", self.gate)
-    }
-
-    fn check_as_x(&self, name: &'static str, numbers: &[f32]) -> Result<(), Error> {
-        let (got, len) = (numbers.len(), self.x.len());
-        expect(got == len, OPERATION, name, || format!("{len} numbers, as x"), || got.to_string())
+        check_as_x(OPERATION, "gate", self.x, self.gate)
     }
 
     /// The result, `[rows, heads · head_dim]`.
@@ -87,7 +82,7 @@ impl GatedNorm<'_> {
     /// Lengths that do not fit, and memory that is not there.
     pub fn backward(&self, d_out: &[f32]) -> Result<GatedNormGradients, Error> {
         self.check()?;
-        self.check_as_x("d_out", d_out)?;
+        check_as_x(OPERATION, "d_out", self.x, d_out)?;
         let (mut dx, mut d_gate) = (try_zeros(d_out.len())?, try_zeros(d_out.len())?);
         dx.copy_from_slice(d_out);
         let gate = Gates { numbers: self.gate, stride: self.weights.gamma.len() };

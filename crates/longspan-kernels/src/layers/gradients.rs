@@ -13,7 +13,7 @@ const PIECE: usize = 1 << 14;
 /// `Σ x²`. Each piece is summed in `f32`, the pieces in `f64`.
 pub fn sum_of_squares(x: &[f32]) -> f64 {
     let mut sums = vec![0.0; x.len().div_ceil(PIECE)];
-    share_many(x.len(), x.chunks(PIECE).zip(&mut sums), || (), |(x, sum), ()| *sum = dispatch(Squares { x }));
+    share_many(x.len(), x.chunks(PIECE).zip(&mut sums), |(x, sum)| *sum = dispatch(Squares { x }));
     sums.iter().sum()
 }
 
@@ -24,13 +24,13 @@ pub fn sum_of_squares(x: &[f32]) -> f64 {
 pub fn add(to: &mut [f32], x: &[f32]) -> Result<(), Error> {
     let len = to.len();
     expect(x.len() == len, "add", "x", || format!("{len} numbers"), || x.len().to_string())?;
-    share_many(len, to.chunks_mut(PIECE).zip(x.chunks(PIECE)), || (), |(to, x), ()| add_scaled(to, 1.0, x));
+    share_many(len, to.chunks_mut(PIECE).zip(x.chunks(PIECE)), |(to, x)| add_scaled(to, 1.0, x));
     Ok(())
 }
 
 /// `x ← a x`.
 pub fn scale(x: &mut [f32], a: f32) {
-    share_many(x.len(), x.chunks_mut(PIECE), || (), |x, ()| dispatch(Scale { x, a }));
+    share_many(x.len(), x.chunks_mut(PIECE), |x| dispatch(Scale { x, a }));
 }
 
 operation!(Squares, f32, |x: &'a [f32]| -> f64 {

@@ -12,6 +12,7 @@ use std::ops::Range;
 use super::dropout::Dropout;
 use super::feed_forward::Weights;
 use super::gated_norm::{GatedNormWeights, Gates};
+use super::gradients;
 use super::linear::{Kept, Linear, LinearGradients};
 use super::norm::NormWeights;
 use super::products::try_zeros;
@@ -19,6 +20,7 @@ use crate::call::{
     Call, CombineGradients, Cotangent, Dims, Gradients, Kernel, Mask, Output, Scratch, State, View, ViewMut,
 };
 use crate::error::{Error, expect};
+use crate::plan::Purpose;
 use crate::simd::block::add_scaled;
 
 /// What keys and values are projections of, if not of the queries' own rows.
@@ -311,17 +313,9 @@ impl<'a> MultiHead<'a> {
     ///
     /// # Errors
     /// Sizes that do not fit, what the mechanism refuses, and memory that is not there.
-    pub fn forward(
-        &self,
-        scratch: &mut Scratch<f32>,
-        mut final_state: Option<&mut State<f32>>,
-    ) -> Result<Vec<f32>, Error> {
+    pub fn forward(&self, scratch: &mut Scratch<f32>, final_state: Option<&mut State<f32>>) -> Result<Vec<f32>, Error> {
         self.check()?;
-        let projections = self.project()?;
-        let before = self.before(&projections, &mut final_state, scratch)?;
-        let mut heads = try_zeros(self.x.len())?;
-        let output = Output::new(self.token_major(&mut heads)).with_final_state(final_state);
-        self.kernel.forward(&self.call(&projections, before.as_ref()), output, scratch)?;
+        let KeptAttention { projections, mut heads, .. } = self.kept(Purpose::Inference, scratch, final_state)?;
         if let Some(norm) = self.gated_norm {
             norm.apply(&mut heads, self.gate(&projections.own), self.head_dim);
         }
@@ -403,22 +397,27 @@ impl<'a> MultiHead<'a> {
         final_state: Option<&mut State<f32>>,
     ) -> Result<(Vec<f32>, KeptAttention), Error> {
         self.check()?;
-        let kept = self.kept(scratch, final_state)?;
+        let kept = self.kept(Purpose::Training, scratch, final_state)?;
         let out = self.last(&self.normed(&kept)?).forward()?;
         Ok((out, kept))
     }
 
-    /// All but the last layer of a checked call.
+    /// All but the last layer of a checked call; denominators only in training.
     fn kept(
         &self,
+        purpose: Purpose,
         scratch: &mut Scratch<f32>,
         mut final_state: Option<&mut State<f32>>,
     ) -> Result<KeptAttention, Error> {
         let projections = self.project()?;
         let before = self.before(&projections, &mut final_state, scratch)?;
         let mut heads = try_zeros(self.x.len())?;
-        let mut denominators = try_zeros(self.kernel.denominators(&self.dims()).iter().product())?;
-        let output = Output::training(self.token_major(&mut heads), &mut denominators).with_final_state(final_state);
+        let mut denominators = Vec::new();
+        let mut output = Output::new(self.token_major(&mut heads)).with_final_state(final_state);
+        if purpose == Purpose::Training {
+            denominators = try_zeros(self.kernel.denominators(&self.dims()).iter().product())?;
+            output.denominators = Some(&mut denominators);
+        }
         self.kernel.forward(&self.call(&projections, before.as_ref()), output, scratch)?;
         Ok(KeptAttention { projections, before, heads, denominators })
     }
@@ -495,7 +494,7 @@ impl<'a> MultiHead<'a> {
         scratch: &mut Scratch<f32>,
     ) -> Result<MultiHeadGradients, Error> {
         self.check()?;
-        let formed = if kept.is_some() { None } else { Some(self.kept(scratch, None)?) };
+        let formed = if kept.is_some() { None } else { Some(self.kept(Purpose::Training, scratch, None)?) };
         let Some(kept) = kept.or(formed.as_ref()) else { unreachable!("kept or formed") };
         let normed = self.normed(kept)?;
         // An identity's backward looks at no result: only its length is checked.
@@ -551,7 +550,7 @@ impl<'a> MultiHead<'a> {
         scratch.give_back(lent);
         let Some(LinearGradients { mut dx, mut d_weight, mut d_bias, d_norm }) = own else { unreachable!("queries") };
         if self.residual {
-            add_to(&mut dx, d_out);
+            gradients::add(&mut dx, d_out)?;
         }
         let mut d_memory = Vec::new();
         if let Some(gradients) = from_memory {
@@ -564,10 +563,4 @@ impl<'a> MultiHead<'a> {
         let d_projection = [d_weight, d_bias];
         Ok(MultiHeadGradients { dx, d_memory, d_norm, d_projection, d_parameters, d_gated_norm, d_output })
     }
-}
-
-/// `dx += dy`, on all threads.
-fn add_to(dx: &mut [f32], d_out: &[f32]) {
-    const PIECE: usize = 1 << 16;
-    crate::threads::share(dx.chunks_mut(PIECE).zip(d_out.chunks(PIECE)), |(dx, d)| add_scaled(dx, 1.0, d));
 }

@@ -75,10 +75,16 @@ impl NormWeights<'_> {
     }
 }
 
+/// Refuses other numbers than as many as those of `x`.
+pub(super) fn check_as_x(operation: &'static str, name: &'static str, x: &[f32], numbers: &[f32]) -> Result<(), Error> {
+    let (got, len) = (numbers.len(), x.len());
+    expect(got == len, operation, name, || format!("{len} numbers, as x"), || got.to_string())
+}
+
 impl Norm<'_> {
     fn check(&self) -> Result<(), Error> {
         let width = self.weights.gamma.len();
-        let rows = self.x.len().is_multiple_of(width.max(1)) && (width > 0 || self.x.is_empty());
+        let rows = self.x.len().is_multiple_of(width);
         expect(rows, "norm", "x", || format!("rows of {width} numbers"), || format!("{} numbers", self.x.len()))?;
         self.weights.check("norm", width)
     }
@@ -106,8 +112,8 @@ impl Norm<'_> {
     /// Lengths that do not fit, and memory that is not there.
     pub fn backward(&self, d_out: &[f32]) -> Result<NormGradients, Error> {
         self.check()?;
-        let (got, len) = (d_out.len(), self.x.len());
-        expect(got == len, "norm", "d_out", || format!("{len} numbers, as x"), || got.to_string())?;
+        check_as_x("norm", "d_out", self.x, d_out)?;
+        let len = self.x.len();
         let width = self.weights.gamma.len();
         let mut dx = Fresh::new(len)?;
         let (mut d_gamma, mut d_beta) = (vec![0.0; width], vec![0.0; width]);

@@ -44,6 +44,15 @@ pub(super) fn try_zeros(len: usize) -> Result<Vec<f32>, Error> {
     if len == 0 { Ok(Vec::new()) } else { zeros(len) }
 }
 
+/// Memory in pieces of these lengths.
+pub(super) fn cut<T, const N: usize>(mut memory: &mut [T], pieces: [usize; N]) -> [&mut [T]; N] {
+    pieces.map(|len| {
+        let (piece, rest) = std::mem::take(&mut memory).split_at_mut(len);
+        memory = rest;
+        piece
+    })
+}
+
 /// A matrix in a slice; either stride may be 1.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a> {
@@ -135,22 +144,17 @@ pub(super) fn transposed(matrix: &[f32], stride: usize, [rows, columns]: [usize;
         return Ok(turned);
     }
     let strips = turned.chunks_mut(STRIP * rows).enumerate();
-    share_many(
-        rows * columns,
-        strips,
-        || (),
-        |(strip, to), ()| {
-            let (first, count) = (strip * STRIP, to.len() / rows);
-            let (whole_rows, whole_columns) = (rows / SIDE * SIDE, count / SIDE * SIDE);
-            transpose((&matrix[first..], stride), (whole_rows, whole_columns), (to, rows));
-            for (column, to) in to.chunks_exact_mut(rows).enumerate() {
-                let from = if column < whole_columns { whole_rows } else { 0 };
-                for (row, to) in to.iter_mut().enumerate().skip(from) {
-                    *to = matrix[row * stride + first + column];
-                }
+    share_many(rows * columns, strips, |(strip, to)| {
+        let (first, count) = (strip * STRIP, to.len() / rows);
+        let (whole_rows, whole_columns) = (rows / SIDE * SIDE, count / SIDE * SIDE);
+        transpose((&matrix[first..], stride), (whole_rows, whole_columns), (to, rows));
+        for (column, to) in to.chunks_exact_mut(rows).enumerate() {
+            let from = if column < whole_columns { whole_rows } else { 0 };
+            for (row, to) in to.iter_mut().enumerate().skip(from) {
+                *to = matrix[row * stride + first + column];
             }
-        },
-    );
+        }
+    });
     Ok(turned)
 }
 

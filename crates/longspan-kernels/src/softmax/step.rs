@@ -27,8 +27,7 @@ pub(super) fn step<T: Real>(
     }
     let group = dims.group();
     let scale = T::from_f64(attention.scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt()));
-    let run = |(unit, ([keys, values, held, present, ..], out)): (usize, ([&mut [T]; PARTS], &mut [T])),
-               (): &mut ()| {
+    let run = |(unit, ([keys, values, held, present, ..], out)): (usize, ([&mut [T]; PARTS], &mut [T]))| {
         let before = Cache::marked(attention, held[0]);
         let (place, after) = (before.row(0, 0), before.plus(1));
         keys[place * head_dim..][..head_dim].copy_from_slice(&token.k[unit * head_dim..][..head_dim]);
@@ -44,7 +43,7 @@ pub(super) fn step<T: Real>(
         }
     };
     let heads = state.heads_mut().zip(step_rows(out, group * value_dim)).enumerate();
-    threads::share_many(batch * kv_heads * longest * (head_dim + value_dim), heads, || (), run);
+    threads::share_many(batch * kv_heads * longest * (head_dim + value_dim), heads, run);
     Ok(())
 }
 

@@ -62,7 +62,7 @@ pub(super) fn step<T: Real>(
         token.step(head, out, memory);
     };
     let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
-    threads::share_many(numbers, heads, StepMemory::new, run);
+    threads::share_many_with(numbers, heads, StepMemory::new, run);
     Ok(())
 }
 
