@@ -1,7 +1,7 @@
 //! A feature map ready for the rows of one call, of either kind.
 
 use super::FeatureMap;
-use super::rows::{RowMap, Side};
+use super::rows::{RawRows, RowMap, Side};
 use crate::call::{Arena, Dims, Scratch, View};
 use crate::feature_map::elementwise::{Features, LoadFeatures, PullBackFeatures, Shift};
 use crate::simd::block::{all_finite, dot, largest, largest_of_rows};
@@ -101,36 +101,22 @@ impl<'a, T: Real> Mapping<'a, T> {
         (0..count).map(row).all(|row| dot(row, row).is_finite())
     }
 
-    /// Writes the features of `count` rows into a block whose rows are `stride` apart; 0 for those ignored.
-    #[allow(clippy::too_many_arguments)]
-    pub fn write(
-        &self,
-        side: Side,
-        from: Rows<'_, T>,
-        count: usize,
-        ignored: Option<&[bool]>,
-        shift: Shift<'_, T>,
-        to: &mut [T],
-        stride: usize,
-        work: &mut [T],
-    ) {
+    /// Writes features into a block whose rows are `stride` apart; 0 for rows ignored.
+    pub fn write(&self, rows: RawRows<'_, T>, shift: Shift<'_, T>, to: &mut [T], stride: usize, work: &mut [T]) {
         if let Some(map) = &self.rows {
-            map.write(side, from, count, ignored, shift, to, stride, work);
+            map.write(rows, shift, to, stride, work);
             return;
         }
+        let RawRows { from, count, ignored, .. } = rows;
         let (map, width) = (self.map, self.head_dim);
         dispatch(LoadFeatures { map, shift, from, count, width, ignored, to, to_row: stride });
     }
 
     /// The same features for who turns them: written to `to`, or, where the map is made of single numbers, to be made on the way and left
     /// there if they are to be kept.
-    #[allow(clippy::too_many_arguments)]
     pub fn features<'x>(
         &self,
-        side: Side,
-        from: Rows<'x, T>,
-        count: usize,
-        ignored: Option<&'x [bool]>,
+        rows: RawRows<'x, T>,
         shift: Shift<'_, T>,
         (to, keep): (&'x mut [T], bool),
         stride: usize,
@@ -138,10 +124,10 @@ impl<'a, T: Real> Mapping<'a, T> {
     ) -> Features<'x, T> {
         match shift {
             Shift::One(shift) if self.rows.is_none() => {
-                Features::Mapped { map: self.map, shift, from, ignored, to, keep }
+                Features::Mapped { map: self.map, shift, from: rows.from, ignored: rows.ignored, to, keep }
             }
             shift => {
-                self.write(side, from, count, ignored, shift, to, stride, work);
+                self.write(rows, shift, to, stride, work);
                 Features::Formed(to)
             }
         }
@@ -159,21 +145,17 @@ impl<'a, T: Real> Mapping<'a, T> {
         let shifts = &mut shifts[..count];
         match &self.rows {
             _ if !self.exponential => shifts.fill(T::ZERO),
-            Some(map) => map.row_max(Side::Query(head), from, count, shifts, work),
+            Some(map) => map.row_max(RawRows::new(Side::Query(head), from, count), shifts, work),
             None => largest_of_rows(from, self.head_dim, shifts),
         }
         shifts.iter_mut().filter(|top| !top.is_finite()).for_each(|top| *top = T::ZERO);
     }
 
-    /// The gradient of `count` raw rows and the length of a row in it, from their features `phi` and the gradient `d` of
-    /// those, blocks whose rows are `stride` apart; that of the map's parameters is added to `sums`.
-    #[allow(clippy::too_many_arguments)]
+    /// The gradient of raw rows and the length of a row in it, from their features `phi` and the gradient `d` of those,
+    /// blocks whose rows are `stride` apart; that of the map's parameters is added to `sums`.
     pub fn pull_back<'x>(
         &self,
-        side: Side,
-        from: Rows<'_, T>,
-        count: usize,
-        ignored: Option<&[bool]>,
+        rows: RawRows<'_, T>,
         phi: &[T],
         d: &'x mut [T],
         stride: usize,
@@ -181,18 +163,11 @@ impl<'a, T: Real> Mapping<'a, T> {
         buffers: &'x mut MapBuffers<'_, T>,
     ) -> (&'x [T], usize) {
         let Some(map) = &self.rows else {
-            dispatch(PullBackFeatures {
-                map: self.map,
-                x: from,
-                phi,
-                d,
-                count,
-                width: self.head_dim,
-                row_length: stride,
-            });
+            let (x, count, width) = (rows.from, rows.count, self.head_dim);
+            dispatch(PullBackFeatures { map: self.map, x, phi, d, count, width, row_length: stride });
             return (d, stride);
         };
-        map.pull_back(side, from, count, ignored, phi, d, stride, buffers.raw, sums, buffers.work);
+        map.pull_back(rows, phi, (d, stride), buffers.raw, sums, buffers.work);
         (buffers.raw, map.raw_width())
     }
 }

@@ -24,6 +24,28 @@ pub(crate) enum Side {
     Key(usize),
 }
 
+/// Rows of one head before they are mapped.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RawRows<'a, T> {
+    pub side: Side,
+    pub from: Rows<'a, T>,
+    pub count: usize,
+    /// `true` for rows whose features become 0, whatever stands in them.
+    pub ignored: Option<&'a [bool]>,
+}
+
+impl<'a, T> RawRows<'a, T> {
+    /// The first `count` of some rows, none of them ignored.
+    pub fn new(side: Side, from: Rows<'a, T>, count: usize) -> Self {
+        Self { side, from, count, ignored: None }
+    }
+
+    /// A single row.
+    pub fn one(side: Side, x: &'a [T]) -> Self {
+        Self::new(side, Rows { data: x, stride: x.len() }, 1)
+    }
+}
+
 /// A matrix `W` as products want it.
 struct Matrix<T> {
     /// Its rows, `raw_width` apart.
@@ -114,24 +136,13 @@ impl<'a, T: Real> RowMap<'a, T> {
         if let Weights::Learned { .. } = self.weights { self.exponents * self.raw_width } else { 0 }
     }
 
-    /// Writes the features of `count` rows into a block whose rows are `row` apart; 0 for those ignored, and beyond a
-    /// row's last feature.
-    #[allow(clippy::too_many_arguments)]
-    pub fn write(
-        &self,
-        side: Side,
-        from: Rows<'_, T>,
-        count: usize,
-        ignored: Option<&[bool]>,
-        shift: Shift<'_, T>,
-        to: &mut [T],
-        row: usize,
-        work: &mut [T],
-    ) {
+    /// Writes features into a block whose rows are `row` apart; 0 for rows ignored, and beyond a row's last feature.
+    pub fn write(&self, rows: RawRows<'_, T>, shift: Shift<'_, T>, to: &mut [T], row: usize, work: &mut [T]) {
+        let RawRows { from, count, ignored, .. } = rows;
         let features = self.features;
         if self.map.is_exponential() && !matches!(shift, Shift::Own(_)) {
             let width = padded::<T>(features);
-            self.exponents(side, from, count, work, width);
+            self.exponents(rows, work, width);
             let exponents = Rows { data: &*work, stride: width };
             let (map, from, width) = (FeatureMap::Exp, exponents, features);
             dispatch(LoadFeatures { map, shift, from, count, width, ignored, to, to_row: row });
@@ -148,7 +159,7 @@ impl<'a, T: Real> RowMap<'a, T> {
                 dispatch(Squares { from, count, head_dim: self.head_dim, to, row, work });
             }
             _ => {
-                self.exponents(side, from, count, to, row);
+                self.exponents(rows, to, row);
                 let mut one = [T::ZERO];
                 let row_max = match shift {
                     Shift::Own(row_max) if self.map.is_exponential() => row_max,
@@ -182,11 +193,11 @@ impl<'a, T: Real> RowMap<'a, T> {
         }
     }
 
-    /// The largest exponent of each of `count` keys of an exponential map: −∞ or NaN where none is finite.
-    pub fn row_max(&self, side: Side, from: Rows<'_, T>, count: usize, row_max: &mut [T], work: &mut [T]) {
+    /// The largest exponent of each row of an exponential map: −∞ or NaN where none is finite.
+    pub fn row_max(&self, rows: RawRows<'_, T>, row_max: &mut [T], work: &mut [T]) {
         let width = padded::<T>(self.features);
-        self.exponents(side, from, count, work, width);
-        for (row, top) in work.chunks_exact(width).zip(row_max).take(count) {
+        self.exponents(rows, work, width);
+        for (row, top) in work.chunks_exact(width).zip(row_max).take(rows.count) {
             *top = row[..self.features].iter().copied().fold(T::NEG_INFINITY, T::max);
         }
     }
@@ -208,28 +219,25 @@ impl<'a, T: Real> RowMap<'a, T> {
             let count = CHUNK.min(keys - first);
             // SAFETY: each chunk of a head's keys is one task's own.
             let row_max = unsafe { view.row(head, 0, first, count) };
-            self.row_max(Side::Key(kv_head), k.rows(batch, kv_head).skip(first), count, row_max, work);
+            let rows = RawRows::new(Side::Key(kv_head), k.rows(batch, kv_head).skip(first), count);
+            self.row_max(rows, row_max, work);
         });
         all
     }
 
-    /// Writes the gradient of `count` raw rows into a block whose rows are [`raw_width`](Self::raw_width) apart, from
-    /// their features and the gradient `d` of those, which is used up; both are blocks whose rows are `row` apart. That of
-    /// `W` is added to `sums`. Rows that are ignored have features 0 and get any gradient.
-    #[allow(clippy::too_many_arguments)]
+    /// Writes the gradient of raw rows into a block whose rows are [`raw_width`](Self::raw_width) apart, from their features
+    /// and the gradient `d` of those, which is used up; both are blocks whose rows are `row` apart. That of `W` is added to
+    /// `sums`. Rows that are ignored have features 0 and get any gradient.
     pub fn pull_back(
         &self,
-        side: Side,
-        from: Rows<'_, T>,
-        count: usize,
-        ignored: Option<&[bool]>,
+        rows: RawRows<'_, T>,
         phi: &[T],
-        d: &mut [T],
-        row: usize,
+        (d, row): (&mut [T], usize),
         dx: &mut [T],
         sums: &mut [T],
         work: &mut [T],
     ) {
+        let RawRows { side, from, count, ignored } = rows;
         let (head_dim, features, raw_width) = (self.head_dim, self.features, self.raw_width);
         let raw = |n: usize| from.row(n, head_dim);
         match self.map {
@@ -309,8 +317,9 @@ impl<'a, T: Real> RowMap<'a, T> {
         }
     }
 
-    /// Writes the exponents of `count` rows into a block whose rows are `row` apart: `W x` of the map that they are for.
-    fn exponents(&self, side: Side, from: Rows<'_, T>, count: usize, to: &mut [T], row: usize) {
+    /// Writes the exponents of rows into a block whose rows are `row` apart: `W x` of the map that they are for.
+    fn exponents(&self, rows: RawRows<'_, T>, to: &mut [T], row: usize) {
+        let RawRows { side, from, count, .. } = rows;
         let (head_dim, exponents) = (self.head_dim, self.exponents);
         let raw = |n: usize| from.row(n, head_dim);
         for n in 0..count {
@@ -324,21 +333,18 @@ impl<'a, T: Real> RowMap<'a, T> {
             };
             to[n * row..][..row].fill(start);
         }
-        let matrix = match (&self.weights, side) {
-            (Weights::None, _) => return,
-            (Weights::Drawn(matrix), _) => Some(&**matrix),
-            (Weights::Learned { ready: [matrices, _], .. }, Side::Query(head)) => matrices.get(head),
-            (Weights::Learned { ready: [_, matrices], .. }, Side::Key(head)) => matrices.get(head),
-        };
-        if let Some(matrix) = matrix {
+        if let Weights::None = self.weights {
+            return;
+        }
+        if let Some(matrix) = self.matrix(side) {
             let sizes = [count, exponents, head_dim];
             Product::of((from.data, from.stride), (&matrix.columns, self.width), (to, row), sizes)
                 .accumulate(true)
                 .compute();
         } else {
-            let rows = self.given(side);
+            let given = self.given(side);
             for n in 0..count {
-                add_row_dots(rows, head_dim, raw(n), &mut to[n * row..][..exponents]);
+                add_row_dots(given, head_dim, raw(n), &mut to[n * row..][..exponents]);
             }
         }
         for n in 0..count {
@@ -351,6 +357,16 @@ impl<'a, T: Real> RowMap<'a, T> {
                 }
                 _ => {}
             }
+        }
+    }
+
+    /// `W` as products want it, if it is ready.
+    fn matrix(&self, side: Side) -> Option<&Matrix<T>> {
+        match (&self.weights, side) {
+            (Weights::None, _) => None,
+            (Weights::Drawn(matrix), _) => Some(matrix),
+            (Weights::Learned { ready: [matrices, _], .. }, Side::Query(head)) => matrices.get(head),
+            (Weights::Learned { ready: [_, matrices], .. }, Side::Key(head)) => matrices.get(head),
         }
     }
 
@@ -367,13 +383,7 @@ impl<'a, T: Real> RowMap<'a, T> {
 
     /// Writes `g W` for `count` rows `g`.
     fn times_rows(&self, side: Side, count: usize, g: &[T], row: usize, to: &mut [T]) {
-        let matrix = match (&self.weights, side) {
-            (Weights::Drawn(matrix), _) => Some(&**matrix),
-            (Weights::Learned { ready: [matrices, _], .. }, Side::Query(head)) => matrices.get(head),
-            (Weights::Learned { ready: [_, matrices], .. }, Side::Key(head)) => matrices.get(head),
-            (Weights::None, _) => None,
-        };
-        let Some(matrix) = matrix else { return };
+        let Some(matrix) = self.matrix(side) else { return };
         let sizes = [count, self.raw_width, self.exponents];
         Product::of((g, row), (&matrix.rows, self.raw_width), (to, self.raw_width), sizes).compute();
     }

@@ -8,11 +8,10 @@ use super::problem::{Problem, Unit};
 use crate::call::{Arena, SharedRows, ViewMut};
 use crate::feature_map::elementwise::Shift;
 use crate::feature_map::mapping::MapBuffers;
-use crate::feature_map::rows::{RowMap, Side as MapSide};
+use crate::feature_map::rows::{RawRows, RowMap, Side as MapSide};
 use crate::fourier::rotation::{RotationBuffers, Rotations, Side, TokenRange};
 use crate::simd::Real;
 use crate::simd::block::add_scaled;
-use crate::simd::rows::Rows;
 
 /// Working memory of one task beside the blocks of features themselves; empty for elementwise maps.
 pub(super) struct Lift<'s, T> {
@@ -65,8 +64,15 @@ impl<'s, T: Real> Lift<'s, T> {
 }
 
 impl<'a, T: Real> Problem<'a, T> {
-    fn query_range(&self, unit: &Unit<'_, T>, head: usize, first: usize, count: usize) -> TokenRange<'static> {
-        TokenRange {
+    /// Rows of a query head from row `first` of the sequence on, and where they stand.
+    fn query_rows(
+        &self,
+        unit: &Unit<'_, T>,
+        head: usize,
+        first: usize,
+        count: usize,
+    ) -> (TokenRange<'static>, RawRows<'a, T>) {
+        let range = TokenRange {
             side: Side::Query(head),
             batch: unit.sequence.batch,
             kv_head: unit.kv_head,
@@ -74,19 +80,23 @@ impl<'a, T: Real> Problem<'a, T> {
             count,
             position: unit.origin + first as f64 + self.offset as f64,
             ignored: None,
-        }
+        };
+        (range, RawRows::new(MapSide::Query(head), self.queries(unit, head).skip(first), count))
     }
 
-    fn key_range<'x>(&self, unit: &'x Unit<'_, T>, first: usize, count: usize) -> TokenRange<'x> {
-        TokenRange {
+    /// Keys from key `first` of the sequence on, and where they stand.
+    fn key_rows<'x>(&self, unit: &'x Unit<'_, T>, first: usize, count: usize) -> (TokenRange<'x>, RawRows<'x, T>) {
+        let ignored = unit.padding(first, first + count);
+        let range = TokenRange {
             side: Side::Key,
             batch: unit.sequence.batch,
             kv_head: unit.kv_head,
             token: unit.sequence.key_start + first,
             count,
             position: unit.origin + first as f64,
-            ignored: unit.padding(first, first + count),
-        }
+            ignored,
+        };
+        (range, RawRows { ignored, ..RawRows::new(MapSide::Key(unit.kv_head), unit.k.skip(first), count) })
     }
 
     /// Writes the features of `count` queries of one head from row `first` of the sequence on, and the exponent that was
@@ -102,9 +112,8 @@ impl<'a, T: Real> Problem<'a, T> {
         to: &mut [T],
         lift: &mut Lift<'_, T>,
     ) {
-        let range = self.query_range(unit, head, first, count);
         let shift = self.mapping.query_shift(&mut shifts[..count]);
-        self.load_rows(&range, MapSide::Query(head), self.queries(unit, head).skip(first), shift, to, lift);
+        self.load_rows(self.query_rows(unit, head, first, count), shift, to, lift);
     }
 
     /// Writes the features of `count` keys from key `first` of the sequence on; 0 for those ignored.
@@ -117,31 +126,28 @@ impl<'a, T: Real> Problem<'a, T> {
         to: &mut [T],
         lift: &mut Lift<'_, T>,
     ) {
-        let range = self.key_range(unit, first, count);
-        self.load_rows(&range, MapSide::Key(unit.kv_head), unit.k.skip(first), shift, to, lift);
+        self.load_rows(self.key_rows(unit, first, count), shift, to, lift);
     }
 
-    /// Writes the features of the rows of a range.
+    /// Writes the features of some rows.
     fn load_rows(
         &self,
-        range: &TokenRange<'_>,
-        side: MapSide,
-        from: Rows<'_, T>,
+        (range, rows): (TokenRange<'_>, RawRows<'_, T>),
         shift: Shift<'_, T>,
         to: &mut [T],
         lift: &mut Lift<'_, T>,
     ) {
-        let (stride, count, ignored) = (self.layout.stride, range.count, range.ignored);
+        let stride = self.layout.stride;
         let Lift { rotation, mapped, taken_back, key_sums, map, .. } = lift;
         if let (Some(rotations), Some(buffers)) = (&self.rotations, rotation) {
             let own = usize::from(range.side == Side::Key);
             let block = (&mut *mapped[own], taken_back[own]);
-            let x = self.mapping.features(side, from, count, ignored, shift, block, stride, map.work);
+            let x = self.mapping.features(rows, shift, block, stride, map.work);
             let sums = if range.side == Side::Key { &mut **key_sums } else { &mut [] };
             sums.fill(T::ZERO);
-            rotations.rotate(range, (x, stride), (to, self.head_width), stride, sums, buffers);
+            rotations.rotate(&range, (x, stride), (to, self.head_width), stride, sums, buffers);
         } else {
-            self.mapping.write(side, from, count, ignored, shift, to, stride, map.work);
+            self.mapping.write(rows, shift, to, stride, map.work);
         }
     }
 
@@ -160,18 +166,8 @@ impl<'a, T: Real> Problem<'a, T> {
         positions: Option<PositionSink<'_, T>>,
         lift: &'x mut Lift<'_, T>,
     ) -> (&'x [T], usize) {
-        let raw = self.queries(unit, head).skip(first);
-        let range = self.query_range(unit, head, first, count);
-        self.pull_back(
-            &range,
-            raw,
-            (MapSide::Query(head), None),
-            features,
-            d,
-            sums,
-            positions.map(|sink| sink.queries),
-            lift,
-        )
+        let rows = self.query_rows(unit, head, first, count);
+        self.pull_back(rows, features, d, sums, positions.map(|sink| sink.queries), lift)
     }
 
     /// The same for keys.
@@ -187,24 +183,20 @@ impl<'a, T: Real> Problem<'a, T> {
         positions: Option<PositionSink<'_, T>>,
         lift: &'x mut Lift<'_, T>,
     ) -> (&'x [T], usize) {
-        let range = self.key_range(unit, first, count);
-        let side = (MapSide::Key(unit.kv_head), unit.padding(first, first + count));
-        self.pull_back(&range, unit.k.skip(first), side, features, d, sums, positions.map(|sink| sink.keys), lift)
+        let rows = self.key_rows(unit, first, count);
+        self.pull_back(rows, features, d, sums, positions.map(|sink| sink.keys), lift)
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn pull_back<'x>(
         &self,
-        range: &TokenRange<'_>,
-        raw: Rows<'_, T>,
-        (side, ignored): (MapSide, Option<&[bool]>),
+        (range, rows): (TokenRange<'_>, RawRows<'_, T>),
         features: &[T],
         d: &'x mut [T],
         sums: &mut [T],
         positions: Option<SharedRows<'_, T>>,
         lift: &'x mut Lift<'_, T>,
     ) -> (&'x [T], usize) {
-        let (stride, count) = (self.layout.stride, range.count);
+        let stride = self.layout.stride;
         let (turning, sums) = sums.split_at_mut(self.turning_sums_len());
         let Lift { rotation, mapped, gradient, map, .. } = lift;
         let (features, d): (&[T], &'x mut [T]) = match (&self.rotations, rotation) {
@@ -219,12 +211,12 @@ impl<'a, T: Real> Problem<'a, T> {
                         to[axis] += x;
                     }
                 };
-                rotations.unrotate(range, (mapped, stride), (d, self.head_width), gradient, turning, add, buffers);
+                rotations.unrotate(&range, (mapped, stride), (d, self.head_width), gradient, turning, add, buffers);
                 (mapped, gradient)
             }
             _ => (features, d),
         };
-        self.mapping.pull_back(side, raw, count, ignored, features, d, stride, sums, map)
+        self.mapping.pull_back(rows, features, d, stride, sums, map)
     }
 
     /// Numbers in one position, if positions are given.

@@ -12,7 +12,7 @@ use crate::call::{
 use crate::error::{Error, expect};
 use crate::feature_map::elementwise::{Shift, load_features};
 use crate::feature_map::mapping::Mapping;
-use crate::feature_map::rows::Side as MapSide;
+use crate::feature_map::rows::{RawRows, Side as MapSide};
 use crate::feature_map::{self, FeatureMap};
 use crate::fourier::Positions;
 use crate::fourier::rotation::{self, Rotations};
@@ -321,14 +321,13 @@ impl<'a, T: Real> Problem<'a, T> {
         let of = |table: usize| {
             let given = if shaw.shared { 0 } else { table };
             let data = &source[given * shaw.rows() * table_dim..];
-            (MapSide::Key(table * heads / group), Rows { data, stride: table_dim })
+            RawRows::new(MapSide::Key(table * heads / group), Rows { data, stride: table_dim }, count)
         };
         if let Some(map) = row_map.filter(|_| self.exponential) {
             shift = T::NEG_INFINITY;
             for table in 0..tables {
-                let (side, from) = of(table);
                 let row_max = &mut columns[..count];
-                map.row_max(side, from, count, row_max, work);
+                map.row_max(of(table), row_max, work);
                 shift = shift.max(row_max.iter().copied().filter(|top| top.is_finite()).fold(shift, T::max));
             }
             if !shift.is_finite() {
@@ -336,12 +335,11 @@ impl<'a, T: Real> Problem<'a, T> {
             }
         }
         for table in 0..tables {
-            let (side, from) = of(table);
             let rows = &mut rows[table * width * head_width..][..width * head_width];
             if let Some(map) = row_map {
-                map.write(side, from, count, None, Shift::One(shift), rows, head_width, work);
+                map.write(of(table), Shift::One(shift), rows, head_width, work);
             } else {
-                load_features((map, shift), from, (count, table_dim), None, (rows, head_width));
+                load_features((map, shift), of(table).from, (count, table_dim), None, (rows, head_width));
             }
             rows[count * head_width..].fill(T::ZERO);
             let columns = &mut columns[table * width * head_width..][..width * head_width];

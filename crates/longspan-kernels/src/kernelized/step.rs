@@ -8,7 +8,7 @@ use crate::call::{Arena, Dims, Mechanism, State, StepMemory, Token, check_token,
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{FeatureDots, Features, Shift, load_features};
-use crate::feature_map::rows::{RowMap, Side as MapSide};
+use crate::feature_map::rows::{RawRows, RowMap, Side as MapSide};
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, TokenRange};
 use crate::kernelized::running_sum::AbsorbToken;
 use crate::shaw::{RelativeMap, Shaw};
@@ -245,14 +245,14 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
     fn top(&self, side: MapSide, x: &[T], work: &mut [T]) -> T {
         let Some(map) = self.row_map else { return largest(x) };
         let mut top = [T::ZERO];
-        map.row_max(side, Rows { data: x, stride: x.len() }, 1, &mut top, work);
+        map.row_max(RawRows::one(side, x), &mut top, work);
         top[0]
     }
 
     /// The features of one row under a map of whole rows.
     fn map_row(&self, map: &RowMap<'_, T>, side: MapSide, shift: T, x: &[T], to: &mut [T], work: &mut [T]) {
         let row = to.len();
-        map.write(side, Rows { data: x, stride: x.len() }, 1, None, Shift::One(shift), to, row, work);
+        map.write(RawRows::one(side, x), Shift::One(shift), to, row, work);
     }
 
     /// The features of the token's query or key, at the position that `tokens` before it make, without gaps.

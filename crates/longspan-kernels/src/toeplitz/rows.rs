@@ -4,7 +4,7 @@ use super::problem::{Problem, TILE, Unit};
 use crate::call::GradientSink;
 use crate::feature_map::elementwise::{Shift, copy_rows};
 use crate::feature_map::mapping::MapBuffers;
-use crate::feature_map::rows::Side;
+use crate::feature_map::rows::{RawRows, Side};
 use crate::simd::Real;
 use crate::simd::block::store;
 use crate::simd::rows::Rows;
@@ -22,8 +22,9 @@ impl<T: Real> Problem<'_, T> {
         for first in (0..rows).step_by(TILE) {
             let (count, shifts) = ((rows - first).min(TILE), &mut shifts[first..]);
             let to = &mut to[first * self.head_width..];
-            let (side, shift) = (Side::Query(head), self.mapping.query_shift(&mut shifts[..count]));
-            self.mapping.write(side, queries.skip(first), count, None, shift, to, self.head_width, map.work);
+            let shift = self.mapping.query_shift(&mut shifts[..count]);
+            let rows = RawRows::new(Side::Query(head), queries.skip(first), count);
+            self.mapping.write(rows, shift, to, self.head_width, map.work);
         }
     }
 
@@ -37,8 +38,8 @@ impl<T: Real> Problem<'_, T> {
         to: &mut [T],
         map: &mut MapBuffers<'_, T>,
     ) {
-        let (side, from, padding) = (Side::Key(unit.kv_head), unit.k.skip(first), unit.padding(first, count));
-        self.mapping.write(side, from, count, padding, shift, to, self.head_width, map.work);
+        let (side, from, ignored) = (Side::Key(unit.kv_head), unit.k.skip(first), unit.padding(first, count));
+        self.mapping.write(RawRows { side, from, count, ignored }, shift, to, self.head_width, map.work);
     }
 
     /// Loads the values of keys from `first` on; 0 for those ignored.
@@ -65,7 +66,8 @@ impl<T: Real> Problem<'_, T> {
             features[row * width..][..width].fill(T::ZERO);
             d[row * width..][..width].fill(T::ZERO);
         }
-        self.mapping.pull_back(side, from, rows, Some(&ignored[..rows]), features, d, width, sums, map)
+        let rows = RawRows { side, from, count: rows, ignored: Some(&ignored[..rows]) };
+        self.mapping.pull_back(rows, features, d, width, sums, map)
     }
 
     /// Writes the gradients of at most [`TILE`] queries, as [`pull_back`](Self::pull_back) gives them.

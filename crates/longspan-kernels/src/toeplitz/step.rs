@@ -8,7 +8,7 @@ use crate::call::{Arena, Dims, State, StepMemory, Token, check_token, step_rows,
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{FeatureDots, Shift, load_exponentials, load_features};
-use crate::feature_map::rows::{RowMap, Side};
+use crate::feature_map::rows::{RawRows, RowMap, Side};
 use crate::simd::block::{add_scaled, all_finite, dot, largest, multiply, scale_by};
 use crate::simd::rows::{Rows, padded};
 use crate::simd::token::{AddWeighedValues, ReadToken};
@@ -201,15 +201,14 @@ impl<T: Real> HeadToken<'_, T> {
     /// `φ(x)` relative to the exponent that it returns.
     fn map(&self, side: Side, x: &[T], to: &mut [T], work: &mut [T]) -> T {
         let (map, row) = (self.toeplitz.feature_map, to.len());
-        let rows = Rows { data: x, stride: x.len() };
         if let Some(row_map) = self.row_map {
             let mut top = [T::ZERO];
-            row_map.write(side, rows, 1, None, Shift::Own(&mut top), to, row, work);
+            row_map.write(RawRows::one(side, x), Shift::Own(&mut top), to, row, work);
             return if map.is_exponential() { top[0] } else { T::ZERO };
         }
         let top = if map == FeatureMap::Exp { largest(x) } else { T::ZERO };
         let shift = if top.is_finite() { top } else { T::ZERO };
-        load_features((map, shift), rows, (1, x.len()), None, (to, row));
+        load_features((map, shift), Rows { data: x, stride: x.len() }, (1, x.len()), None, (to, row));
         shift
     }
 }

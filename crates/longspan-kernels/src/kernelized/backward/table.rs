@@ -2,7 +2,7 @@
 
 use super::super::problem::{Problem, Table};
 use crate::feature_map::elementwise::{PullBackFeatures, copy_rows};
-use crate::feature_map::rows::{RowMap, Side as MapSide};
+use crate::feature_map::rows::{RawRows, RowMap, Side as MapSide};
 use crate::shaw::RelativeMap;
 use crate::simd::block::{add_scaled, store};
 use crate::simd::rows::Rows;
@@ -111,14 +111,14 @@ fn reduce_mapped_table<T: Real>(
         sums.fill(T::ZERO);
         for row in 0..table.count {
             let place = (given * shaw.rows() + row) * head_dim;
-            let raw = Rows { data: &problem.call.parameters[0][place..], stride: head_dim };
+            let raw = RawRows::one(side, &problem.call.parameters[0][place..][..head_dim]);
             let d = &mut gradients[first + row * head_width..][..head_width];
             if d.iter().all(|&d| d == T::ZERO) {
                 // What stands in a row that no distance has must not reach the map's gradient.
                 continue;
             }
             let phi = &table.rows(index * heads)[row * head_width..][..head_width];
-            map.pull_back(side, raw, 1, None, phi, d, head_width, dx, sums, work);
+            map.pull_back(raw, phi, (d, head_width), dx, sums, work);
             add_scaled(&mut d_table[place..][..head_dim], T::ONE, dx);
         }
         if let (MapSide::Key(kv_head), Some(d_map), false) = (side, &mut d_map, sums.is_empty()) {
