@@ -15,7 +15,7 @@ use super::problem::{Bias, Block, Problem};
 use super::tiles::{self, BiasTiles};
 use super::tokens::Tokens;
 use super::walk::{Biases, Edges, Outputs};
-use crate::call::{Arena, Scratch, SharedRows, ViewMut};
+use crate::call::{Arena, Scratch, SharedRows};
 use crate::simd::product::Product;
 use crate::simd::rows::Columns;
 use crate::simd::{Real, dispatch};
@@ -180,8 +180,8 @@ pub(super) fn backward<T: Real>(call: &Backward<'_, T>, parameters: &mut [&mut [
     let d_bias = if direct { &mut *parameters[0] } else { &mut *planes };
     d_bias.fill(T::ZERO);
     for sides in &blocks {
-        let mut d_bias = ViewMut::strided(&mut *d_bias, [0, sums.plane(), sums.columns]);
-        block(call, sides, (&sums, d_bias.shared()), memory, &mut workers);
+        let d_bias = SharedRows::new(&mut *d_bias, [0, sums.plane(), sums.columns]);
+        block(call, sides, (&sums, d_bias), memory, &mut workers);
     }
     if !direct {
         reduce(problem, &sums, planes, parameters);
@@ -216,7 +216,6 @@ fn block<T: Real>(
     table.fill(items, blocks, workers);
     let blocks = &*blocks;
     let edges = Edges::new(keys_by_query, items, mean, &mut arena, workers);
-    let query_heads = |kv_head: usize| kv_head * dims.group()..(kv_head + 1) * dims.group();
 
     // The initial state's mean is a key without a value that every row sees.
     let far = if links.lends() { sequences.len() * block.heads.len() } else { 0 };
@@ -227,7 +226,7 @@ fn block<T: Real>(
         let (zeros, work) = work.split_at_mut(mean);
         clear(sum);
         zeros.fill(T::ZERO);
-        for local in query_heads(kv_head) {
+        for local in dims.heads_of(kv_head) {
             join_all(&items(index, local), 0, sequence.queries as isize, sum, work);
         }
         if let Some(last) = links.last_item(sequence, own_head) {
@@ -245,8 +244,8 @@ fn block<T: Real>(
         let key_items = KeyItems::new(problem, sequence, own_head);
         let (joined, work) = work.split_at_mut(mean);
         let lent = problem.lent(sequence) as isize;
-        for local in query_heads(kv_head) {
-            let first = local == query_heads(kv_head).start;
+        for local in dims.heads_of(kv_head) {
+            let first = local == dims.heads_of(kv_head).start;
             let items = RowItems { blocks: table.of(blocks, index, local), ..items(index, local) };
             let outputs = Outputs {
                 items: &items,
@@ -291,8 +290,7 @@ fn query_side<T: Real>(
     let Sides { block, by_key, starts, .. } = sides;
     let (most_chunks, units) = (sides.most_chunks(), sides.units(problem));
     let heads = block.query_heads(problem);
-    let mut rows = ViewMut::strided(rows, [0, 0, mean]);
-    let rows = rows.shared();
+    let rows = SharedRows::new(rows, [0, 0, mean]);
     let bias_tiles_len = sides.bias_tiles_len(problem);
     let one = |group: usize, plane: usize, chunk: usize, work: &mut [T]| {
         let (bias_tiles_memory, work) = work.split_at_mut(bias_tiles_len);

@@ -2,7 +2,7 @@
 
 use super::chunks::{CHUNK, Chunks, Window, Workers};
 use super::log_sum::{FactorMeans, Factored, Factors, join, join_items};
-use crate::call::ViewMut;
+use crate::call::SharedRows;
 use crate::simd::rows::line;
 use crate::simd::{Real, dispatch};
 use crate::threads;
@@ -107,8 +107,7 @@ impl BlockTable {
         workers: &mut Workers<'_, T>,
     ) {
         let len = block_len::<T>(self.width);
-        let mut memory = ViewMut::strided(memory, [0, 0, len]);
-        let memory = memory.shared();
+        let memory = SharedRows::new(memory, [0, 0, len]);
         workers.run(self.blocks.tasks(), |task, work| {
             let (sequence, head, index) = self.blocks.task(task);
             let window = &self.blocks.windows[sequence];

@@ -15,7 +15,7 @@ use super::outputs::{GatedMean, PullBackMean, PullBackTokens, TokenGradients};
 use super::problem::Problem;
 use super::running::{FindRunningMax, RunningGradients, RunningMeans};
 use super::tokens::Tokens;
-use crate::call::{Arena, Dims, Scratch, Sequence, SharedRows, State, ViewMut};
+use crate::call::{Arena, Dims, Scratch, Sequence, SharedRows, State};
 use crate::simd::rows::{Columns, line, padded};
 use crate::simd::{Real, dispatch};
 use crate::threads;
@@ -108,11 +108,10 @@ pub(super) fn forward<T: Real>(
     scratch: &mut Scratch<T>,
 ) {
     let Dims { head_dim, kv_heads, .. } = problem.dims;
-    let mut state = final_state.map(|state| {
+    let state = final_state.map(|state| {
         let len = state.shape().head_len();
-        ViewMut::strided(state.numbers_mut(), [0, 0, len])
+        SharedRows::new(state.numbers_mut(), [0, 0, len])
     });
-    let state = state.as_mut().map(|numbers| numbers.shared());
     let each = Arena::measure(|arena| means_memory::<T>(arena, problem.width));
     Tasks::new(problem).run(problem, each, scratch, |task, work| {
         let sum = means(problem, task, out, state.is_some(), work);
@@ -142,8 +141,7 @@ fn means<'w, T: Real>(
     let sight = Sight::new(problem, sequence);
     let width = padded::<T>(task.channels.len());
     let [sum, own, part, running_max, block] = means_memory(&mut Arena::new(work), width);
-    let group = problem.dims.group();
-    let heads = task.kv_head * group..(task.kv_head + 1) * group;
+    let heads = problem.dims.heads_of(task.kv_head);
     // Queries from a row on, and outputs.
     let of = |head: usize, row: usize, count: usize| {
         let queries = || rows_of(&problem.call.q, sequence, head, row, task.channels.start);
@@ -246,7 +244,7 @@ fn gradients<T: Real>(call: &Backward<'_, T>, task: &Task, work: &mut [T]) {
     }
 
     clear(far);
-    for (index, head) in (task.kv_head * problem.dims.group()..).take(problem.dims.group()).enumerate() {
+    for (index, head) in problem.dims.heads_of(task.kv_head).enumerate() {
         let output_rows = |rows: &Range<usize>| call.rows(sequence, head, rows.start, rows.len(), channels.start);
         let d_queries = |rows: &Range<usize>| {
             let place = [sequence.batch, head, sequence.query_start + rows.start];

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::chunks::{CHUNK, Chunks, Window, Workers};
 use super::items::{Items, join_all};
 use super::log_sum::{clear, join};
-use crate::call::{Arena, ViewMut};
+use crate::call::{Arena, SharedRows};
 use crate::simd::Real;
 use crate::threads::share;
 
@@ -28,9 +28,7 @@ impl<'a, T: Real> Edges<'a, T> {
         workers: &mut Workers<'_, T>,
     ) -> Self {
         let [before, after] = Self::memory(chunks, mean, arena);
-        let [mut by_before, mut by_after] =
-            [&mut *before, &mut *after].map(|means| ViewMut::strided(means, [0, 0, mean]));
-        let (to_before, to_after) = (by_before.shared(), by_after.shared());
+        let [to_before, to_after] = [&mut *before, &mut *after].map(|means| SharedRows::new(means, [0, 0, mean]));
         // SAFETY: the caller has these chunks alone, and the slices end with its task.
         let of = |first: usize, count: usize| unsafe {
             (to_before.row(0, 0, first, count * mean), to_after.row(0, 0, first, count * mean))

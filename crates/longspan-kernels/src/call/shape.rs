@@ -39,6 +39,11 @@ impl Dims {
         self.heads / self.kv_heads.max(1)
     }
 
+    /// The query heads that share one key/value head.
+    pub(crate) fn heads_of(&self, kv_head: usize) -> Range<usize> {
+        kv_head * self.group()..(kv_head + 1) * self.group()
+    }
+
     /// Shape of `q`.
     pub fn q(&self) -> [usize; 4] {
         [self.batch, self.heads, self.queries, self.head_dim]

@@ -131,7 +131,7 @@ fn piece<T: Real>(
         silu(sums, Some(slopes));
     }
     d_sums.fill(T::ZERO);
-    for head in kv_head * dims.group()..(kv_head + 1) * dims.group() {
+    for head in dims.heads_of(kv_head) {
         let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);
         let d_out = cotangent.d_out.rows(sequence.batch, head).skip(sequence.query_start);
         for (at, position) in (positions.start..end).enumerate() {

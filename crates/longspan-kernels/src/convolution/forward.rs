@@ -52,7 +52,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
         if problem.convolution.silu {
             silu(sums, None);
         }
-        for head in kv_head * dims.group()..(kv_head + 1) * dims.group() {
+        for head in dims.heads_of(kv_head) {
             let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start + first);
             for at in 0..rows {
                 let token = sequence.query_start + first + at;

@@ -500,8 +500,7 @@ impl<'a, T: Real> Rotations<'a, T> {
             sum
         };
         for kv_head in 0..self.dims.kv_heads {
-            let group = self.dims.group();
-            let heads = kv_head * group..(kv_head + 1) * group;
+            let heads = self.dims.heads_of(kv_head);
             if let Some(a) = &mut a {
                 let parts: Vec<&[T]> = heads.clone().flat_map(&query_sums).chain(key_sums(kv_head)).collect();
                 for axis in 0..self.axes {

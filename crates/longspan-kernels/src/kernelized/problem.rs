@@ -253,8 +253,7 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// The query heads of a unit.
     pub fn heads(&self, unit: &Unit<'a, T>) -> std::ops::Range<usize> {
-        let group = self.dims.group();
-        unit.kv_head * group..(unit.kv_head + 1) * group
+        self.dims.heads_of(unit.kv_head)
     }
 
     /// Rows of one segment for sequences of `rows`; a multiple of [`CHUNK`].

@@ -52,7 +52,7 @@ pub(super) fn backward<T: Real>(
         let (dq, k_block, dots) = (arena.take(ROWS * head_width), arena.take(KEYS * head_width), arena.take(ROWS));
         dk.fill(T::ZERO);
         dv.fill(T::ZERO);
-        for head in kv_head * dims.group()..(kv_head + 1) * dims.group() {
+        for head in dims.heads_of(kv_head) {
             let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);
             let [out, d_out] =
                 [cotangent.out, cotangent.d_out].map(|view| view.rows(sequence.batch, head).skip(sequence.query_start));

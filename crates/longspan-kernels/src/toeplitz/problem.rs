@@ -152,8 +152,7 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// The query heads of a unit.
     pub fn heads(&self, unit: &Unit<'_, T>) -> std::ops::Range<usize> {
-        let group = self.dims.group();
-        unit.kv_head * group..(unit.kv_head + 1) * group
+        self.dims.heads_of(unit.kv_head)
     }
 
     /// Queries of one head of a sequence.

@@ -13,7 +13,7 @@ use crate::aft::kernel as reparametrized;
 use crate::aft::options::Variant;
 use crate::aft::outputs::{PullBackRows, PullBackSums, TokenGradients};
 use crate::aft::problem::{Bias, Block, Problem};
-use crate::call::{Arena, Scratch, SharedRows, ViewMut};
+use crate::call::{Arena, Scratch, SharedRows};
 use crate::simd::block::{floor, scale_by};
 use crate::simd::rows::{Ahead, Columns, Rows};
 use crate::simd::{Real, dispatch};
@@ -87,8 +87,7 @@ pub(in crate::aft) fn backward<T: Real>(
     let mut arena = Arena::new(scratch.take(taken));
     let [d_taps, own, shared] = [planes * taps, own, shared].map(|len| arena.take(len));
     d_taps.fill(T::ZERO);
-    let mut planes = ViewMut::strided(&mut *d_taps, [0, 0, *taps]);
-    let planes = planes.shared();
+    let planes = SharedRows::new(&mut *d_taps, [0, 0, *taps]);
     let one = |sides: &Sides, memory: &mut [T], workers: &mut Workers<'_, T>| {
         block(call, &geometry, sides, &reversed, planes, memory, workers);
     };
@@ -146,7 +145,6 @@ fn block<T: Real>(
     };
     let of_keys = (&keys[..], block.query_heads(problem), width);
     let edges = Edges::new(&turned, of_keys, source, |_, _, _| (), key_edges, workers);
-    let query_heads = |own_head: usize| own_head * dims.group()..(own_head + 1) * dims.group();
 
     // The initial state's mean is a key without a value that every row sees.
     let far = if links.lends() { sequences.len() * kv_heads } else { 0 };
@@ -157,7 +155,7 @@ fn block<T: Real>(
         let (sums, work) = work.split_at_mut(2 * len);
         let (all, own) = sums.split_at_mut(len);
         clear(all);
-        for local in query_heads(own_head) {
+        for local in dims.heads_of(own_head) {
             let mut work = Work::new(&mut *work, geometry.most(), width);
             let range = (0, sequence.queries as isize);
             turned.field(keys[index], 0, &[]).sum(&source(index, local), range, &mut work, own);
@@ -198,9 +196,9 @@ fn block<T: Real>(
             items.ahead(place(to - from), place(to - from + end)),
             call.dv.ahead(sequence.batch, kv_head, next, end, dims.head_dim),
         ];
-        for local in query_heads(own_head) {
+        for local in dims.heads_of(own_head) {
             let head = block.heads.start * dims.group() + local;
-            let first = local == query_heads(own_head).start;
+            let first = local == dims.heads_of(own_head).start;
             let kernel = &reversed[head * kernel(problem, head).len()..];
             let field = turned.field(*window, line % geometry.lines, kernel);
             let mut work = Work::new(&mut *work, geometry.most(), width);
@@ -281,9 +279,8 @@ fn query_side<T: Real>(
     let edges = Edges::new(geometry, (queries, kv_heads, 0), source, initial, memory, workers);
     let taps = kernel(problem, 0).len();
     let [x, b, d, rows] = of_rows;
-    let [mut x, mut b, mut d] = [x, b, d].map(|line| ViewMut::strided(line, [0, 0, 1]));
-    let mut rows = ViewMut::strided(rows, [0, 0, width]);
-    let (x, b, d, rows) = (x.shared(), b.shared(), d.shared(), rows.shared());
+    let [x, b, d] = [x, b, d].map(|line| SharedRows::new(line, [0, 0, 1]));
+    let rows = SharedRows::new(rows, [0, 0, width]);
     workers.run(block.sequences.len() * heads * GROUPS, |task, work| {
         let (unit, group) = (task / GROUPS, task % GROUPS);
         let (index, local) = (unit / heads, unit % heads);

@@ -4,7 +4,7 @@ use super::field::{Field, Source, Work, clear, header, join};
 use crate::aft::chunks::{CHUNK, Chunks, Window, Workers};
 use crate::aft::options::{Aft, Variant};
 use crate::aft::problem::{Block, Problem};
-use crate::call::{Arena, ViewMut};
+use crate::call::{Arena, SharedRows};
 use crate::simd::Real;
 
 /// Where taps stand.
@@ -139,8 +139,7 @@ impl<'a, T: Real> Edges<'a, T> {
         let ([before, after], [above, below]) = edges_memory(geometry, windows, heads, width, &mut Arena::new(memory));
         let line = heads * len;
         if geometry.lines > 1 {
-            let mut sums = ViewMut::strided(&mut *above, [0, 0, len]);
-            let sums = sums.shared();
+            let sums = SharedRows::new(&mut *above, [0, 0, len]);
             workers.run(windows.len() * heads, |task, work| {
                 let index = task / heads;
                 let first_line = index % geometry.lines;
@@ -184,8 +183,7 @@ impl<'a, T: Real> Edges<'a, T> {
         // Blocks of every line, and then each with all before it, or after it.
         let long = |window: &Window| Window { outputs: blocks(window) * CHUNK, ..*window };
         let chunks = Chunks::new(windows.iter().map(long).collect(), heads);
-        let [mut by_before, mut by_after] = [&mut *before, &mut *after].map(|sums| ViewMut::strided(sums, [0, 0, len]));
-        let (to_before, to_after) = (by_before.shared(), by_after.shared());
+        let [to_before, to_after] = [&mut *before, &mut *after].map(|sums| SharedRows::new(sums, [0, 0, len]));
         workers.run(chunks.tasks(), |task, work| {
             let (line, head, index) = chunks.task(task);
             let window = &windows[line];
