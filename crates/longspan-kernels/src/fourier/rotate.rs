@@ -4,7 +4,7 @@ use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{Features, LoadFeatures, Shift, feature, for_each_map};
 use crate::simd::block::AddColumnSums;
 use crate::simd::rows::covers;
-use crate::simd::{Operation, Real, Vector, operation};
+use crate::simd::{Real, Vector, operation};
 
 /// How a row of `m` features is turned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -308,74 +308,62 @@ pub(crate) struct AngleSums<'a, T> {
     pub d_rate: &'a mut [T],
 }
 
-/// Takes gradients of turned rows back to features, angles and factors. The base angles are those without `gain`.
-pub(crate) struct Unrotate<'a, 'b, T> {
-    pub r: &'a Rotation<'a, T>,
-    pub x: &'a [T],
-    pub to: &'a mut Unrotated<'b, T>,
-}
-
-impl<T: Real> Operation for Unrotate<'_, '_, T> {
-    type Element = T;
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<V: Vector<Element = T>>(self) {
-        let Self { r, x, to } = self;
-        r.check(x.len());
-        let (width, stride) = (r.width, r.stride);
-        let (count, zero) = (r.count, V::Element::ZERO);
-        assert!(count * to.d_row <= to.d.len() && count * r.x_row <= to.dx.len() && width <= r.x_row);
-        assert!(r.turned() * stride + if r.rest.is_some() { width } else { 0 } <= to.d_row);
-        assert!(to.gain.is_none_or(|gain| gain.len() >= width));
-        assert!([&to.d_gain, &to.d_rest].iter().all(|sums| sums.is_empty() || sums.len() >= width));
-        assert!(to.angles.as_ref().is_none_or(|sums| sums.d_phase.len() >= width && sums.d_rate.len() >= width));
-        if r.turn == Turn::Pairs {
-            unrotate_pairs(r, x, to);
-            return;
-        }
-        let whole = width / V::LANES * V::LANES;
-        for column in (0..whole).step_by(V::LANES) {
-            // SAFETY: a register at `column` lies in each row and in every list that is not empty, by the assertions above.
-            unsafe { unrotate_register::<V>(r, x, to, column) };
-        }
-        if whole == width && width == r.x_row {
-            return;
-        }
-        for row in 0..count {
-            let x = &x[row * r.x_row..][..width];
-            let [[cos, sin], base] = r.angles.of_row(row);
-            let dx = &mut to.dx[row * r.x_row..][..r.x_row];
-            dx[width..].fill(zero);
-            let d = &mut to.d[row * to.d_row..][..to.d_row];
-            for k in whole..width {
-                let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
-                let gain = to.gain.map_or(V::Element::ONE, |gain| gain[k]);
-                let (first, second) = (d[k], d[stride + k]);
-                let along = first * c + second * s;
-                let angle = x[k] * (second * c - first * s) * gain;
-                dx[k] = along * gain;
-                if !to.d_gain.is_empty() {
-                    to.d_gain[k] += along * x[k];
+// Takes gradients of turned rows back to features, angles and factors. The base angles are those without `gain`.
+operation!(Unrotate, |r: &'a Rotation<'a, T>, x: &'a [T], to: Unrotated<'a, T>| {
+    let mut to = to;
+    r.check(x.len());
+    let (width, stride) = (r.width, r.stride);
+    let (count, zero) = (r.count, V::Element::ZERO);
+    assert!(count * to.d_row <= to.d.len() && count * r.x_row <= to.dx.len() && width <= r.x_row);
+    assert!(r.turned() * stride + if r.rest.is_some() { width } else { 0 } <= to.d_row);
+    assert!(to.gain.is_none_or(|gain| gain.len() >= width));
+    assert!([&to.d_gain, &to.d_rest].iter().all(|sums| sums.is_empty() || sums.len() >= width));
+    assert!(to.angles.as_ref().is_none_or(|sums| sums.d_phase.len() >= width && sums.d_rate.len() >= width));
+    if r.turn == Turn::Pairs {
+        unrotate_pairs(r, x, &mut to);
+        return;
+    }
+    let whole = width / V::LANES * V::LANES;
+    for column in (0..whole).step_by(V::LANES) {
+        // SAFETY: a register at `column` lies in each row and in every list that is not empty, by the assertions above.
+        unsafe { unrotate_register::<V>(r, x, &mut to, column) };
+    }
+    if whole == width && width == r.x_row {
+        return;
+    }
+    for row in 0..count {
+        let x = &x[row * r.x_row..][..width];
+        let [[cos, sin], base] = r.angles.of_row(row);
+        let dx = &mut to.dx[row * r.x_row..][..r.x_row];
+        dx[width..].fill(zero);
+        let d = &mut to.d[row * to.d_row..][..to.d_row];
+        for k in whole..width {
+            let [c, s] = sum_of_one(base.map(|base| base[k]), [cos[k], sin[k]]);
+            let gain = to.gain.map_or(V::Element::ONE, |gain| gain[k]);
+            let (first, second) = (d[k], d[stride + k]);
+            let along = first * c + second * s;
+            let angle = x[k] * (second * c - first * s) * gain;
+            dx[k] = along * gain;
+            if !to.d_gain.is_empty() {
+                to.d_gain[k] += along * x[k];
+            }
+            if let Some(rest) = r.rest {
+                let unturned = d[2 * stride + k];
+                dx[k] += unturned * rest[k];
+                if !to.d_rest.is_empty() {
+                    to.d_rest[k] += unturned * x[k];
                 }
-                if let Some(rest) = r.rest {
-                    let unturned = d[2 * stride + k];
-                    dx[k] += unturned * rest[k];
-                    if !to.d_rest.is_empty() {
-                        to.d_rest[k] += unturned * x[k];
-                    }
+            }
+            match &mut to.angles {
+                Some(sums) => {
+                    sums.d_phase[k] += angle;
+                    sums.d_rate[k] += angle * (sums.position + V::Element::from_f64(row as f64));
                 }
-                match &mut to.angles {
-                    Some(sums) => {
-                        sums.d_phase[k] += angle;
-                        sums.d_rate[k] += angle * (sums.position + V::Element::from_f64(row as f64));
-                    }
-                    None => d[k] = angle,
-                }
+                None => d[k] = angle,
             }
         }
     }
-}
+});
 
 /// One register of each block, down all rows.
 ///

@@ -452,7 +452,7 @@ impl<'a, T: Real> Rotations<'a, T> {
         });
         let d_gain = if gain.is_some() { d_gain } else { &mut [] };
         let d_rest = if wants_rest { d_rest } else { &mut [] };
-        let to = &mut Unrotated { d: &mut *d, d_row, gain, dx, d_gain, d_rest, angles: sums };
+        let to = Unrotated { d: &mut *d, d_row, gain, dx, d_gain, d_rest, angles: sums };
         dispatch(Unrotate { r: &self.rotation(range, (x_row, width), false, buffers), x, to });
         if !self.given() {
             return;
