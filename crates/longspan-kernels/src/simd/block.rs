@@ -38,18 +38,14 @@ operation!(Transpose, |from: &'a [T], from_row: usize, rows: usize, columns: usi
     }
     assert!((rows - 1) * from_row + columns <= from.len());
     assert!((columns - 1) * to_row + rows <= to.len());
-    let mut row = 0;
-    while row < rows {
-        let mut column = 0;
-        while column < columns {
+    for row in (0..rows).step_by(V::LANES) {
+        for column in (0..columns).step_by(V::LANES) {
             // SAFETY: the tile lies in both slices by the assertions above.
             unsafe {
                 let from = from.as_ptr().add(row * from_row + column);
                 V::transpose(from, from_row, to.as_mut_ptr().add(column * to_row + row), to_row);
             }
-            column += V::LANES;
         }
-        row += V::LANES;
     }
 });
 

@@ -297,21 +297,28 @@ operation!(MaskAndSum, |block: &'a mut [T], row_length: usize, columns: usize, b
     let columns = columns.next_multiple_of(V::LANES);
     for (row, total) in sums.iter_mut().enumerate() {
         let line = &mut block[row * row_length..][..columns];
-        let (from, to) = band.columns(row, row, columns);
-        line[..from].fill(V::Element::ZERO);
-        line[to..].fill(V::Element::ZERO);
-        // SAFETY: a row of `columns` numbers is a whole number of registers.
-        unsafe {
-            let mut sum = V::splat(V::Element::ZERO);
-            let mut column = from / V::LANES * V::LANES;
-            while column < to {
-                sum = sum.add(V::load(line.as_ptr().add(column)));
-                column += V::LANES;
-            }
-            *total += sum.sum();
-        }
+        // SAFETY: forwarded to the caller.
+        *total += unsafe { mask_and_sum_row::<V>(line, band.columns(row, row, columns)) };
     }
 });
+
+/// Makes the numbers of a row, whole registers of them, outside of `from..to` 0, and gives the sum of the others.
+#[inline(always)]
+pub(crate) unsafe fn mask_and_sum_row<V: Vector>(line: &mut [V::Element], (from, to): (usize, usize)) -> V::Element {
+    assert!(line.len().is_multiple_of(V::LANES));
+    line[..from].fill(V::Element::ZERO);
+    line[to..].fill(V::Element::ZERO);
+    // SAFETY: forwarded to the caller; the row is a whole number of registers.
+    unsafe {
+        let mut sum = V::splat(V::Element::ZERO);
+        let mut column = from / V::LANES * V::LANES;
+        while column < to {
+            sum = sum.add(V::load(line.as_ptr().add(column)));
+            column += V::LANES;
+        }
+        sum.sum()
+    }
+}
 
 /// Makes the elements of a block of rows `row_length` apart outside `band` 0 and adds each row's sum to `sums`.
 pub(crate) fn mask_and_sum<T: Real>(

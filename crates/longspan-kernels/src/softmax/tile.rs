@@ -15,8 +15,7 @@ operation!(SoftmaxTile, |scores: &'a mut [T],
     let columns = highest.len();
     assert!(columns.is_multiple_of(V::LANES) && sums.len() >= columns && factors.len() >= columns);
     assert!(keys == 0 || (keys - 1) * row_length + columns <= scores.len());
-    let mut column = 0;
-    while column < columns {
+    for column in (0..columns).step_by(V::LANES) {
         // SAFETY: every row has a register at `column` by the assertions above, and so have the three lines.
         unsafe {
             let scores = scores.as_mut_ptr().add(column);
@@ -38,7 +37,6 @@ operation!(SoftmaxTile, |scores: &'a mut [T],
             factor.store(factors.as_mut_ptr().add(column));
             sum.store(sums.as_mut_ptr().add(column));
         }
-        column += V::LANES;
     }
 });
 
@@ -46,8 +44,7 @@ operation!(SoftmaxTile, |scores: &'a mut [T],
 operation!(ExpColumns, |scores: &'a mut [T], row_length: usize, keys: usize, shifts: &'a [T]| {
     let columns = shifts.len();
     assert!(columns.is_multiple_of(V::LANES) && (keys == 0 || (keys - 1) * row_length + columns <= scores.len()));
-    let mut column = 0;
-    while column < columns {
+    for column in (0..columns).step_by(V::LANES) {
         // SAFETY: every row has a register at `column` by the assertion above, and so has `shifts`.
         unsafe {
             let shift = V::load(shifts.as_ptr().add(column));
@@ -56,7 +53,6 @@ operation!(ExpColumns, |scores: &'a mut [T], row_length: usize, keys: usize, shi
                 exp_nonpositive(V::load(at).sub(shift)).store(at);
             }
         }
-        column += V::LANES;
     }
 });
 
@@ -65,8 +61,7 @@ operation!(SoftmaxPullBack, |weights: &'a [T], d: &'a mut [T], row_length: usize
     let columns = dots.len();
     let end = if keys == 0 { 0 } else { (keys - 1) * row_length + columns };
     assert!(columns.is_multiple_of(V::LANES) && end <= weights.len() && end <= d.len());
-    let mut column = 0;
-    while column < columns {
+    for column in (0..columns).step_by(V::LANES) {
         // SAFETY: every row of both has a register at `column` by the assertion above, and so has `dots`.
         unsafe {
             let dot = V::load(dots.as_ptr().add(column));
@@ -76,6 +71,5 @@ operation!(SoftmaxPullBack, |weights: &'a [T], d: &'a mut [T], row_length: usize
                 V::load(weights.as_ptr().add(at)).mul(V::load(place).sub(dot)).store(place);
             }
         }
-        column += V::LANES;
     }
 });

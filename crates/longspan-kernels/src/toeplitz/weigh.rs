@@ -1,26 +1,15 @@
 //! Weights that depend on the distance, over a tile of scores.
 
-use crate::simd::product::Band;
+use crate::simd::block::AddScaled;
+use crate::simd::product::{Band, mask_and_sum_row};
 use crate::simd::{Real, dispatch, operation};
 
 // `sum += factor · x yᵀ`; `sum` is `x.len() × y.len()`, row-major.
 operation!(AddOuter, |sum: &'a mut [T], factor: T, x: &'a [T], y: &'a [T]| {
-    let width = y.len();
-    assert!(sum.len() >= x.len() * width);
-    let whole = width / V::LANES * V::LANES;
-    for (row, &x) in sum.chunks_exact_mut(width.max(1)).zip(x) {
-        let gain = factor * x;
-        // SAFETY: registers below `whole` lie in a row and in `y`.
-        unsafe {
-            let all = V::splat(gain);
-            let mut column = 0;
-            while column < whole {
-                let at = row.as_mut_ptr().add(column);
-                all.mul_add(V::load(y.as_ptr().add(column)), V::load(at)).store(at);
-                column += V::LANES;
-            }
-        }
-        row[whole..].iter_mut().zip(&y[whole..]).for_each(|(to, &y)| *to += gain * y);
+    assert!(sum.len() >= x.len() * y.len());
+    for (row, &x) in sum.chunks_exact_mut(y.len().max(1)).zip(x) {
+        // SAFETY: forwarded to the caller.
+        unsafe { AddScaled { to: row, a: factor * x, x: y }.run::<V>() };
     }
 });
 
@@ -56,18 +45,8 @@ operation!(WeighByDistance, |tile: &'a mut [T],
                 column += V::LANES;
             }
         }
-        line[..from].fill(V::Element::ZERO);
-        line[to..].fill(V::Element::ZERO);
-        // SAFETY: as above.
-        unsafe {
-            let mut sum = V::splat(V::Element::ZERO);
-            let mut column = from / V::LANES * V::LANES;
-            while column < filled {
-                sum = sum.add(V::load(line.as_ptr().add(column)));
-                column += V::LANES;
-            }
-            *total += sum.sum();
-        }
+        // SAFETY: forwarded to the caller.
+        *total += unsafe { mask_and_sum_row::<V>(line, (from, to)) };
     }
 });
 
