@@ -14,6 +14,32 @@ use crate::simd::product::{Product, mask_and_sum, zero_outside};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
+/// Writes one row of a unit from its weighed sum of values and of ones, and the exponent that both are relative to.
+#[inline]
+pub(super) fn write_row<T: Real>(
+    problem: &Problem<'_, T>,
+    unit: &Unit<'_, T>,
+    sink: &Sink<'_, T>,
+    (head, row): (usize, usize),
+    (sum, denominator, exponent): (&[T], T, T),
+) {
+    let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
+    // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task, which holds no other slice of it.
+    let out = unsafe { sink.out.row(batch, head, token, problem.dims.value_dim) };
+    let normalizes = problem.attention.normalizes();
+    if !normalizes {
+        let factor = if problem.exponential { exponent.exp() } else { T::ONE };
+        store(sum, factor, out);
+    } else if problem.gives_nothing(denominator) {
+        problem.negative.see(denominator, (batch * problem.dims.heads + head) * problem.dims.queries + token);
+        out.fill(T::ZERO);
+    } else {
+        store(sum, T::ONE / denominator, out);
+    }
+    // SAFETY: as above.
+    unsafe { sink.set_denominator([batch, head, token], if normalizes { denominator } else { T::ONE }) };
+}
+
 impl<T: Real> Visitor<T> for Sink<'_, T> {
     fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>) {
         let (problem, unit) = (walk.problem, &walk.unit);
@@ -116,23 +142,9 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
             }
 
             for row in 0..piece.rows {
-                let token = sequence.query_start + piece.row + row;
-                let sum = buffers.sums[row];
-                // SAFETY: each (batch, head, token) belongs to one sequence, segment and piece, so to one task.
-                let out = unsafe { self.out.row(sequence.batch, head, token, problem.dims.value_dim) };
-                if !problem.attention.normalizes() {
-                    let factor = if problem.exponential { (scales.shift + buffers.q_shift[row]).exp() } else { T::ONE };
-                    store(&buffers.o[row * value_width..], factor, out);
-                } else if problem.gives_nothing(sum) {
-                    let place = (sequence.batch * problem.dims.heads + head) * problem.dims.queries + token;
-                    problem.negative.see(sum, place);
-                    out.fill(T::ZERO);
-                } else {
-                    store(&buffers.o[row * value_width..], T::ONE / sum, out);
-                }
-                let denominator = if problem.attention.normalizes() { sum } else { T::ONE };
-                // SAFETY: as above.
-                unsafe { self.set_denominator([sequence.batch, head, token], denominator) };
+                let exponent = scales.shift + buffers.q_shift[row];
+                let sums = (&buffers.o[row * value_width..], buffers.sums[row], exponent);
+                write_row(problem, unit, self, (head, piece.row + row), sums);
             }
         }
         buffers.far = run_sum;

@@ -1,41 +1,14 @@
 //! Outputs from every pair of query and key.
 
 use super::super::features::Lift;
-use super::super::problem::{Problem, Unit};
+use super::super::forward::write_row;
+use super::super::problem::Problem;
 use super::keys::{Block, Keys, TILE, rows_len};
 use crate::call::{Arena, Scratch, Sink};
 use crate::simd::Real;
-use crate::simd::block::{scale_by, store};
+use crate::simd::block::scale_by;
 use crate::simd::product::{Product, mask_and_sum, zero_outside};
 use crate::threads::{self, parallel};
-
-/// Writes one row of a unit from its weighted sum of values and of ones, and the exponent that both are relative to.
-fn write_row<T: Real>(
-    problem: &Problem<'_, T>,
-    unit: &Unit<'_, T>,
-    sink: &Sink<'_, T>,
-    (head, row): (usize, usize),
-    (sum, denominator, exponent): (&[T], T, T),
-) {
-    let (batch, token) = (unit.sequence.batch, unit.sequence.query_start + row);
-    // SAFETY: each (batch, head, token) belongs to one unit, so to one task, which holds no other slice of it.
-    let out = unsafe { sink.out.row(batch, head, token, problem.dims.value_dim) };
-    // A denominator that is no normal number is what a long decay leaves: the row gives 0 and says so, so that its
-    // gradient is 0 too instead of infinite.
-    let denominator = if denominator.vanishes() { T::ZERO } else { denominator };
-    if !problem.attention.normalizes() {
-        let factor = if problem.exponential { exponent.exp() } else { T::ONE };
-        store(sum, factor, out);
-    } else if problem.gives_nothing(denominator) {
-        problem.negative.see(denominator, (batch * problem.dims.heads + head) * problem.dims.queries + token);
-        out.fill(T::ZERO);
-    } else {
-        store(sum, T::ONE / denominator, out);
-    }
-    let denominator = if problem.attention.normalizes() { denominator } else { T::ONE };
-    // SAFETY: as above.
-    unsafe { sink.set_denominator([batch, head, token], denominator) };
-}
 
 /// Computes every output of a call.
 pub(in super::super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
@@ -84,6 +57,11 @@ pub(in super::super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_
                     if let Some(sight) = keys.sight(row + at) {
                         exponent = if problem.exponential { sight.shift + block.exponents[at] } else { T::ZERO };
                         denominator = block.sums[at] * sight.decay;
+                        // What a long decay leaves is no normal number: the row gives 0 and says so, so that its gradient
+                        // is 0 too instead of infinite.
+                        if denominator.vanishes() {
+                            denominator = T::ZERO;
+                        }
                         if sight.decay != T::ONE {
                             scale_by(sum, sight.decay);
                         }
