@@ -128,15 +128,10 @@ impl Compute for Aft {
         Problem::new(self, call).map(drop)
     }
 
-    fn forward<T: Real>(
-        &self,
-        call: &Call<'_, T>,
-        output: Output<'_, T>,
-        scratch: &mut Scratch<T>,
-    ) -> Result<(), Error> {
+    fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
-        check_output(self, call, &output)?;
-        let Output { mut out, denominators, mut final_state } = output;
+        check_output(self, call, &to)?;
+        let Output { mut out, denominators, mut final_state } = to;
         let mut kept = None;
         match denominators {
             Some(numbers) if problem.full() => {

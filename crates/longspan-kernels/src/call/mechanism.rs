@@ -298,12 +298,7 @@ impl<M: Kernel<f32> + Kernel<f64>> AnyKernel for M {}
 /// they are compiled here and not once more in every crate that calls them.
 pub(crate) trait Compute: Mechanism {
     fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error>;
-    fn forward<T: Real>(
-        &self,
-        call: &Call<'_, T>,
-        output: Output<'_, T>,
-        scratch: &mut Scratch<T>,
-    ) -> Result<(), Error>;
+    fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error>;
     fn backward<T: Real>(
         &self,
         call: &Call<'_, T>,

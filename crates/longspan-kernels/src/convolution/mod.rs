@@ -99,15 +99,10 @@ impl Compute for ShortConvolution {
         Problem::new(self, call).map(drop)
     }
 
-    fn forward<T: Real>(
-        &self,
-        call: &Call<'_, T>,
-        output: Output<'_, T>,
-        scratch: &mut Scratch<T>,
-    ) -> Result<(), Error> {
+    fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
-        check_output(self, call, &output)?;
-        let Output { mut out, denominators, final_state } = output;
+        check_output(self, call, &to)?;
+        let Output { mut out, denominators, final_state } = to;
         let sink = Sink::new(&mut out, denominators, &problem.dims);
         forward::forward(&problem, sink, scratch);
         if let Some(to) = final_state {

@@ -229,17 +229,12 @@ impl Compute for KernelizedAttention {
         self.problem(call).map(drop)
     }
 
-    fn forward<T: Real>(
-        &self,
-        call: &Call<'_, T>,
-        output: Output<'_, T>,
-        scratch: &mut Scratch<T>,
-    ) -> Result<(), Error> {
+    fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let mut problem = self.problem(call)?;
         let dims = &call.dims;
-        check_output(self, call, &output)?;
-        let purpose = output.purpose();
-        let Output { mut out, denominators, final_state } = output;
+        check_output(self, call, &to)?;
+        let purpose = to.purpose();
+        let Output { mut out, denominators, final_state } = to;
         problem.prepare(scratch);
         let sink = Sink::new(&mut out, denominators, dims);
         // Only the chunked algorithm can start from a state. A final state can be formed on its own and leaves the choice

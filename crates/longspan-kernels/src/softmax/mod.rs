@@ -121,16 +121,11 @@ impl Compute for SoftmaxAttention {
         Problem::new(self, call).map(drop)
     }
 
-    fn forward<T: Real>(
-        &self,
-        call: &Call<'_, T>,
-        output: Output<'_, T>,
-        scratch: &mut Scratch<T>,
-    ) -> Result<(), Error> {
+    fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let problem = Problem::new(self, call)?;
         let dims = &problem.dims;
-        check_output(self, call, &output)?;
-        let Output { mut out, denominators, final_state } = output;
+        check_output(self, call, &to)?;
+        let Output { mut out, denominators, final_state } = to;
         if final_state.is_some() {
             problem.check_room("final_state")?;
         }

@@ -141,17 +141,12 @@ impl Compute for Toeplitz {
         Problem::new(self, call).map(drop)
     }
 
-    fn forward<T: Real>(
-        &self,
-        call: &Call<'_, T>,
-        output: Output<'_, T>,
-        scratch: &mut Scratch<T>,
-    ) -> Result<(), Error> {
+    fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         let mut problem = Problem::new(self, call)?;
         let dims = problem.dims;
-        check_output(self, call, &output)?;
-        let purpose = output.purpose();
-        let Output { mut out, denominators, final_state } = output;
+        check_output(self, call, &to)?;
+        let purpose = to.purpose();
+        let Output { mut out, denominators, final_state } = to;
         if final_state.is_some() {
             problem.check_reach("final_state")?;
         }
