@@ -38,6 +38,11 @@ pub(super) struct Piece {
 }
 
 impl Piece {
+    /// Keys alone, and as many rows that stand at them.
+    pub fn of_keys(key: usize, keys: usize) -> Self {
+        Self { row: key, rows: keys, window: key as isize, window_len: keys, key, keys, skip: 0, lead: 0 }
+    }
+
     /// The rows that come after its own, a chunk at most.
     pub fn next_rows(&self) -> (isize, isize) {
         let next = (self.row + self.rows) as isize;

@@ -4,7 +4,15 @@
 //! what stands between a row's last number and the end of its last line is 0. So no loop over a block's columns has a
 //! remainder, and only reading from and writing to a caller's tensors looks at odd widths.
 
+use std::ops::Range;
+
 use super::Vector;
+
+/// The pieces of a range, of `most` each but for the last: where each begins, and how long it is.
+pub(crate) fn pieces(range: Range<usize>, most: usize) -> impl DoubleEndedIterator<Item = (usize, usize)> {
+    let end = range.end;
+    range.step_by(most).map(move |first| (first, most.min(end - first)))
+}
 
 /// Bytes from one cache line to the next; scratch rows start on cache lines.
 pub(crate) const LINE_BYTES: usize = 64;

@@ -9,7 +9,7 @@ use super::tile::{ExpColumns, SoftmaxPullBack};
 use crate::call::{Arena, Cotangent, Dims, GradientSink, Scratch, SharedRows, State};
 use crate::simd::block::{add_scaled, all_finite, dot, store};
 use crate::simd::product::Product;
-use crate::simd::rows::padded;
+use crate::simd::rows::{padded, pieces};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
@@ -89,9 +89,8 @@ pub(super) fn backward<T: Real>(
 
                 for (segment, first) in segments.iter().zip(firsts) {
                     let seen = problem.seen_by_any(segment, row, rows);
-                    for key in seen.clone().step_by(KEYS) {
+                    for (key, keys) in pieces(seen, KEYS) {
                         threads::check();
-                        let keys = (seen.end - key).min(KEYS);
                         let band = problem.band(segment, row, key);
                         let k = (segment.k.skip(key), dims.head_dim);
                         let v = (segment.v.skip(key), dims.value_dim);

@@ -6,7 +6,7 @@ use super::tile::SoftmaxTile;
 use crate::call::{Arena, Scratch, Sequence, Sink, State};
 use crate::simd::block::{scale_by, store};
 use crate::simd::product::Product;
-use crate::simd::rows::padded;
+use crate::simd::rows::{padded, pieces};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
@@ -59,9 +59,8 @@ fn attend<T: Real>(
     memory.highest.fill(-(T::ONE / T::MIN_POSITIVE));
     for segment in segments {
         let seen = problem.seen_by_any(segment, row, rows);
-        for key in seen.clone().step_by(KEYS) {
+        for (key, keys) in pieces(seen, KEYS) {
             threads::check();
-            let keys = (seen.end - key).min(KEYS);
             let band = problem.band(segment, row, key);
             let k = (segment.k.skip(key), dims.head_dim);
             against(k, keys, (memory.q_columns, columns), memory.tile, band);

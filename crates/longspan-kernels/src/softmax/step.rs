@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::feature_map::elementwise::load_exponentials;
 use crate::simd::Real;
 use crate::simd::block::{add_row_dots, add_scaled, scale_by};
+use crate::simd::rows::pieces;
 use crate::threads;
 
 /// Takes one token into `state` and writes its output.
@@ -55,8 +56,7 @@ fn attend<T: Real>(q: &[T], scale: T, (keys, values, present): (&[T], &[T], &[T]
     let mut highest = -(T::ONE / T::MIN_POSITIVE);
     let mut sum = T::ZERO;
     out.fill(T::ZERO);
-    for key in (0..held).step_by(KEYS) {
-        let count = (held - key).min(KEYS);
+    for (key, count) in pieces(0..held, KEYS) {
         let scores = &mut scores[..count];
         scores.fill(T::ZERO);
         add_row_dots(&keys[key * head_dim..], head_dim, q, scores);

@@ -6,6 +6,7 @@ use crate::call::{Arena, Scratch, State};
 use crate::feature_map::elementwise::Shift;
 use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
+use crate::simd::rows::pieces;
 use crate::threads;
 
 /// Writes it.
@@ -30,8 +31,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         let (block, none) = (arena.take(TILE * width), arena.take(value_dim));
         none.fill(T::ZERO);
         let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
-        for first in (0..unit.sequence.keys).step_by(TILE) {
-            let count = (unit.sequence.keys - first).min(TILE);
+        for (first, count) in pieces(0..unit.sequence.keys, TILE) {
             let mut exponents = [T::ZERO; TILE];
             if problem.mapping.exponential {
                 for (key, exponent) in exponents[..count].iter_mut().enumerate() {

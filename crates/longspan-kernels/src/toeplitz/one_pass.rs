@@ -15,6 +15,7 @@ use crate::call::{Arena, Scratch, SharedRows};
 use crate::feature_map::elementwise::Shift;
 use crate::simd::Real;
 use crate::simd::block::add_scaled;
+use crate::simd::rows::pieces;
 use crate::threads::{self, parallel};
 
 /// Distances between two chunks, one more to be even.
@@ -134,16 +135,14 @@ impl<'a, T: Real> Meeting<'a, T> {
         let TileBuffers { rows, dq: d, map, .. } = &mut TileBuffers::new(problem, true, arena);
         let (phi, shifts) = (&mut *rows.q, &mut *rows.q_shifts);
         for head in problem.heads(unit) {
-            for row in self.queries.clone().step_by(TILE) {
-                let count = (self.queries.end - row).min(TILE);
+            for (row, count) in pieces(self.queries.clone(), TILE) {
                 problem.load_queries((unit, head), (row, count), (phi, shifts), map);
                 let place = [unit.sequence.batch, head, unit.sequence.query_start + row];
                 take(sink.dq, (place, count, head_dim), false, (&mut **d, head_width));
                 problem.write_queries((unit, head), (row, count), (phi, d), &mut [], map, sink);
             }
         }
-        for key in self.keys.clone().step_by(TILE) {
-            let count = (self.keys.end - key).min(TILE);
+        for (key, count) in pieces(self.keys.clone(), TILE) {
             problem.load_keys(unit, (key, count), Shift::One(T::ZERO), phi, map);
             take(sink.dk, (unit.key_place(key), count, head_dim), false, (&mut **d, head_width));
             let counts = |key: usize| problem.is_seen(unit, key);

@@ -8,6 +8,7 @@ use super::tile::{KeyBlock, Weights, each_tile};
 use crate::call::Arena;
 use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
+use crate::simd::rows::pieces;
 use crate::threads::parallel;
 
 /// Working memory of a task.
@@ -94,8 +95,8 @@ fn compute<T: Real>(
             far.add_features(problem, weight, d, features, (&mut *turned, &mut *tile));
         });
     }
-    for first in rows.clone().step_by(TILE) {
-        let (count, at) = ((rows.end - first).min(TILE), (first - rows.start) * head_width);
+    for (first, count) in pieces(rows.clone(), TILE) {
+        let at = (first - rows.start) * head_width;
         let features = (&mut q[at..], &mut dq[at..]);
         problem.write_queries((unit, head), (first, count), features, sums, map, sink);
     }

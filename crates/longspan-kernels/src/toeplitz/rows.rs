@@ -7,7 +7,7 @@ use crate::feature_map::mapping::MapBuffers;
 use crate::feature_map::rows::{RawRows, Side};
 use crate::simd::Real;
 use crate::simd::block::store;
-use crate::simd::rows::Rows;
+use crate::simd::rows::{Rows, pieces};
 
 impl<T: Real> Problem<'_, T> {
     /// Loads the features of `rows` queries of a head, and the exponents subtracted from them.
@@ -19,10 +19,9 @@ impl<T: Real> Problem<'_, T> {
         map: &mut MapBuffers<'_, T>,
     ) {
         let queries = self.queries(unit, head).skip(row);
-        for first in (0..rows).step_by(TILE) {
-            let (count, shifts) = ((rows - first).min(TILE), &mut shifts[first..]);
+        for (first, count) in pieces(0..rows, TILE) {
             let to = &mut to[first * self.head_width..];
-            let shift = self.mapping.query_shift(&mut shifts[..count]);
+            let shift = self.mapping.query_shift(&mut shifts[first..][..count]);
             let rows = RawRows::new(Side::Query(head), queries.skip(first), count);
             self.mapping.write(rows, shift, to, self.head_width, map.work);
         }

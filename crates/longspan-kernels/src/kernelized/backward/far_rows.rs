@@ -5,6 +5,7 @@ use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
 use crate::kernelized::running_sum::{AddRunning, Run};
 use crate::simd::block::{add_scaled, dot, scale_by};
+use crate::simd::rows::pieces;
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
@@ -104,9 +105,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             self.run_before(position, count, radius, far, false, buffers);
             position += count as isize;
         }
-        let mut key = 0;
-        while key < unit.sequence.keys {
-            let keys = (unit.sequence.keys - key).min(buffers.chunk);
+        for (key, keys) in pieces(0..unit.sequence.keys, buffers.chunk) {
             buffers.dv[..keys * width].fill(T::ZERO);
             self.run_before(lag(key), keys, radius, far, true, buffers);
             for n in (0..keys).filter(|&n| !unit.ignores(key + n)) {
@@ -116,7 +115,6 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     unsafe { self.sink.rows.dv.row(unit.sequence.batch, unit.kv_head, token, problem.dims.value_dim) };
                 add_scaled(dv, T::ONE, &buffers.dv[n * width..]);
             }
-            key += keys;
         }
         buffers.running = far;
     }

@@ -11,7 +11,7 @@ use crate::feature_map::elementwise::copy_rows;
 use crate::simd::Real;
 use crate::simd::block::{add_scaled, all_finite, dot, multiply, scale_by, store};
 use crate::simd::product::{Product, zero_outside};
-use crate::simd::rows::padded;
+use crate::simd::rows::{padded, pieces};
 use crate::threads::{self, parallel};
 
 /// Computes every gradient of a call. With the weights `p_ij = w_ij / D_i` of the normalised row and `c_i = −G_i·A_i`,
@@ -114,8 +114,7 @@ pub(in super::super) fn backward<T: Real>(
                     dw[..range.rows * table_width].fill(T::ZERO);
                     dq[..range.rows * head_width].fill(T::ZERO);
                     threads::check();
-                    for key in (0..range.end).step_by(tile_width.max(1)) {
-                        let count = (range.end - key).min(tile_width);
+                    for (key, count) in pieces(0..range.end, tile_width.max(1)) {
                         let band = keys.band(range, key);
                         keys.weigh(range, key, count, false, &mut block);
                         zero_outside((block.tile, tile_width), (range.rows, count), band);

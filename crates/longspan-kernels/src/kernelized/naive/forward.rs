@@ -8,6 +8,7 @@ use crate::call::{Arena, Scratch, Sink};
 use crate::simd::Real;
 use crate::simd::block::scale_by;
 use crate::simd::product::{Product, mask_and_sum, zero_outside};
+use crate::simd::rows::pieces;
 use crate::threads::{self, parallel};
 
 /// Computes every output of a call.
@@ -32,8 +33,7 @@ pub(in super::super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_
                 block.sums[..range.rows].fill(T::ZERO);
                 block.o[..range.rows * value_width].fill(T::ZERO);
                 threads::check();
-                for key in (0..range.end).step_by(keys.tile_width.max(1)) {
-                    let count = (range.end - key).min(keys.tile_width);
+                for (key, count) in pieces(0..range.end, keys.tile_width.max(1)) {
                     let band = keys.band(range, key);
                     keys.weigh(range, key, count, separate, &mut block);
                     mask_and_sum((block.tile, keys.tile_width), count, band, &mut block.sums[..range.rows]);

@@ -7,7 +7,7 @@ use crate::call::Arena;
 use crate::feature_map::elementwise::{Shift, copy_rows, load_exponentials};
 use crate::simd::block::{add_row_dots, add_scaled, multiply, scale_by, transpose};
 use crate::simd::product::{Band, Product};
-use crate::simd::rows::padded;
+use crate::simd::rows::{padded, pieces};
 use crate::simd::{Real, dispatch};
 
 /// Rows of a block, and keys of a tile: 64 × 64 weights of `f32` are 16 KiB, which stays in the first-level cache beside
@@ -194,8 +194,8 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             *position = self.table.map_or(T::ONE, |table| (table.shift - shift).exp());
         }
         let k = std::mem::take(&mut self.k);
-        for first in (0..keys).step_by(TILE) {
-            self.load_range(first, TILE.min(keys - first), &mut k[first * width..], lift);
+        for (first, count) in pieces(0..keys, TILE) {
+            self.load_range(first, count, &mut k[first * width..], lift);
         }
         self.k = k;
     }

@@ -9,7 +9,7 @@ use super::segments::Segment;
 use crate::kernelized::running_sum::AddRunning;
 use crate::simd::block::{add_column_sums, add_scaled, scale_by};
 use crate::simd::product::Product;
-use crate::simd::rows::padded;
+use crate::simd::rows::{padded, pieces};
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
@@ -198,12 +198,9 @@ impl<T: Real> Walk<'_, '_, T> {
     pub fn bidirectional_keys(&self, from: usize, to: usize, local: &mut Summary<'_, T>, buffers: &mut Buffers<'_, T>) {
         let problem = self.problem;
         local.clear();
-        let mut key = from;
-        while key < to {
+        for (key, keys) in pieces(from..to, buffers.sizes.chunk) {
             threads::check();
-            let keys = (to - key).min(buffers.sizes.chunk);
-            let piece =
-                Piece { row: key, rows: keys, window: key as isize, window_len: keys, key, keys, skip: 0, lead: 0 };
+            let piece = Piece::of_keys(key, keys);
             buffers.load_window(problem, &self.unit, &piece, None);
             if problem.content {
                 let mut shift = local.view().shift();
@@ -218,22 +215,16 @@ impl<T: Real> Walk<'_, '_, T> {
                 add_column_sums(buffers.v, problem.value_width, keys, local.far());
                 *local.count() += buffers.present[..keys].iter().copied().sum();
             }
-            key += keys;
         }
     }
 
     /// Sums `v⁺` over the keys `from..to`, clamped to the sequence, into a far sum.
     fn sum_values(&self, from: isize, to: isize, far: &mut [T], count: &mut T, buffers: &mut Buffers<'_, T>) {
-        let (mut key, to) = (self.unit.clamp(from), self.unit.clamp(to));
-        while key < to {
+        for (key, keys) in pieces(self.unit.clamp(from)..self.unit.clamp(to), buffers.sizes.chunk) {
             threads::check();
-            let keys = (to - key).min(buffers.sizes.chunk);
-            let piece =
-                Piece { row: key, rows: keys, window: key as isize, window_len: keys, key, keys, skip: 0, lead: 0 };
-            buffers.load_window(self.problem, &self.unit, &piece, None);
+            buffers.load_window(self.problem, &self.unit, &Piece::of_keys(key, keys), None);
             add_column_sums(buffers.v, self.problem.value_width, keys, far);
             *count += buffers.present[..keys].iter().copied().sum();
-            key += keys;
         }
     }
 

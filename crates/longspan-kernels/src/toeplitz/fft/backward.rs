@@ -17,6 +17,7 @@ use crate::call::{Arena, Scratch, SharedRows};
 use crate::feature_map::elementwise::Shift;
 use crate::feature_map::mapping::MapBuffers;
 use crate::simd::block::add_scaled;
+use crate::simd::rows::pieces;
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
@@ -390,11 +391,10 @@ impl<T: Real> Whole<'_, '_, T> {
         // SAFETY: the tasks that share it come later.
         let map_sums = unsafe { pass.map_sums.of_queries(unit.index, head, 0) };
         let mut shifts = [T::ZERO; TILE];
-        for first in (0..dq.count).step_by(TILE) {
-            let rows = (first, (dq.count - first).min(TILE));
-            let mut all = first..first + rows.1;
+        for rows in pieces(0..dq.count, TILE) {
+            let mut all = rows.0..rows.0 + rows.1;
             if all.any(|row| problem.sees(unit, row) && bound > scales[row].abs()) {
-                push_chunks(chunks, (unit.index, head), first..first + rows.1, CHUNK);
+                push_chunks(chunks, (unit.index, head), rows.0..rows.0 + rows.1, CHUNK);
                 continue;
             }
             problem.load_queries((unit, head), rows, (phi, &mut shifts), &mut map);
@@ -428,8 +428,7 @@ impl<T: Real> Whole<'_, '_, T> {
         let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
         // SAFETY: the tasks that share it come later.
         let map_sums = unsafe { pass.map_sums.of_keys(unit.index, 0) };
-        for first in (0..dk.count).step_by(TILE) {
-            let rows = (first, (dk.count - first).min(TILE));
+        for rows in pieces(0..dk.count, TILE) {
             if left.keys(rows.0, rows.1) {
                 continue;
             }

@@ -8,6 +8,7 @@ use crate::feature_map::elementwise::Shift;
 use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
 use crate::simd::block::{add_products, multiply};
+use crate::simd::rows::pieces;
 
 /// Columns of as many rows.
 pub(super) struct Columns<'s> {
@@ -116,8 +117,7 @@ impl<'s> Keys<'s> {
             let highest = row_max.fold(T::NEG_INFINITY, |a, b| a.max(b));
             exponent = if highest.is_finite() { highest } else { T::ZERO };
         }
-        for first in (0..keys).step_by(TILE) {
-            let rows = (first, (keys - first).min(TILE));
+        for rows in pieces(0..keys, TILE) {
             problem.load_keys(unit, rows, Shift::One(exponent), block, &mut map);
             self.k.put(rows, (block, problem.head_width), problem.features);
             problem.load_values(unit, rows, block);
@@ -147,8 +147,7 @@ pub(super) fn load_queries<T: Real>(
 ) {
     let (block, mut map) = block(problem, memory);
     let mut shifts = [T::ZERO; TILE];
-    for first in (0..columns.count).step_by(TILE) {
-        let rows = (first, (columns.count - first).min(TILE));
+    for rows in pieces(0..columns.count, TILE) {
         problem.load_queries((unit, head), rows, (block, &mut shifts), &mut map);
         columns.put(rows, (block, problem.head_width), problem.features);
     }
