@@ -43,8 +43,7 @@ unsafe fn first_of_eight(count: usize) -> __m256i {
 macro_rules! vector {
     (
         $name:ident, $register:ident, $element:ident, $lanes:literal, $columns:literal,
-        $splat:ident, $load:ident, $store:ident, $add:ident, $sub:ident, $mul:ident, $div:ident, $fma:ident,
-        $max:ident, $min:ident, $sqrt:ident,
+        $splat:ident, $load:ident, $store:ident, $fma:ident, $sqrt:ident, [$($binary:ident: $of_two:ident),*],
         $($rest:item)*
     ) => {
         #[derive(Clone, Copy)]
@@ -76,45 +75,20 @@ macro_rules! vector {
                 unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
             }
             #[inline(always)]
-            unsafe fn add(self, other: Self) -> Self {
-                // SAFETY: the caller has the instructions.
-                Self(unsafe { $add(self.0, other.0) })
-            }
-            #[inline(always)]
-            unsafe fn sub(self, other: Self) -> Self {
-                // SAFETY: the caller has the instructions.
-                Self(unsafe { $sub(self.0, other.0) })
-            }
-            #[inline(always)]
-            unsafe fn mul(self, other: Self) -> Self {
-                // SAFETY: the caller has the instructions.
-                Self(unsafe { $mul(self.0, other.0) })
-            }
-            #[inline(always)]
-            unsafe fn div(self, other: Self) -> Self {
-                // SAFETY: the caller has the instructions.
-                Self(unsafe { $div(self.0, other.0) })
-            }
-            #[inline(always)]
             unsafe fn mul_add(self, factor: Self, term: Self) -> Self {
                 // SAFETY: the caller has the instructions.
                 Self(unsafe { $fma(self.0, factor.0, term.0) })
-            }
-            #[inline(always)]
-            unsafe fn max(self, other: Self) -> Self {
-                // SAFETY: the caller has the instructions. They return the second operand where either is NaN.
-                Self(unsafe { $max(self.0, other.0) })
-            }
-            #[inline(always)]
-            unsafe fn min(self, other: Self) -> Self {
-                // SAFETY: the caller has the instructions. They return the second operand where either is NaN.
-                Self(unsafe { $min(self.0, other.0) })
             }
             #[inline(always)]
             unsafe fn sqrt(self) -> Self {
                 // SAFETY: the caller has the instructions.
                 Self(unsafe { $sqrt(self.0) })
             }
+            $(#[inline(always)]
+            unsafe fn $binary(self, other: Self) -> Self {
+                // SAFETY: the caller has the instructions. Those of `max` and `min` give `other` where either is NaN.
+                Self(unsafe { $of_two(self.0, other.0) })
+            })*
             $(#[inline(always)] $rest)*
         }
     };
@@ -122,8 +96,9 @@ macro_rules! vector {
 
 vector! {
     F32x16, __m512, f32, 16, 4,
-    _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_sub_ps, _mm512_mul_ps, _mm512_div_ps,
-    _mm512_fmadd_ps, _mm512_max_ps, _mm512_min_ps, _mm512_sqrt_ps,
+    _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_sqrt_ps,
+    [add: _mm512_add_ps, sub: _mm512_sub_ps, mul: _mm512_mul_ps, div: _mm512_div_ps,
+     max: _mm512_max_ps, min: _mm512_min_ps],
 
     unsafe fn load_first(from: *const f32, count: usize) -> Self {
         // SAFETY: the caller has the instructions and so many numbers; others are not read.
@@ -232,8 +207,9 @@ vector! {
 
 vector! {
     F64x8, __m512d, f64, 8, 4,
-    _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_add_pd, _mm512_sub_pd, _mm512_mul_pd, _mm512_div_pd,
-    _mm512_fmadd_pd, _mm512_max_pd, _mm512_min_pd, _mm512_sqrt_pd,
+    _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_fmadd_pd, _mm512_sqrt_pd,
+    [add: _mm512_add_pd, sub: _mm512_sub_pd, mul: _mm512_mul_pd, div: _mm512_div_pd,
+     max: _mm512_max_pd, min: _mm512_min_pd],
 
     unsafe fn load_first(from: *const f64, count: usize) -> Self {
         // SAFETY: the caller has the instructions and so many numbers; others are not read.
@@ -273,8 +249,9 @@ vector! {
 
 vector! {
     F32x8, __m256, f32, 8, 2,
-    _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_sub_ps, _mm256_mul_ps, _mm256_div_ps,
-    _mm256_fmadd_ps, _mm256_max_ps, _mm256_min_ps, _mm256_sqrt_ps,
+    _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_sqrt_ps,
+    [add: _mm256_add_ps, sub: _mm256_sub_ps, mul: _mm256_mul_ps, div: _mm256_div_ps,
+     max: _mm256_max_ps, min: _mm256_min_ps],
 
     unsafe fn load_first(from: *const f32, count: usize) -> Self {
         // SAFETY: the caller has the instructions and so many numbers; others are not read.
@@ -335,8 +312,9 @@ vector! {
 
 vector! {
     F64x4, __m256d, f64, 4, 2,
-    _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_add_pd, _mm256_sub_pd, _mm256_mul_pd, _mm256_div_pd,
-    _mm256_fmadd_pd, _mm256_max_pd, _mm256_min_pd, _mm256_sqrt_pd,
+    _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_fmadd_pd, _mm256_sqrt_pd,
+    [add: _mm256_add_pd, sub: _mm256_sub_pd, mul: _mm256_mul_pd, div: _mm256_div_pd,
+     max: _mm256_max_pd, min: _mm256_min_pd],
 
     unsafe fn load_first(from: *const f64, count: usize) -> Self {
         // SAFETY: the caller has the instructions and so many numbers; others are not read.
