@@ -5,10 +5,9 @@ use super::geometry::Geometry;
 use crate::aft::chunks::CHUNK;
 use crate::aft::keys::KeyItems;
 use crate::aft::problem::{Bias, Problem};
-use crate::feature_map::FeatureMap;
-use crate::feature_map::elementwise::{LoadFeatures, Shift};
+use crate::feature_map::elementwise::copy_rows;
+use crate::simd::Real;
 use crate::simd::rows::Ahead;
-use crate::simd::{Real, dispatch};
 
 /// The keys and values of one head.
 pub(super) struct KeySource<'a, T> {
@@ -61,16 +60,7 @@ impl<T: Real> Source<T> for KeySource<'_, T> {
     fn rows(&self, line: usize, from: isize, count: usize, width: usize, to: &mut [T]) {
         let from = self.token(line, from);
         if let Some(tokens) = self.items.tokens(from, count) {
-            dispatch(LoadFeatures {
-                map: FeatureMap::Identity,
-                shift: Shift::One(T::ZERO),
-                from: tokens.values,
-                count,
-                width: tokens.head_dim,
-                ignored: None,
-                to,
-                to_row: width,
-            });
+            copy_rows(tokens.values, (count, tokens.head_dim), None, (to, width));
             return;
         }
         for (to, key) in to.chunks_exact_mut(width).zip(from..) {
