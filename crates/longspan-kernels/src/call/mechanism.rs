@@ -68,6 +68,11 @@ impl<'a, T> Call<'a, T> {
         Self { dims, q, k, v, parameters: &[], mask: Mask::bidirectional(), initial_state: None, outside: None }
     }
 
+    /// The same of row-major tensors, of the shapes that [`Dims`] gives.
+    pub fn row_major(dims: Dims, [q, k, v]: [&'a [T]; 3]) -> Self {
+        Self::new(dims, View::contiguous(q, dims.q()), View::contiguous(k, dims.k()), View::contiguous(v, dims.v()))
+    }
+
     /// Under another mask.
     pub fn with_mask(self, mask: Mask<'a>) -> Self {
         Self { mask, ..self }

@@ -29,15 +29,14 @@ pub(super) fn reference(convolution: &ShortConvolution, call: &Call<'_, f64>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Dims, Mask, View};
+    use crate::call::{Dims, Mask};
 
     #[test]
     fn taps_weigh_the_latest_products() {
         let dims = Dims::square(1, 1, 3, 1);
         let (q, k, v) = ([1.0, 2.0, -1.0], [1.0, 3.0, 2.0], [2.0, 1.0, 5.0]);
         let taps: &[f64] = &[10.0, 1.0];
-        let [q, k, v] = [&q, &k, &v].map(|x| View::contiguous(x, dims.q()));
-        let call = Call::new(dims, q, k, v).with_parameters(std::slice::from_ref(&taps));
+        let call = Call::row_major(dims, [&q, &k, &v]).with_parameters(std::slice::from_ref(&taps));
         let plain = reference(&ShortConvolution { width: 2, silu: false }, &call).expect("a call that makes sense");
         assert_eq!(plain.out, [20.0, 2.0 * 32.0, -103.0]);
         let gated = reference(&ShortConvolution { width: 2, silu: true }, &call).expect("a call that makes sense");

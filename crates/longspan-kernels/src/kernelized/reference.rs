@@ -75,7 +75,7 @@ fn terms(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Dims, Keys, Mask, View};
+    use crate::call::{Dims, Keys, Mask};
     use crate::feature_map::FeatureMap;
     use crate::shaw::Shaw;
 
@@ -84,14 +84,7 @@ mod tests {
         let dims = Dims { queries: q.len(), keys: k.len(), ..Dims::square(1, 1, 0, 1) };
         let v: Vec<f64> = k.iter().zip(1..).map(|(k, n)| if k.is_nan() { *k } else { 10.0 * f64::from(n) }).collect();
         let parameters: &[&[f64]] = if table.is_empty() { &[] } else { &[table] };
-        let call = Call::new(
-            dims,
-            View::contiguous(q, dims.q()),
-            View::contiguous(k, dims.k()),
-            View::contiguous(&v, dims.v()),
-        )
-        .with_parameters(parameters)
-        .with_mask(mask);
+        let call = Call::row_major(dims, [q, k, &v]).with_parameters(parameters).with_mask(mask);
         reference(attention, &call).expect("a call that makes sense")
     }
 

@@ -38,20 +38,12 @@ pub(super) fn reference(attention: &SoftmaxAttention, call: &Call<'_, f64>) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Dims, Mask, View};
+    use crate::call::{Dims, Mask};
 
     #[test]
     fn weights_are_exponentials_of_scaled_products() {
         let dims = Dims { queries: 2, keys: 2, ..Dims::square(1, 1, 0, 1) };
-        let call = |mask| {
-            Call::new(
-                dims,
-                View::contiguous(&[1.0, 2.0], dims.q()),
-                View::contiguous(&[0.0, 3.0], dims.k()),
-                View::contiguous(&[10.0, 20.0], dims.v()),
-            )
-            .with_mask(mask)
-        };
+        let call = |mask| Call::row_major(dims, [&[1.0, 2.0], &[0.0, 3.0], &[10.0, 20.0]]).with_mask(mask);
         let attention = SoftmaxAttention { scale: Some(0.5), ..Default::default() };
         let (a, b) = (1.5f64.exp(), 3.0f64.exp());
         let all = reference(&attention, &call(Mask::bidirectional())).expect("a call that makes sense");
