@@ -10,11 +10,9 @@ operation!(Combine, |to: &'a mut [T], a: T, x: &'a [T], b: T, y: &'a [T]| {
     // SAFETY: `whole` numbers lie in all three slices.
     unsafe {
         let (av, bv) = (V::splat(a), V::splat(b));
-        let mut at = 0;
-        while at < whole {
+        for at in (0..whole).step_by(V::LANES) {
             let scaled = av.mul(V::load(x.as_ptr().add(at)));
             bv.mul_add(V::load(y.as_ptr().add(at)), scaled).store(to.as_mut_ptr().add(at));
-            at += V::LANES;
         }
     }
     for at in whole..to.len() {

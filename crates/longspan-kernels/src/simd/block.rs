@@ -12,11 +12,9 @@ operation!(StoreScaled, |from: &'a [T], factor: T, to: &'a mut [T]| {
     // SAFETY: `whole` numbers lie in both slices.
     unsafe {
         let factor = V::splat(factor);
-        let mut column = 0;
         assert!(from.len() >= to.len());
-        while column < whole {
+        for column in (0..whole).step_by(V::LANES) {
             V::load(from.as_ptr().add(column)).mul(factor).store(to.as_mut_ptr().add(column));
-            column += V::LANES;
         }
     }
     for column in whole..to.len() {
@@ -108,10 +106,8 @@ operation!(Dot, |x: &'a [T], y: &'a [T]| -> T {
     // SAFETY: `whole` numbers lie in both slices.
     let mut sum = unsafe {
         let mut sums = V::splat(V::Element::ZERO);
-        let mut column = 0;
-        while column < whole {
+        for column in (0..whole).step_by(V::LANES) {
             sums = V::load(x.as_ptr().add(column)).mul_add(V::load(y.as_ptr().add(column)), sums);
-            column += V::LANES;
         }
         sums.sum()
     };
@@ -132,11 +128,9 @@ operation!(Largest, |x: &'a [T]| -> T {
     // SAFETY: `whole` numbers lie in the slice, a register in `lanes`.
     unsafe {
         let mut top = V::load(lanes.as_ptr());
-        let mut column = 0;
-        while column < whole {
+        for column in (0..whole).step_by(V::LANES) {
             // The second operand stays where the first is NaN.
             top = V::load(x.as_ptr().add(column)).max(top);
-            column += V::LANES;
         }
         top.store(lanes.as_mut_ptr());
     }
@@ -179,11 +173,9 @@ operation!(AddScaled, |to: &'a mut [T], a: T, x: &'a [T]| {
     // SAFETY: `whole` numbers lie in both slices.
     unsafe {
         let av = V::splat(a);
-        let mut at = 0;
-        while at < whole {
+        for at in (0..whole).step_by(V::LANES) {
             let place = to.as_mut_ptr().add(at);
             av.mul_add(V::load(x.as_ptr().add(at)), V::load(place)).store(place);
-            at += V::LANES;
         }
     }
     for at in whole..to.len() {
@@ -201,11 +193,9 @@ operation!(Multiply, |to: &'a mut [T], x: &'a [T]| {
     assert!(x.len() >= to.len());
     // SAFETY: `whole` numbers lie in both slices.
     unsafe {
-        let mut at = 0;
-        while at < whole {
+        for at in (0..whole).step_by(V::LANES) {
             let place = to.as_mut_ptr().add(at);
             V::load(place).mul(V::load(x.as_ptr().add(at))).store(place);
-            at += V::LANES;
         }
     }
     for at in whole..to.len() {
@@ -250,11 +240,9 @@ operation!(Scale, |to: &'a mut [T], a: T| {
     // SAFETY: `whole` numbers lie in the slice.
     unsafe {
         let av = V::splat(a);
-        let mut at = 0;
-        while at < whole {
+        for at in (0..whole).step_by(V::LANES) {
             let place = to.as_mut_ptr().add(at);
             V::load(place).mul(av).store(place);
-            at += V::LANES;
         }
     }
     for x in &mut to[whole..] {
@@ -324,22 +312,18 @@ operation!(Exponentials, |block: &'a mut [T], row_length: usize, columns: usize,
         // SAFETY: the row is a whole number of registers.
         unsafe {
             let (mut most, mut least) = (V::splat(floor()), V::load(row.as_ptr()));
-            let mut column = 0;
-            while column < whole {
+            for column in (0..whole).step_by(V::LANES) {
                 let w = V::load(row.as_ptr().add(column));
                 (most, least) = (w.max(most), w.min(least));
-                column += V::LANES;
             }
             // Not below the floor: −∞ − −∞ is no number.
             *top = most.largest().max(floor());
             let bottom = -V::splat(V::Element::ZERO).sub(least).largest();
             widest = widest.max(*top - bottom);
             let top = V::splat(*top);
-            column = 0;
-            while column < whole {
+            for column in (0..whole).step_by(V::LANES) {
                 let at = row.as_mut_ptr().add(column);
                 exp_nonpositive(V::load(at).sub(top)).store(at);
-                column += V::LANES;
             }
         }
     }
