@@ -1,11 +1,9 @@
 //! The chunked forward pass: each chunk of rows reads the state of all earlier keys, adds its own keys' scores as one dense
 //! tile, and is divided and written.
 
-use std::sync::Mutex;
-
 use super::problem::{Problem, Unit};
 use super::row_pass::{Memory, Scales, Scene, Visitor, Walk, Worker, cut, visit_rows};
-use super::summary::{Carry, Place, Summary, store_state};
+use super::summary::{Carry, Summary, places, store_state};
 use super::tile::{Buffers, Piece, combine_states};
 use crate::call::{Arena, Scratch, Sink, State};
 use crate::kernelized::running_sum::{AddRunning, Run};
@@ -169,8 +167,7 @@ pub(super) fn forward<T: Real>(
 ) {
     let ends_with_keys = problem.offset == 0 && problem.sequences.iter().all(|s| s.queries == s.keys);
     let (on_the_way, afterwards) = if ends_with_keys { (state, None) } else { (None, state) };
-    let places: Option<Vec<Place<'_, T>>> =
-        on_the_way.map(|state| state.heads_mut().map(|head| Mutex::new(head.into())).collect());
+    let places = on_the_way.map(places);
     let memory = Memory::new(problem, false);
     let mut arena = Arena::new(scratch.take(problem.table_len() + memory.visit_len(problem)));
     let table = problem.table(&mut arena);
@@ -188,7 +185,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
     let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
     // The table is not read, but it sets the least exponent of the keys.
     let table = problem.table(&mut arena);
-    let heads: Vec<Place<'_, T>> = state.heads_mut().map(|head| Mutex::new(head.into())).collect();
+    let heads = places(state);
     parallel(heads.len(), arena.rest(), per_worker, |index, scratch| {
         let unit = problem.unit(index);
         let ring = problem.call.initial_state.map(|state| unit.head(state));

@@ -304,6 +304,11 @@ impl<'s, T: Real> Carry<'s, T> {
 /// One head's place for its state. One task at a time writes to it.
 pub(super) type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
 
+/// The places of a state's heads.
+pub(super) fn places<T: Real>(state: &mut State<T>) -> Vec<Place<'_, T>> {
+    state.heads_mut().map(|head| Mutex::new(head.into())).collect()
+}
+
 /// Writes the state after the last key of a unit: its sums, and the ring of its last values, or of those of the initial
 /// state.
 pub(super) fn store_state<T: Real>(

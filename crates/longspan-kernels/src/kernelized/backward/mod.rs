@@ -21,8 +21,6 @@ mod stages;
 mod states;
 mod table;
 
-use std::sync::Mutex;
-
 use key_walk::KeyWalk;
 use query_pass::QueryGradients;
 use row_sums::RowSums;
@@ -33,7 +31,7 @@ use stages::KeyMemory;
 use super::features::PositionSink;
 use super::problem::{Problem, Unit};
 use super::row_pass::{Memory, cut_count, first_row, visit_rows};
-use super::summary::Place;
+use super::summary::places;
 use crate::call::{self, Arena, Cotangent, Scratch, SharedRows, State};
 use crate::simd::Real;
 use crate::simd::rows::padded;
@@ -114,12 +112,9 @@ pub(super) fn backward<T: Real>(
         row_sums.join(problem, &problem.unit(index), row_segments(index), memory);
     }
     let all_row_sums = &*all_row_sums;
-    let places: Option<Vec<Place<'_, T>>> = d_initial.map(|state| {
-        let heads = state.heads_mut().map(|mut head| {
-            head.iter_mut().for_each(|part| part.fill(T::ZERO));
-            Mutex::new(head.into())
-        });
-        heads.collect()
+    let places = d_initial.map(|state| {
+        state.numbers_mut().fill(T::ZERO);
+        places(state)
     });
     let walk = |index: usize| {
         let unit = problem.unit(index);
