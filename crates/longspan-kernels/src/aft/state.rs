@@ -4,7 +4,7 @@ use std::ops::{Deref, Range};
 
 use super::log_sum::{PARTS as MEAN_PARTS, clear, join, write_item};
 use super::options::{Aft, Variant};
-use crate::call::{Dims, Mechanism, PARTS, State, StateShape, check_state, fingerprint};
+use crate::call::{Dims, Mechanism, PARTS, State, StateShape, check_state, fingerprint, is_count};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 use crate::simd::block::floor;
@@ -139,10 +139,8 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
 pub(super) fn check_marks<T: Real>(aft: &Aft, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let rows = aft.ring().max(1);
     for marks in state.each(MARKS_PART) {
-        let whole = |x: T, limit: f64| x >= T::ZERO && x.to_f64() < limit && x.to_f64().fract() == 0.0;
-        let fits = whole(marks[OLDEST], rows as f64)
-            && whole(marks[FILLED], rows as f64 + 1.0)
-            && whole(marks[POSITION], (1 << 24) as f64);
+        let fits =
+            is_count(marks[OLDEST], rows) && is_count(marks[FILLED], rows + 1) && is_count(marks[POSITION], 1 << 24);
         let expected = || {
             format!("a whole number below {rows} as the index of the ring's oldest row, and its length and position")
         };

@@ -21,5 +21,5 @@ pub(crate) use scratch::{Arena, Lines, StepMemory, zeros};
 pub(crate) use shape::SharedRows;
 pub use shape::{Dims, View, ViewMut};
 pub(crate) use sink::{GradientSink, Sink};
-pub(crate) use state::{PARTS, fingerprint};
+pub(crate) use state::{PARTS, fingerprint, is_count};
 pub use state::{State, StateShape};

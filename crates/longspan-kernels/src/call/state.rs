@@ -84,6 +84,12 @@ impl fmt::Display for StateShape {
     }
 }
 
+/// Whether a mark of a state is a whole number from 0 on, below a limit.
+pub(crate) fn is_count<T: Real>(mark: T, below: usize) -> bool {
+    let mark = mark.to_f64();
+    mark >= 0.0 && mark < below as f64 && mark.fract() == 0.0
+}
+
 /// The fingerprint of options: the same on every machine, unlike the standard library's hashes.
 pub(crate) fn fingerprint(options: &impl Hash) -> u64 {
     let mut hasher = Fingerprint(0xcbf2_9ce4_8422_2325);

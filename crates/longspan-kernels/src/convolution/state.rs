@@ -1,7 +1,7 @@
 //! The state of a short convolution: its latest products, and how many tokens there were.
 
 use super::ShortConvolution;
-use crate::call::{Dims, Mechanism, State, StateShape, check_state, fingerprint};
+use crate::call::{Dims, Mechanism, State, StateShape, check_state, fingerprint, is_count};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 
@@ -22,10 +22,10 @@ pub(super) fn check_marks<T: Real>(
     state: &State<T>,
     argument: &'static str,
 ) -> Result<(), Error> {
-    let most = convolution.before() as f64;
-    let wrong = state.each(2).map(|tokens| tokens[0].to_f64()).find(|n| !(0.0..=most).contains(n) || n.fract() != 0.0);
+    let most = convolution.before();
+    let wrong = state.each(2).map(|tokens| tokens[0]).find(|&n| !is_count(n, most + 1));
     let expected = || format!("a whole number up to {most} as the number of tokens");
-    expect(wrong.is_none(), convolution.name(), argument, expected, || wrong.unwrap_or(0.0).to_string())
+    expect(wrong.is_none(), convolution.name(), argument, expected, || wrong.unwrap_or(T::ZERO).to_string())
 }
 
 /// Checks two states that follow each other, and gives the numbers of a product and of products.

@@ -2,7 +2,7 @@
 
 use super::KernelizedAttention;
 use super::layout::FeatureLayout;
-use crate::call::{CombineGradients, Dims, Mechanism, PARTS, State, StateShape};
+use crate::call::{CombineGradients, Dims, Mechanism, PARTS, State, StateShape, is_count};
 use crate::error::{Error, expect};
 use crate::fourier::Positions;
 use crate::fourier::rotation::angles_after;
@@ -130,14 +130,12 @@ pub(super) fn check_marks<T: Real>(
     let rows = attention.score.shaw().map_or(0, |shaw| shaw.radius).max(1);
     for marks in state.each(MARKS_PART) {
         let counts = &marks[TOKENS..MARKS];
-        let holds =
-            counts.iter().all(|n| n.to_f64() >= 0.0 && n.to_f64() < TOKENS_CARRY as f64 && n.to_f64().fract() == 0.0);
+        let holds = counts.iter().all(|&n| is_count(n, TOKENS_CARRY as usize));
         let expected = || format!("whole numbers below {TOKENS_CARRY} as the count of tokens");
         expect(holds, operation, argument, expected, || format!("{counts:?}"))?;
-        let oldest = marks[OLDEST].to_f64();
+        let oldest = marks[OLDEST];
         let expected = || format!("a whole number below {rows} as the index of the ring's oldest row");
-        let got = || oldest.to_string();
-        expect(oldest >= 0.0 && oldest < rows as f64 && oldest.fract() == 0.0, operation, argument, expected, got)?;
+        expect(is_count(oldest, rows), operation, argument, expected, || oldest.to_string())?;
     }
     Ok(())
 }

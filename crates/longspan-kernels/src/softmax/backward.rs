@@ -4,7 +4,6 @@
 //! have one writer and sums run in one order, whatever the number of threads.
 
 use super::problem::{Block, KEYS, Problem, ROWS, against, clear_unseen, right_side};
-use super::state;
 use super::tile::{ExpColumns, SoftmaxPullBack};
 use crate::call::{Arena, Cotangent, Dims, GradientSink, Scratch, SharedRows, State};
 use crate::simd::block::{add_scaled, all_finite, dot, store};
@@ -35,7 +34,7 @@ pub(super) fn backward<T: Real>(
     let workers = threads::count().min(units);
     let entry = d_initial.as_ref().map_or(0, |state| state.shape().head_len());
     if let Some(state) = &mut d_initial {
-        state::clear(state);
+        state.numbers_mut().fill(T::ZERO);
     }
     // A state's numbers belong to batch entries and key/value heads one after the other, as units do.
     let d_initial = d_initial.map(|state| SharedRows::new(state.numbers_mut(), [entry, 0, 0]));

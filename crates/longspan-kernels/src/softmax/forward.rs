@@ -1,7 +1,6 @@
 //! The forward pass: chunks of queries against tiles of keys, with running maxima, so that no score is kept.
 
 use super::problem::{Block, Chunks, KEYS, Problem, ROWS, Segment, against, clear_unseen, right_side};
-use super::state;
 use super::tile::SoftmaxTile;
 use crate::call::{Arena, Scratch, Sequence, Sink, State};
 use crate::simd::block::{scale_by, store};
@@ -116,7 +115,7 @@ fn write<T: Real>(
 
 /// Writes the cache after the last key of a call that was checked for it.
 pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, to: &mut State<T>) {
-    state::clear(to);
+    to.numbers_mut().fill(T::ZERO);
     let (head_dim, value_dim, kv_heads) = (problem.dims.head_dim, problem.dims.value_dim, problem.dims.kv_heads);
     for (unit, [keys, values, held, present, ..]) in to.heads_mut().enumerate() {
         let (sequence, kv_head) = (&problem.sequences[unit / kv_heads], unit % kv_heads);

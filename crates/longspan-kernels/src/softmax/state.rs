@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::{SoftmaxAttention, check_options};
-use crate::call::{Dims, Mechanism, Sequence, State, StateShape, check_state, fingerprint};
+use crate::call::{Dims, Mechanism, Sequence, State, StateShape, check_state, fingerprint, is_count};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 
@@ -96,12 +96,11 @@ pub(super) fn check_marks<T: Real>(
     state: &State<T>,
     argument: &'static str,
 ) -> Result<(), Error> {
-    let limit = attention.window.map_or(attention.capacity, |window| 2 * window - 1) as f64;
-    for head in state.each(2) {
-        let held = head[0].to_f64();
+    let limit = attention.window.map_or(attention.capacity, |window| 2 * window - 1);
+    for held in state.each(2).map(|head| head[0]) {
         let expected = || format!("a whole number up to {limit} as the number of tokens");
-        let got = || held.to_string();
-        expect(held >= 0.0 && held <= limit && held.fract() == 0.0, attention.name(), argument, expected, got)?;
+        let holds = is_count(held, limit.saturating_add(1));
+        expect(holds, attention.name(), argument, expected, || held.to_string())?;
     }
     let marks = state.each(PRESENT).flatten();
     let other = marks.copied().find(|&mark| mark != T::ZERO && mark != T::ONE);
@@ -113,11 +112,6 @@ pub(super) fn check_marks<T: Real>(
 pub(super) fn check_room(attention: &SoftmaxAttention, argument: &'static str, tokens: usize) -> Result<(), Error> {
     let expected = || format!("at most {} tokens; make the mechanism with a larger capacity", attention.capacity);
     expect(tokens <= attention.capacity, attention.name(), argument, expected, || tokens.to_string())
-}
-
-/// Makes every number 0.
-pub(super) fn clear<T: Real>(state: &mut State<T>) {
-    state.heads_mut().flatten().for_each(|part| part.fill(T::ZERO));
 }
 
 /// The tokens of `earlier`, then those of `later`.

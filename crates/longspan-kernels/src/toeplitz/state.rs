@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::weigh::AddOuter;
 use super::{OPERATION, Toeplitz};
-use crate::call::{Dims, PARTS, State, StateShape, fingerprint};
+use crate::call::{Dims, PARTS, State, StateShape, fingerprint, is_count};
 use crate::error::{Error, expect};
 use crate::simd::block::{add_scaled, scale_by};
 use crate::simd::{Real, dispatch};
@@ -86,11 +86,8 @@ pub(super) fn empty<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<State<T
 pub(super) fn check_marks<T: Real>(toeplitz: &Toeplitz, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let near = toeplitz.bias.near();
     for marks in state.each(MARKS_PART) {
-        let whole = |place: usize, below: usize| {
-            let mark = marks[place].to_f64();
-            mark >= 0.0 && mark < below as f64 && mark.fract() == 0.0
-        };
-        let holds = whole(SLOT, near.max(1)) && whole(TOKENS, near + 1) && marks[EXPONENT].to_f64() < f64::INFINITY;
+        let counts = is_count(marks[SLOT], near.max(1)) && is_count(marks[TOKENS], near + 1);
+        let holds = counts && marks[EXPONENT].to_f64() < f64::INFINITY;
         let expected = || format!("whole numbers of at most {near} tokens as marks");
         expect(holds, OPERATION, argument, expected, || format!("{:?}", &marks[..MARKS]))?;
     }
