@@ -52,7 +52,7 @@ pub(crate) unsafe fn feature<V: Vector>(map: FeatureMap, x: V, shift: V) -> V {
 /// What is turned.
 pub(crate) enum Features<'a, T> {
     Formed(&'a [T]),
-    /// What an elementwise map makes of raw rows; see [`load`]. They stand in `to` afterwards if they are to be kept.
+    /// What an elementwise map makes of raw rows; see [`LoadFeatures`]. They stand in `to` afterwards if they are to be kept.
     Mapped {
         map: FeatureMap,
         shift: T,

@@ -289,7 +289,7 @@ pub(crate) struct Unrotated<'a, T> {
     pub d_row: usize,
     /// What each pair of [`Turn::Each`] was multiplied by beside its angle, if not 1.
     pub gain: Option<&'a [T]>,
-    /// The gradients of the features, in rows like those of [`Rotation::x`].
+    /// The gradients of the features, in rows [`Rotation::x_row`] apart.
     pub dx: &'a mut [T],
     /// Sums over rows of the gradients of `gain` and [`Rotation::rest`], added to; empty if not wanted.
     pub d_gain: &'a mut [T],

@@ -8,7 +8,7 @@ use crate::simd::block::floor;
 use crate::simd::product::by_whole_registers;
 use crate::simd::{exp_nonpositive, operation};
 
-/// Items on a line: their exponents, in two parts as for [`join`](super::log_sum::join), and their weights.
+/// Items on a line: their exponents, in two parts as for [`join`](crate::aft::log_sum::join), and their weights.
 #[derive(Clone, Copy)]
 pub(super) struct Line<'a, T> {
     pub x: &'a [T],

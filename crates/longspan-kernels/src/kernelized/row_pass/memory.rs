@@ -82,7 +82,7 @@ impl Memory {
         Arena::measure(|arena| self.worker(problem, arena))
     }
 
-    /// Numbers of scratch that [`visit_rows`] takes beside the table's.
+    /// Numbers of scratch that [`visit_rows`](super::visit_rows) takes beside the table's.
     pub fn visit_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
         let workers = threads::count();
         problem.units() * self.unit_len(self.split(problem)) + workers * self.worker_len(problem)
