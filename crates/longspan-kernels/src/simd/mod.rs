@@ -120,12 +120,14 @@ pub(crate) trait Operation: Sized {
 /// `operation!(Name, |field: Type, …| -> Output { body })`. The body is that of [`Operation::run`]; it knows the number type `T`, its
 /// register `V`, and `'a` in the types of declared fields. `operation!(Name, f32, …)` is for one number type alone, and `Name<'_>`.
 macro_rules! operation {
+    // Without a result.
     ($name:ident $(, $element:ident)?, |$($field:ident: $type:ty),+| $body:block) => {
         operation!($name $(, $element)?, |$($field: $type),+| -> () $body);
     };
     ($name:ident $(, $element:ident)?, |$fields:pat_param| $body:block) => {
         operation!($name $(, $element)?, |$fields| -> () $body);
     };
+    // Declares the struct.
     ($name:ident, |$($field:ident: $type:ty),+| -> $output:ty $body:block) => {
         pub(crate) struct $name<'a, T> {
             $(pub $field: $type,)+
@@ -140,6 +142,7 @@ macro_rules! operation {
 
         operation!($name, $element, |Self { $($field),+ }| -> $output $body);
     };
+    // For every number type, or for one.
     ($name:ident, |$fields:pat_param| -> $output:ty $body:block) => {
         operation!(impl [T: $crate::simd::Real] $name<'_, T>, T, |$fields| -> $output $body);
     };
