@@ -18,7 +18,7 @@ use longspan_kernels::aft::Variant;
 use longspan_kernels::{Aft, Mechanism, Order};
 use serde::{Deserialize, Serialize};
 
-use super::registry::{AttentionConfig, Options, attention_module};
+use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads};
 use crate::backend::tensor::{narrow_float, repeat_heads, widen};
 use crate::backend::{AnyKernel, Layer};
@@ -146,14 +146,6 @@ impl Options for AftFullOptions {
             Some(_) => AftAttention { z: Some(table(FACTOR)), ..module(variant, Some(table(FACTOR)), heads) },
         })
     }
-
-    fn sees_order(&self) -> bool {
-        true
-    }
-
-    fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::shaw())
-    }
 }
 
 impl Options for AftLocalOptions {
@@ -167,14 +159,6 @@ impl Options for AftLocalOptions {
         let w = BIASES.init([length, 2 * window - 1], device);
         Ok(module(Variant::Local { window, length: Some(length) }, Some(w), heads))
     }
-
-    fn sees_order(&self) -> bool {
-        true
-    }
-
-    fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::shaw())
-    }
 }
 
 impl Options for AftSimpleOptions {
@@ -182,10 +166,6 @@ impl Options for AftSimpleOptions {
 
     fn init(&self, heads: Heads, _: &Device) -> Result<AftAttention> {
         Ok(module(Variant::Simple, None, heads))
-    }
-
-    fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::shaw())
     }
 }
 
@@ -215,14 +195,6 @@ impl Options for AftConvOptions {
         };
         let module = module(variant, Some(w), heads);
         Ok(AftAttention { gamma: zeros(), beta: zeros(), ..module })
-    }
-
-    fn sees_order(&self) -> bool {
-        true
-    }
-
-    fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::shaw())
     }
 }
 

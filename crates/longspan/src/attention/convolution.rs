@@ -10,7 +10,7 @@ use burn::tensor::{Device, Tensor};
 use longspan_kernels as kernels;
 use serde::{Deserialize, Serialize};
 
-use super::registry::{AttentionConfig, Options, attention_module};
+use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads};
 use crate::backend::pairs::Pairs;
 use crate::backend::tensor::{narrow_float, repeat_heads, widen};
@@ -59,15 +59,6 @@ impl Options for ShortConvolutionOptions {
         let initializer = Initializer::Uniform { min: -most, max: most };
         let taps = initializer.init([heads.kv_heads, width, heads.head_dim], device);
         Ok(ShortConvolution { taps, width, silu, heads })
-    }
-
-    fn sees_order(&self) -> bool {
-        true
-    }
-
-    // It cannot look anything up.
-    fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::shaw())
     }
 }
 

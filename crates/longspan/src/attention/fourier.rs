@@ -152,10 +152,6 @@ impl Options for FourierOptions {
             heads,
         })
     }
-
-    fn sees_order(&self) -> bool {
-        true
-    }
 }
 
 attention_module!(FourierAttention);

@@ -49,10 +49,6 @@ impl Options for ShawOptions {
     fn init(&self, heads: Heads, device: &Device) -> Result<KernelizedAttention> {
         module(heads, &self.kernel, Some(&self.relative), device)
     }
-
-    fn sees_order(&self) -> bool {
-        true
-    }
 }
 
 /// The weight of a pair of tokens by their contents, and how it is computed.
@@ -199,6 +195,12 @@ impl KernelizedAttention {
     /// The options of the kernel behind it.
     pub fn options(&self) -> &kernels::KernelizedAttention {
         &self.options
+    }
+
+    /// With these options and this table, which a gradient follows.
+    #[cfg(test)]
+    pub(crate) fn given(options: &kernels::KernelizedAttention, table: Option<Tensor<3>>, heads: Heads) -> Self {
+        Self { relative: table.map(Param::from_tensor), map: None, options: Arc::new(options.clone()), heads }
     }
 
     fn table(&self) -> Option<Tensor<3>> {

@@ -5,7 +5,7 @@
 //! or a command line names one.
 //!
 //! Each mechanism is one file here, with its options, its module, and what it computes on devices that have no kernels;
-//! it joins the others by one line in `registry.rs`.
+//! it joins the others in `registry.rs`.
 
 mod aft;
 mod by_name;
@@ -37,7 +37,7 @@ pub use kernelized::{
 pub use mask::{AttentionMask, KeyMask};
 pub use multi_head::{MultiHeadAttention, MultiHeadAttentionConfig};
 pub use registry::{Attention, AttentionConfig, MemoryState};
-pub use softmax::{SoftmaxAttention, SoftmaxAttentionConfig, SoftmaxOptions, SoftmaxWindowOptions};
+pub use softmax::{SoftmaxAttention, SoftmaxOptions, SoftmaxWindowOptions};
 pub use toeplitz::{BiasConfig, ToeplitzAttention, ToeplitzOptions};
 
 pub use crate::backend::{AttentionState, StateForm, StoredState};

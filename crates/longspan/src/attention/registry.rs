@@ -26,16 +26,6 @@ pub(super) trait Options: Default {
 
     /// Makes the module.
     fn init(&self, heads: Heads, device: &Device) -> Result<Self::Module>;
-
-    /// Whether the mechanism itself sees the order of tokens under a bidirectional mask.
-    fn sees_order(&self) -> bool {
-        false
-    }
-
-    /// The mechanism for cross-attention, if it is another one.
-    fn cross_attention(&self) -> Option<AttentionConfig> {
-        None
-    }
 }
 
 /// The public methods of a mechanism's module, the same for all.
@@ -126,24 +116,6 @@ macro_rules! mechanisms {
                 }
             }
 
-            /// Whether the mechanism itself sees the order of tokens under a bidirectional mask; where it does not, a
-            /// model wants absolute positions.
-            pub fn sees_order(&self) -> bool {
-                match self {
-                    $(Self::$variant(options) => options.sees_order(),)*
-                }
-            }
-
-            /// The mechanism for the cross-attention of a decoder whose self-attention this is: the same one, except
-            /// for AFT, whose weights do not depend on the query, so that it cannot look anything up. There it is
-            /// `shaw`.
-            pub fn cross_attention(&self) -> Self {
-                let other = match self {
-                    $(Self::$variant(options) => options.cross_attention(),)*
-                };
-                other.unwrap_or_else(|| self.clone())
-            }
-
             /// The mechanism over `heads` query heads and `kv_heads` key/value heads of `head_dim` numbers.
             ///
             /// # Errors
@@ -195,6 +167,30 @@ mechanisms! {
 impl Config for AttentionConfig {}
 
 impl AttentionConfig {
+    /// Whether the mechanism itself sees the order of tokens under a bidirectional mask; where it does not, a model
+    /// wants absolute positions.
+    pub fn sees_order(&self) -> bool {
+        match self {
+            Self::Kernelized(_) | Self::AftSimple(_) | Self::Softmax(_) | Self::SoftmaxWindow(_) => false,
+            Self::Shaw(_) | Self::Fourier(_) | Self::Toeplitz(_) => true,
+            Self::AftFull(_) | Self::AftLocal(_) | Self::AftConv(_) | Self::ShortConvolution(_) => true,
+        }
+    }
+
+    /// The mechanism for the cross-attention of a decoder whose self-attention this is: the same one, except for those
+    /// that cannot look anything up, such as AFT, whose weights do not depend on the query: there it is `shaw`.
+    pub fn cross_attention(&self) -> Self {
+        match self {
+            Self::AftFull(_) | Self::AftLocal(_) | Self::AftSimple(_) | Self::AftConv(_) => Self::shaw(),
+            Self::ShortConvolution(_) => Self::shaw(),
+            // Places within a window mean nothing in another sequence.
+            Self::SoftmaxWindow(_) => Self::softmax(),
+            Self::Kernelized(_) | Self::Shaw(_) | Self::Fourier(_) | Self::Toeplitz(_) | Self::Softmax(_) => {
+                self.clone()
+            }
+        }
+    }
+
     /// Whether the mechanism takes positions with each call, real numbers such as times.
     pub fn takes_positions(&self) -> bool {
         matches!(self, Self::Fourier(_))

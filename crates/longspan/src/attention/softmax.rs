@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use burn::config::Config;
 use burn::module::Module;
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Tensor};
@@ -10,7 +9,7 @@ use longspan_kernels as kernels;
 use serde::{Deserialize, Serialize};
 
 use super::registry::{Options, attention_module};
-use super::{AttentionConfig, AttentionMask, Heads};
+use super::{AttentionMask, Heads};
 use crate::backend::pairs::Pairs;
 use crate::backend::tensor::{narrow_float, repeat_heads, widen};
 use crate::backend::{AnyKernel, Layer};
@@ -47,34 +46,12 @@ impl Options for SoftmaxWindowOptions {
     type Module = SoftmaxAttention;
 
     fn init(&self, heads: Heads, _: &Device) -> Result<SoftmaxAttention> {
-        let window = Some(check_window("SoftmaxWindowOptions", self.window)?);
-        Ok(SoftmaxAttention { heads, window })
+        let range = 1..=kernels::SoftmaxAttention::LARGEST_WINDOW;
+        let expected = || format!("between 1 and {}", range.end());
+        let got = || self.window.to_string();
+        argument(range.contains(&self.window), "SoftmaxWindowOptions", "window", expected, got)?;
+        Ok(SoftmaxAttention { heads, window: Some(self.window) })
     }
-
-    // Its places mean nothing in another sequence.
-    fn cross_attention(&self) -> Option<AttentionConfig> {
-        Some(AttentionConfig::softmax())
-    }
-}
-
-fn check_window(operation: &'static str, window: usize) -> Result<usize> {
-    let range = 1..=kernels::SoftmaxAttention::LARGEST_WINDOW;
-    let expected = || format!("between 1 and {}", range.end());
-    argument(range.contains(&window), operation, "window", expected, || window.to_string())?;
-    Ok(window)
-}
-
-/// Makes a [`SoftmaxAttention`].
-#[derive(Config, Debug)]
-pub struct SoftmaxAttentionConfig {
-    /// Query heads.
-    pub heads: usize,
-    /// Numbers in a query or key of one head.
-    pub head_dim: usize,
-    /// Key/value heads if fewer than query heads; `heads` is a multiple of them.
-    pub kv_heads: Option<usize>,
-    /// A query sees the keys at distances below this; all if not given.
-    pub window: Option<usize>,
 }
 
 /// Scaled dot-product attention over heads: `softmax(q·kᵀ/√head_dim)·v`. It learns nothing itself.
@@ -84,18 +61,6 @@ pub struct SoftmaxAttention {
     heads: Heads,
     #[module(skip)]
     window: Option<usize>,
-}
-
-impl SoftmaxAttentionConfig {
-    /// Makes the module.
-    ///
-    /// # Errors
-    /// Heads that do not divide, or a window of nothing.
-    pub fn init(&self) -> Result<SoftmaxAttention> {
-        let heads = Heads::new("SoftmaxAttentionConfig", self.heads, self.kv_heads, self.head_dim)?;
-        let window = self.window.map(|window| check_window("SoftmaxAttentionConfig", window)).transpose()?;
-        Ok(SoftmaxAttention { heads, window })
-    }
 }
 
 attention_module!(SoftmaxAttention);

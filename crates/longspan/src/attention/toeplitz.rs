@@ -133,10 +133,6 @@ impl Options for ToeplitzOptions {
         let map = LearnedMap::new(self.feature_map, heads, device);
         Ok(ToeplitzAttention { bias, map, toeplitz, heads })
     }
-
-    fn sees_order(&self) -> bool {
-        true
-    }
 }
 
 attention_module!(ToeplitzAttention);

@@ -299,35 +299,8 @@ mod fused {
     use burn_flex::FlexTensor;
 
     use super::super::flex::{self, Operands, Settings};
-    use super::super::{AnyKernel, Layer};
     use super::*;
-    use crate::attention::Heads;
-
-    /// A module with the given table.
-    #[derive(Debug)]
-    struct Given {
-        options: Arc<KernelizedAttention>,
-        table: Option<Tensor<3>>,
-        heads: Heads,
-    }
-
-    impl Layer for Given {
-        fn name(&self) -> &'static str {
-            self.options.name()
-        }
-        fn kernel(&self) -> Arc<dyn AnyKernel> {
-            self.options.clone()
-        }
-        fn heads(&self) -> Heads {
-            self.heads
-        }
-        fn parameters(&self) -> Vec<Tensor<1>> {
-            self.table.iter().map(|table| table.clone().reshape([-1])).collect()
-        }
-        fn in_tensors(&self, _: Tensor<4>, _: Tensor<4>, _: Tensor<4>, _: &AttentionMask) -> Tensor<4> {
-            unreachable!("the CPU has kernels")
-        }
-    }
+    use crate::attention::{self, Heads};
 
     fn fused(
         options: &KernelizedAttention,
@@ -338,7 +311,7 @@ mod fused {
         mask: &AttentionMask,
     ) -> Tensor<4> {
         let heads = Heads { heads: q.dims()[1], kv_heads: k.dims()[1], head_dim: q.dims()[3] };
-        let layer = Given { options: Arc::new(options.clone()), table, heads };
+        let layer = attention::KernelizedAttention::given(options, table, heads);
         super::super::attend(&layer, q, k, v, mask).unwrap()
     }
 
