@@ -69,8 +69,8 @@ pub fn load_weights<M: Module>(path: impl AsRef<Path>, model: M) -> Result<M> {
     restore(path, tensors.iter().collect(), &BTreeMap::new(), model)
 }
 
-/// Writes all that [`load_training`] needs to go on as if nothing had happened: weights, the optimizer's moments, and
-/// the caller's `progress`.
+/// Writes all that [`load_training`] needs to go on as if nothing had happened: weights, the optimizer's moments, the
+/// caller's `progress`, and tensors of the caller's `own`, such as the states that a language model has carried so far.
 ///
 /// # Errors
 /// As [`save_weights`]; a record or progress that cannot be serialised.
@@ -79,23 +79,10 @@ pub fn save_training<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,
     progress: &impl Serialize,
-) -> Result<()> {
-    save_training_with(path, model, optimizer, progress, Vec::new())
-}
-
-/// As [`save_training`], with tensors of the caller's own, such as the states that a language model has carried so far.
-///
-/// # Errors
-/// As [`save_training`].
-pub fn save_training_with<M: Module>(
-    path: impl AsRef<Path>,
-    model: &M,
-    optimizer: &ModuleOptimizer,
-    progress: &impl Serialize,
     own: Vec<TensorData>,
 ) -> Result<()> {
     let path = path.as_ref();
-    let broken = |problem: String| Error::Checkpoint { path: path.into(), problem, help: "this is a bug; report it" };
+    let broken = |problem| checkpoint(path, problem, BUG);
     let parameters = Collected::of(model, path)?;
     let mut tensors: BTreeMap<String, Stored> =
         parameters.tensors.into_iter().map(|(name, tensor)| (format!("model.{name}"), tensor)).collect();
@@ -111,35 +98,19 @@ pub fn save_training_with<M: Module>(
     write_tensors(path, tensors, parameters.identities, Some(progress))
 }
 
-/// Reads what [`save_training`] wrote into a model and an optimizer made from the same configurations.
+/// Reads what [`save_training`] wrote into a model and an optimizer made from the same configurations: these, the
+/// progress, and the caller's own tensors.
 ///
 /// # Errors
 /// As [`load_weights`]; a file that is no training state, or another version's progress.
-pub fn load_training<M: Module, P: DeserializeOwned>(
-    path: impl AsRef<Path>,
-    model: M,
-    optimizer: ModuleOptimizer,
-) -> Result<(M, ModuleOptimizer, P)> {
-    let (model, optimizer, progress, _) = load_training_with(path, model, optimizer)?;
-    Ok((model, optimizer, progress))
-}
-
-/// Reads what [`save_training_with`] wrote.
-///
-/// # Errors
-/// As [`load_training`].
 #[allow(clippy::type_complexity, reason = "the four parts of a training state")]
-pub fn load_training_with<M: Module, P: DeserializeOwned>(
+pub fn load_training<M: Module, P: DeserializeOwned>(
     path: impl AsRef<Path>,
     model: M,
     optimizer: ModuleOptimizer,
 ) -> Result<(M, ModuleOptimizer, P, Vec<TensorData>)> {
     let path = path.as_ref();
-    let foreign = |problem: String| Error::Checkpoint {
-        path: path.into(),
-        problem,
-        help: "resume with the version that wrote it, or begin a new run",
-    };
+    let foreign = |problem| checkpoint(path, problem, "resume with the version that wrote it, or begin a new run");
     let bytes = read(path)?;
     let (tensors, footnote) = parse(path, &bytes)?;
     let footnote = footnote.ok_or_else(|| foreign("it is no training state".into()))?;
@@ -219,10 +190,9 @@ impl<'a> Collected<'a> {
     fn store<const D: usize>(&self, param: &Param<Tensor<D>>) -> Result<Stored> {
         let data = param.val().try_into_data().map_err(|error| Error::Device(error.to_string()))?;
         let (data, shape, dtype) = data.into_parts();
-        let dtype = stored_dtype(dtype).ok_or_else(|| Error::Checkpoint {
-            path: self.path.into(),
-            problem: format!("{} holds {dtype:?}, which safetensors cannot", self.names.current()),
-            help: "cast the model to f32, f64, f16 or bf16 first",
+        let dtype = stored_dtype(dtype).ok_or_else(|| {
+            let problem = format!("{} holds {dtype:?}, which safetensors cannot", self.names.current());
+            checkpoint(self.path, problem, "cast the model to f32, f64, f16 or bf16 first")
         })?;
         Ok(Stored { dtype, shape: shape.to_vec(), data })
     }
@@ -306,11 +276,7 @@ fn write_tensors(
     parameters: BTreeMap<String, u64>,
     progress: Option<serde_json::Value>,
 ) -> Result<()> {
-    let broken = |error: String| Error::Checkpoint {
-        path: path.into(),
-        problem: format!("cannot be serialised: {error}"),
-        help: "this is a bug; report it",
-    };
+    let broken = |error: String| checkpoint(path, format!("cannot be serialised: {error}"), BUG);
     let checksum = checksum(tensors.iter().map(|(name, tensor)| (name.as_str(), &*tensor.data)));
     let footnote = serde_json::to_string(&Footnote { checksum, parameters, progress })
         .map_err(|error| broken(error.to_string()))?;
@@ -328,10 +294,16 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).map_err(|source| Error::Io { path: path.into(), action: "read", source })
 }
 
+const BUG: &str = "this is a bug; report it";
 const DAMAGED: &str = "the file is damaged or cut short; restore it from a copy or train again";
 
+/// What is wrong with a file, and what to do.
+fn checkpoint(path: &Path, problem: String, help: &'static str) -> Error {
+    Error::Checkpoint { path: path.into(), problem, help }
+}
+
 fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<(SafeTensors<'a>, Option<Footnote>)> {
-    let damaged = |problem: String| Error::Checkpoint { path: path.into(), problem, help: DAMAGED };
+    let damaged = |problem| checkpoint(path, problem, DAMAGED);
     let tensors = SafeTensors::deserialize(bytes).map_err(|error| damaged(error.to_string()))?;
     let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|error| damaged(error.to_string()))?;
     let Some(footnote) = metadata.metadata().as_ref().and_then(|entries| entries.get(METADATA)) else {
@@ -376,11 +348,7 @@ struct Restorer<'a> {
 
 impl Restorer<'_> {
     fn differs(&self, problem: String) -> Error {
-        Error::Checkpoint {
-            path: self.path.into(),
-            problem,
-            help: "its configuration belongs to another model; use the one it was trained with",
-        }
+        checkpoint(self.path, problem, "its configuration belongs to another model; use the one it was trained with")
     }
 
     fn value<const D: usize>(&mut self, old: &Tensor<D>) -> Result<Tensor<D>> {
@@ -401,11 +369,7 @@ impl Restorer<'_> {
             _ => true,
         };
         if !finite {
-            return Err(Error::Checkpoint {
-                path: self.path.into(),
-                problem: format!("{name} holds NaN or infinity"),
-                help: DAMAGED,
-            });
+            return Err(checkpoint(self.path, format!("{name} holds NaN or infinity"), DAMAGED));
         }
         let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, dtype);
         Ok(Tensor::from_data(data, (&old.device(), dtype)).set_require_grad(old.is_require_grad()))

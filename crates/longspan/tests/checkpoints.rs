@@ -6,9 +6,7 @@ use std::path::Path;
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use longspan::checkpoint::{
-    load_training, load_training_with, load_weights, save_training, save_training_with, save_weights, write_atomically,
-};
+use longspan::checkpoint::{load_training, load_weights, save_training, save_weights, write_atomically};
 use longspan::models::{BlockConfig, Seq2Seq, Seq2SeqConfig};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
@@ -73,12 +71,12 @@ fn tensors_of_the_callers_own_come_back_to_the_bit() {
     let optimizer = || AdamWConfig::new().init();
     let own: Vec<TensorData> = (0..12).map(|n| TensorData::new(vec![0.1f32 * n as f32, -1e-30], [2, 1])).collect();
     let first = fresh(1);
-    save_training_with(&path, &first, &optimizer(), &7u32, own.clone()).unwrap();
-    let (model, _, progress, found) = load_training_with::<_, u32>(&path, fresh(2), optimizer()).unwrap();
+    save_training(&path, &first, &optimizer(), &7u32, own.clone()).unwrap();
+    let (model, _, progress, found) = load_training::<_, u32>(&path, fresh(2), optimizer()).unwrap();
     assert_eq!((progress, found), (7, own));
     assert_eq!(bits(logits(&model)), bits(logits(&first)));
-    save_training(&path, &model, &optimizer(), &8u32).unwrap();
-    assert!(load_training_with::<_, u32>(&path, fresh(2), optimizer()).unwrap().3.is_empty());
+    save_training(&path, &model, &optimizer(), &8u32, Vec::new()).unwrap();
+    assert!(load_training::<_, u32>(&path, fresh(2), optimizer()).unwrap().3.is_empty());
 }
 
 #[test]
@@ -119,8 +117,8 @@ fn training_goes_on_to_the_same_losses() {
 
     let mut first = optimizer();
     let (model, before) = train(start, &mut first, 3);
-    save_training(&path, &model, &first, &("step", 3)).unwrap();
-    let (model, mut second, progress): (_, _, (String, usize)) = load_training(&path, fresh(99), optimizer()).unwrap();
+    save_training(&path, &model, &first, &("step", 3), Vec::new()).unwrap();
+    let (model, mut second, progress, _) = load_training::<_, (String, usize)>(&path, fresh(99), optimizer()).unwrap();
     assert_eq!(progress, ("step".to_owned(), 3));
     let (_, after) = train(model, &mut second, 3);
     assert_eq!([before, after].concat(), whole);
@@ -199,7 +197,7 @@ fn a_file_that_is_not_there_or_not_a_training_state_says_so() {
     save_weights(&path, &fresh(1)).unwrap();
     let result = load_training::<_, u32>(&path, fresh(1), AdamWConfig::new().init());
     assert!(result.err().unwrap().to_string().contains("no optimizer"));
-    save_training(&path, &fresh(1), &AdamWConfig::new().init(), &"text").unwrap();
+    save_training(&path, &fresh(1), &AdamWConfig::new().init(), &"text", Vec::new()).unwrap();
     let result = load_training::<_, u32>(&path, fresh(1), AdamWConfig::new().init());
     assert!(result.err().unwrap().to_string().contains("progress"));
 }

@@ -72,9 +72,8 @@ impl RunFolder {
         saved: &Saved,
         place: Vec<TensorData>,
     ) -> Result<()> {
-        let training = |path: &Path| {
-            checkpoint::save_training_with(path, model, optimizer, saved, place.clone()).map_err(write_error)
-        };
+        let training =
+            |path: &Path| checkpoint::save_training(path, model, optimizer, saved, place.clone()).map_err(write_error);
         let weights = |path: &Path| checkpoint::save_weights(path, model).map_err(write_error);
         let files: [(&str, Write<'_>); 2] = [(CHECKPOINT, &training), (MODEL, &weights)];
         let are_best = saved.best.is_none_or(|best| best.step == saved.step);
@@ -100,7 +99,7 @@ impl RunFolder {
             bail!("{name} has no checkpoint, so there is no training to go on with; train a new run with --out");
         }
         let (model, optimizer, saved, tensors) =
-            checkpoint::load_training_with::<M, Saved>(self.checkpoint(), model, optimizer)?;
+            checkpoint::load_training::<M, Saved>(self.checkpoint(), model, optimizer)?;
         self.verify(|name| name == CHECKPOINT)?;
         let place = Place { note: saved.place.clone(), tensors };
         Ok(Checkpoint { model, optimizer, saved, place })
