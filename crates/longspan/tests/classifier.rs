@@ -1,14 +1,13 @@
 //! A classifier sees what it should, whatever stands in the padding, and learns.
 
+mod support;
+
 use burn::module::{Module, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::AttentionConfig;
-use longspan::models::{BlockConfig, Classifier, ClassifierConfig, Pooling, Positions};
-
-fn block() -> BlockConfig {
-    BlockConfig::new().with_d_model(16).with_heads(2).with_d_ff(24).with_dropout(0.0)
-}
+use longspan::models::{Classifier, ClassifierConfig, Pooling, Positions};
+use support::{assert_close, block, numbers};
 
 fn config() -> ClassifierConfig {
     ClassifierConfig::new(12, 3).with_block(block())
@@ -28,7 +27,7 @@ fn padded(rows: &[Vec<usize>], pad: i64) -> (Tensor<2, Int>, Vec<usize>) {
 }
 
 fn logits(model: &Classifier, (tokens, lengths): (Tensor<2, Int>, Vec<usize>)) -> Vec<f32> {
-    model.forward(tokens, &lengths).unwrap().try_into_vec_as::<f32>().unwrap()
+    numbers(model.forward(tokens, &lengths).unwrap())
 }
 
 #[test]
@@ -46,9 +45,7 @@ fn a_sequence_has_the_same_logits_alone_and_in_a_batch_whatever_its_padding() {
                 assert_eq!(all, logits(&model, padded(&rows, 11)), "{name}");
                 for (n, row) in rows.iter().enumerate() {
                     let alone = logits(&model, ids(std::slice::from_ref(row)));
-                    for (a, b) in alone.iter().zip(&all[n * 3..]) {
-                        assert!((a - b).abs() < 1e-4 * (1.0 + b.abs()), "{name}, row {n}: {a} {b}");
-                    }
+                    assert_close(&format!("{name}, row {n}"), &alone, &all[n * 3..][..3], 1e-4);
                 }
             }
         }
@@ -85,9 +82,7 @@ fn attention_pooling_weighs_rows_by_its_query() {
     let mut mean = config().with_layers(1).with_pooling(Pooling::Mean).init(&Device::flex()).unwrap();
     let Classifier { embedding, blocks, norm, output, .. } = model.valid();
     (mean.embedding, mean.blocks, mean.norm, mean.output) = (embedding, blocks, norm, output);
-    for (a, b) in at_zero.iter().zip(logits(&mean, ids(&rows))) {
-        assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{a} {b}");
-    }
+    assert_close("at 0", &at_zero, &logits(&mean, ids(&rows)), 1e-5);
     model.pooling_query = model.pooling_query.map(|old| {
         let far: Vec<f32> = (0..16).map(|n| 40.0 * (n as f32 - 7.5)).collect();
         Param::initialized(old.id, Tensor::from_data(TensorData::new(far, [16]), &device))
@@ -100,8 +95,8 @@ fn the_squared_error_is_the_sum_over_all_numbers() {
     let model = config().with_layers(1).init(&Device::flex()).unwrap();
     let (tokens, lengths) = ids(&[vec![3, 4, 5], vec![6, 7]]);
     let targets = [0.5, -1.0, 2.0, 0.0, 1.0, -3.0];
-    let numbers = logits(&model, (tokens.clone(), lengths.clone()));
-    let expected: f32 = numbers.iter().zip(&targets).map(|(y, t)| (y - t).powi(2)).sum();
+    let found = logits(&model, (tokens.clone(), lengths.clone()));
+    let expected: f32 = found.iter().zip(&targets).map(|(y, t)| (y - t).powi(2)).sum();
     let got = model.squared_error(tokens.clone(), &lengths, &targets).unwrap().into_scalar::<f32>();
     assert!((got - expected).abs() < 1e-4 * expected, "{got} instead of {expected}");
     let error = model.squared_error(tokens, &lengths, &targets[..5]).unwrap_err().to_string();

@@ -1,19 +1,18 @@
 //! A language model over whole texts, in segments with the states carried over each cut, and token by token: the same.
 
+mod support;
+
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::{AttentionConfig, StoredState};
 use longspan::layers::{Activation, NormKind};
-use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState, Norm, Positions};
+use longspan::models::{LanguageModel, LanguageModelConfig, LanguageState, Norm, Positions};
+use support::{assert_close, block, numbers};
 
 const VOCAB: usize = 11;
 const BATCH: usize = 3;
 const TOKENS: usize = 23;
-
-fn block() -> BlockConfig {
-    BlockConfig::new().with_d_model(16).with_heads(2).with_d_ff(24).with_dropout(0.0)
-}
 
 fn config() -> LanguageModelConfig {
     LanguageModelConfig::new(VOCAB).with_block(block()).with_layers(2)
@@ -56,17 +55,6 @@ fn next(from: usize, to: usize) -> Vec<Option<u32>> {
     (0..BATCH).flat_map(|b| (from + 1..=to).map(move |t| column(b, t))).collect()
 }
 
-fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f32> {
-    x.try_into_vec_as::<f32>().unwrap()
-}
-
-fn assert_close(name: &str, got: &[f32], expected: &[f32]) {
-    assert_eq!(got.len(), expected.len(), "{name}");
-    for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
-        assert!((got - expected).abs() < 5e-5 * (1.0 + expected.abs()), "{name}: at {i} {got} instead of {expected}");
-    }
-}
-
 #[test]
 fn segments_and_steps_give_the_rows_of_the_whole() {
     let device = Device::flex();
@@ -78,19 +66,19 @@ fn segments_and_steps_give_the_rows_of_the_whole() {
         let some = model.forward_at(part(0, TOKENS, &device), &[TOKENS + 2, 2]).unwrap();
         let all = numbers(whole.clone());
         let expected = [TOKENS + 2, 2].map(|row| &all[row * VOCAB..][..VOCAB]).concat();
-        assert_close(&format!("{name}, some rows"), &numbers(some), &expected);
+        assert_close(&format!("{name}, some rows"), &numbers(some), &expected, 5e-5);
         let mut state = LanguageState::default();
         for (from, to) in [(0, 1), (1, 9), (9, 17)] {
             let got = model.advance(part(from, to, &device), &mut state).unwrap();
-            assert_close(&format!("{name}, {from} to {to}"), &numbers(got), &rows(from, to));
+            assert_close(&format!("{name}, {from} to {to}"), &numbers(got), &rows(from, to), 5e-5);
         }
         for t in 17..20 {
             let tokens: Vec<usize> = (0..BATCH).map(|b| text()[b * TOKENS + t]).collect();
             let got = model.step(&tokens, &mut state).unwrap();
-            assert_close(&format!("{name}, step {t}"), &numbers(got), &rows(t, t + 1));
+            assert_close(&format!("{name}, step {t}"), &numbers(got), &rows(t, t + 1), 5e-5);
         }
         let last = model.prefill(part(20, TOKENS, &device), &mut state).unwrap();
-        assert_close(&format!("{name}, prefill"), &numbers(last), &rows(TOKENS - 1, TOKENS));
+        assert_close(&format!("{name}, prefill"), &numbers(last), &rows(TOKENS - 1, TOKENS), 5e-5);
         assert_eq!(state.position(), TOKENS);
     }
 }
@@ -110,13 +98,13 @@ fn losses_of_segments_add_up_in_training_and_out_of_it() {
             plain += value(loss.plain);
             smoothed += value(loss.smoothed);
         }
-        assert_close(&name, &[plain, smoothed], &[value(whole.plain.clone()), value(whole.smoothed)]);
+        assert_close(&name, &[plain, smoothed], &[value(whole.plain.clone()), value(whole.smoothed)], 5e-5);
         let valid = model.valid();
         let device = Device::flex();
         let mut state = LanguageState::default();
         let first = valid.loss_from(part(0, 8, &device), next(0, 8), 0.0, &mut state).unwrap();
         let rest = valid.loss_from(part(8, TOKENS, &device), next(8, TOKENS), 0.0, &mut state).unwrap();
-        assert_close(&name, &[value(first.plain) + value(rest.plain)], &[value(whole.plain)]);
+        assert_close(&name, &[value(first.plain) + value(rest.plain)], &[value(whole.plain)], 5e-5);
     }
 }
 

@@ -1,16 +1,15 @@
 //! A model of series sees values and times, whatever stands in the padding, and learns from times alone.
 
+mod support;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Tensor, TensorData};
 use longspan::attention::{AttentionConfig, AttentionMask, MultiHeadAttentionConfig};
-use longspan::models::{BlockConfig, Pooling, SeriesModel, SeriesModelConfig};
-
-fn block() -> BlockConfig {
-    BlockConfig::new().with_d_model(16).with_heads(2).with_d_ff(24).with_dropout(0.0)
-}
+use longspan::models::{Pooling, SeriesModel, SeriesModelConfig};
+use support::{assert_close, block, numbers};
 
 fn config() -> SeriesModelConfig {
     SeriesModelConfig::new(2, 3).with_block(block())
@@ -39,20 +38,13 @@ fn batch(rows: &[Series], pad: f32) -> (Tensor<3>, Tensor<2>, Vec<usize>) {
 
 fn logits(model: &SeriesModel, rows: &[Series], pad: f32) -> Vec<f32> {
     let (values, times, lengths) = batch(rows, pad);
-    model.forward(values, times, &lengths).unwrap().try_into_vec_as::<f32>().unwrap()
+    numbers(model.forward(values, times, &lengths).unwrap())
 }
 
 /// The backend has one generator a process: a test whose weights are to be the same each time draws alone.
 fn alone() -> MutexGuard<'static, ()> {
     static GENERATOR: Mutex<()> = Mutex::new(());
     GENERATOR.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn near(name: &str, got: &[f32], expected: &[f32], tolerance: f32) {
-    assert_eq!(got.len(), expected.len(), "{name}");
-    for (a, b) in got.iter().zip(expected) {
-        assert!((a - b).abs() < tolerance * (1.0 + b.abs()), "{name}: {a} {b}");
-    }
 }
 
 #[test]
@@ -67,7 +59,7 @@ fn a_series_has_the_same_logits_alone_and_in_a_batch_whatever_its_padding() {
             assert_eq!(all, logits(&model, &rows, -77.0), "{name} {pooling:?}");
             for (n, row) in rows.iter().enumerate() {
                 let alone = logits(&model, std::slice::from_ref(row), 0.0);
-                near(&format!("{name} {pooling:?}, series {n}"), &alone, &all[n * 3..][..3], 1e-4);
+                assert_close(&format!("{name} {pooling:?}, series {n}"), &alone, &all[n * 3..][..3], 1e-4);
             }
         }
     }
@@ -84,7 +76,7 @@ fn rows_at_points_are_those_whose_mean_is_told() {
     let all = logits(&model, &rows, 0.0);
     for (n, length) in lengths.into_iter().enumerate() {
         let mean = points.clone().slice([n..n + 1, 0..length, 0..3]).mean_dim(1);
-        near(&format!("series {n}"), &mean.try_into_vec_as::<f32>().unwrap(), &all[3 * n..][..3], 1e-5);
+        assert_close(&format!("series {n}"), &numbers(mean), &all[3 * n..][..3], 1e-5);
     }
 }
 
@@ -97,7 +89,7 @@ fn only_differences_of_times_count_and_only_for_fourier() {
         let attention = vec![AttentionConfig::by_name(name).unwrap()];
         let model = config().with_attention(attention).init(&Device::flex()).unwrap();
         let plain = logits(&model, std::slice::from_ref(&row), 0.0);
-        near(name, &logits(&model, &[moved(8.0, 1.0)], 0.0), &plain, 1e-4);
+        assert_close(name, &logits(&model, &[moved(8.0, 1.0)], 0.0), &plain, 1e-4);
         let stretched = logits(&model, &[moved(0.0, 3.0)], 0.0);
         let largest = plain.iter().zip(&stretched).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert_eq!(largest > 1e-3, sees, "{name}: {largest}");
@@ -111,18 +103,18 @@ fn positions_that_count_are_those_of_self_attention() {
     let attention = AttentionConfig::fourier();
     assert!(attention.takes_positions() && !AttentionConfig::shaw().takes_positions());
     let module = MultiHeadAttentionConfig::new(8, 2).with_attention(attention).init(&device).unwrap();
-    let numbers: Vec<f32> = (0..2 * 6 * 8).map(|n| ((n * 13 % 17) as f32 - 8.0) / 5.0).collect();
-    let x = Tensor::<3>::from_data(TensorData::new(numbers, [2, 6, 8]), &device).require_grad();
+    let noise: Vec<f32> = (0..2 * 6 * 8).map(|n| ((n * 13 % 17) as f32 - 8.0) / 5.0).collect();
+    let x = Tensor::<3>::from_data(TensorData::new(noise, [2, 6, 8]), &device).require_grad();
     let counted: Vec<f32> = (0..12).map(|n| (n % 6) as f32).collect();
     let positions = Tensor::<3>::from_data(TensorData::new(counted, [2, 6, 1]), &device).require_grad();
     for mask in [AttentionMask::causal(), AttentionMask::bidirectional().with_lengths(&[6, 4])] {
         let plain = module.self_attention(x.clone(), &mask).unwrap();
         let placed = module.self_attention_at(x.clone(), positions.clone(), &mask).unwrap();
-        let vector = |x: &Tensor<3>| x.clone().try_into_vec_as::<f32>().unwrap();
-        near("outputs", &vector(&placed), &vector(&plain), 1e-5);
+        let vector = |x: &Tensor<3>| numbers(x.clone());
+        assert_close("outputs", &vector(&placed), &vector(&plain), 1e-5);
         let square = |y: Tensor<3>| (y.clone() * y).sum().backward();
         let (of_plain, of_placed) = (square(plain), square(placed));
-        near("gradients", &vector(&x.grad(&of_placed).unwrap()), &vector(&x.grad(&of_plain).unwrap()), 1e-4);
+        assert_close("gradients", &vector(&x.grad(&of_placed).unwrap()), &vector(&x.grad(&of_plain).unwrap()), 1e-4);
         assert!(positions.grad(&of_placed).unwrap().abs().max().into_scalar::<f32>() > 1e-4);
     }
     let mask = AttentionMask::causal();

@@ -1,5 +1,7 @@
 //! A sequence cut into stretches that are computed side by side has the loss and the gradients of the whole.
 
+mod support;
+
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
@@ -10,7 +12,8 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::AttentionConfig;
 use longspan::backend::Peers;
 use longspan::layers::CrossEntropyLoss;
-use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState, Positions};
+use longspan::models::{LanguageModel, LanguageModelConfig, LanguageState, Positions};
+use support::block;
 
 const VOCAB: usize = 11;
 const BATCH: usize = 2;
@@ -124,10 +127,6 @@ fn hold(config: &LanguageModelConfig, count: usize, processes: usize) -> usize {
         assert!((found - later).abs() < 1e-5 * later, "{what}: {found} {later} after it");
     }
     peers[0].sent.load(Ordering::Relaxed)
-}
-
-fn block() -> BlockConfig {
-    BlockConfig::new().with_d_model(16).with_heads(2).with_d_ff(24).with_dropout(0.0)
 }
 
 fn config(attention: &str) -> LanguageModelConfig {
