@@ -1,11 +1,15 @@
 //! A person's file of text: `-` is standard input, and gzip is read as what it holds.
 
+use std::fmt::Display;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use flate2::bufread::MultiGzDecoder;
+use serde_json::Value;
+
+use crate::run::config::RunConfig;
 
 /// The first bytes of gzip.
 pub const GZIP: [u8; 2] = [0x1f, 0x8b];
@@ -18,6 +22,16 @@ pub fn is_standard_input(path: &Path) -> bool {
 /// The name of a file for people.
 pub fn name(path: &Path) -> String {
     if is_standard_input(path) { "standard input".into() } else { path.display().to_string() }
+}
+
+/// Makes the paths of a run's files absolute: it may be resumed from another folder.
+pub fn make_absolute(config: &mut RunConfig) -> Result<()> {
+    let RunConfig { pairs, text, labelled, series, development, held_out, .. } = config;
+    let files = [pairs, labelled, series, development, held_out].into_iter().flatten().chain(text);
+    for path in files.filter(|path| !is_standard_input(path)) {
+        *path = std::path::absolute(&*path)?;
+    }
+    Ok(())
 }
 
 /// Opens a file.
@@ -91,5 +105,47 @@ pub fn utf8<'a>(line: &'a [u8], at: &str) -> Result<&'a str> {
             byte + 1,
             line[byte]
         )
+    })
+}
+
+/// What is wrong in a line of a file, with its place.
+pub fn in_line<E: Display>(name: impl Display, line: usize) -> impl Fn(E) -> anyhow::Error {
+    move |problem| anyhow!("{name}, line {line}: {problem}")
+}
+
+/// What `read` makes of the lines of a file and their numbers; `None` for those that hold nothing, as empty ones do. Line ends are taken off.
+pub fn each<T, E: Display>(
+    bytes: &[u8],
+    name: &str,
+    mut read: impl FnMut(&str, usize) -> Result<Option<T>, E>,
+) -> Result<Vec<T>> {
+    let mut all = Vec::new();
+    for (line, number) in bytes.split(|&byte| byte == b'\n').zip(1..) {
+        let line = utf8(line.strip_suffix(b"\r").unwrap_or(line), &format!("{name}, line {number}"))?;
+        if !line.is_empty() {
+            all.extend(read(line, number).map_err(in_line(name, number))?);
+        }
+    }
+    Ok(all)
+}
+
+/// A line's two columns, which are called so.
+pub fn two_columns<'a>(line: &'a str, [first, second]: [&str; 2]) -> Result<[&'a str; 2], String> {
+    let columns: Vec<&str> = line.split('\t').collect();
+    columns.try_into().map_err(|columns: Vec<&str>| {
+        let (plural, help) = match columns.len() {
+            1 => ("", format!("separate {first} and {second} by a tab, or learn a text as it is with --text")),
+            _ => ("s", "keep two columns, as `cut -f 1,2` does".into()),
+        };
+        format!("{} column{plural}, expected two ({first}, tab, {second}); {help}", columns.len())
+    })
+}
+
+/// A line as JSON.
+pub fn json(line: &str) -> Result<Value, String> {
+    serde_json::from_str(line).map_err(|error| {
+        // serde_json counts from the line it was given: its own "line 1" would mislead.
+        let problem = error.to_string();
+        format!("no JSON: {}", problem.split(" at line ").next().unwrap_or_default())
     })
 }

@@ -103,6 +103,18 @@ impl Interval {
         Self { rate, low: known.then_some(rate - half), high: known.then_some(rate + half) }
     }
 
+    /// Without the part of the interval where the number cannot be.
+    pub fn within(self, least: f64, most: f64) -> Self {
+        Self { low: self.low.map(|low| low.max(least)), high: self.high.map(|high| high.min(most)), ..self }
+    }
+
+    /// A share and its interval in percent.
+    pub fn in_percent(&self) -> String {
+        let percent = |x: f64| 100.0 * x;
+        let whole = Self { rate: percent(self.rate), low: self.low.map(percent), high: self.high.map(percent) };
+        format!("{:.1} %{}", whole.rate, whole.confidence(1))
+    }
+
     /// The interval in words, with so many decimals; nothing where it is not known.
     pub fn confidence(&self, decimals: usize) -> String {
         match (self.low, self.high) {

@@ -31,7 +31,7 @@ fn bucket(source: &str) -> u64 {
 }
 
 /// Splits examples by the bucket of their source.
-pub fn split<E>(examples: Vec<E>, source: impl Fn(&E) -> &str) -> Split<E> {
+fn split<E>(examples: Vec<E>, source: impl Fn(&E) -> &str) -> Split<E> {
     let mut split = Split { train: Vec::new(), development: Vec::new(), held_out: Vec::new() };
     for example in examples {
         match bucket(source(&example)) {
@@ -43,18 +43,8 @@ pub fn split<E>(examples: Vec<E>, source: impl Fn(&E) -> &str) -> Split<E> {
     split
 }
 
-/// Reads the examples that the settings name, by use. `path` is the file to learn from, `examples` what a person calls them.
-pub fn read<E>(
-    config: &RunConfig,
-    path: &Path,
-    examples: &str,
-    reader: impl Fn(&Path) -> Result<Vec<E>>,
-    source: impl Fn(&E) -> &str,
-) -> Result<Split<E>> {
-    of(config, reader(path)?, examples, reader, source)
-}
-
-/// The same of examples that have been read; those of own files for development and scores are still to be.
+/// Examples by their use, and those of the files for development and scores that the settings name. `examples` is what a person
+/// calls them.
 pub fn of<E>(
     config: &RunConfig,
     all: Vec<E>,

@@ -211,11 +211,15 @@ pub trait Task: Sized + Sync {
     /// The data in a line, for the beginning of training.
     fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String;
 
-    /// The size of the model's stack, such as `2+2 blocks`.
-    fn blocks(config: &RunConfig) -> String;
+    /// The size of the model's stack, such as `4 blocks`.
+    fn blocks(config: &RunConfig) -> String {
+        format!("{} blocks", config.layers)
+    }
 
     /// The pieces of a text that the model does not know, in order.
-    fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str>;
+    fn unknown_pieces<'a>(&self, _text: &'a str) -> Vec<&'a str> {
+        Vec::new()
+    }
 }
 
 /// What a run is asked with.

@@ -8,26 +8,25 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::layers::pinball;
 use longspan::models::SeriesModel;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use super::attention;
 use super::labels;
 use super::lines;
 use super::series::file::{self, Series};
 use super::series::scaling::{Scaling, usual_gap};
-use super::series::{check_missing, make_absolute, model, padded};
+use super::series::{check_missing, model, next, padded, times};
 use super::split::{self, Split, evenly};
 use super::task::{Answering, Data, Loss, Shown, Task, Vocabulary};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::run::seal::hex;
 use crate::terminal::notes::note;
 use crate::terminal::samples::{self, Sample, visible};
-use crate::terminal::shell;
 use scores::{Scores, Sums};
 use window::{Drawn, Example, Seen, Sizes, Stretch, Window, inputs};
 
@@ -99,7 +98,7 @@ impl Task for Forecast {
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
         let task = Self { scaling: Scaling::of(&learned, None), sizes };
         let data = task.windows(parts, config)?;
-        make_absolute(config)?;
+        lines::make_absolute(config)?;
         Ok((task, data))
     }
 
@@ -156,15 +155,8 @@ impl Task for Forecast {
     }
 
     fn lines(&self, path: &Path) -> Result<Option<Vec<String>>> {
-        // JSON lines are answered as they come.
-        if lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str()) {
-            return Ok(None);
-        }
-        let all = file::read(path, false)?;
-        for one in &all {
-            self.ahead(one).map_err(|problem| anyhow!("{}, line {}: {problem}", lines::name(path), one.line))?;
-        }
-        Ok(Some(all.iter().map(file::to_json).collect()))
+        let all = file::read_whole(path, |one| self.ahead(one).map(drop))?;
+        Ok(all.map(|all| all.iter().map(file::to_json).collect()))
     }
 
     fn told(
@@ -176,9 +168,8 @@ impl Task for Forecast {
     ) -> Result<Vec<(String, bool)>> {
         let read = |(place, text): (usize, &&str)| {
             let line = (how.line)(place);
-            let at = |problem: String| anyhow!("{}, line {line}: {problem}", how.name);
-            let one = file::from_json(text, line).map_err(at)?;
-            let (seen, times) = self.ahead(&one).map_err(|problem| at(problem.to_string()))?;
+            let one = file::from_json(text, line).map_err(lines::in_line(how.name, line))?;
+            let (seen, times) = self.ahead(&one).map_err(lines::in_line(how.name, line))?;
             Ok((one, seen, times))
         };
         let all = texts.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
@@ -247,20 +238,13 @@ impl Task for Forecast {
     }
 
     fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
-        let all = read(how.config, path)?;
-        for one in &all {
-            self.scaling
-                .check(one)
-                .map_err(|problem| anyhow!("{}, line {}: {problem}", lines::name(path), one.line))?;
-        }
+        let (name, all) = (lines::name(path), read(how.config, path)?);
+        all.iter().try_for_each(|one| self.scaling.check(one).map_err(lines::in_line(&name, one.line)))?;
         let windows: Vec<Window> =
             all.into_iter().flat_map(|one| self.sizes.whole(one).windows(self.sizes, self.sizes.told)).collect();
         if windows.is_empty() {
-            bail!(
-                "{}: no series has more than {} points, from which the next are told; give longer ones",
-                lines::name(path),
-                self.sizes.least()
-            );
+            let least = self.sizes.least();
+            bail!("{name}: no series has more than {least} points, from which the next are told; give longer ones");
         }
         self.score(model, &windows, how)
     }
@@ -285,21 +269,13 @@ impl Task for Forecast {
                 }
             }));
         }
-        let file = how.config.series.as_deref().filter(|path| !lines::is_standard_input(path));
-        let file = file.map_or_else(|| "FILE".into(), shell::path);
-        Ok(Shown { text: samples::table(&all), next: format!("{} predict {folder} {file}", shell::program()) })
+        Ok(Shown { text: samples::table(&all), next: next(folder, how.config.series.as_deref()) })
     }
 
     fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
         let Sizes { told, context } = self.sizes;
         let stretches = data.train.stretches();
         let channels = self.scaling.channels();
-        let times = match attention::of_layers(config, config.max_tokens) {
-            Ok(all) if !all.iter().any(|one| one.takes_positions()) => {
-                format!("{} attention counts points, only fourier sees their times", config.attention)
-            }
-            _ => format!("the usual distance of times is {}", self.scaling.step as f32),
-        };
         let by_time = stretches.iter().any(|part| part.points.end < part.series.times.len());
         let held_out = match (data.held_out.is_empty(), by_time) {
             (true, _) => "nothing is held out".into(),
@@ -308,20 +284,13 @@ impl Task for Forecast {
         };
         format!(
             "{}: the next {told} points from up to {context} before them; {} series of {channels} channel{} to learn from, {} windows; \
-             {held_out}; {times}",
+             {held_out}; {}",
             config.data_name(),
             stretches.len(),
             if channels == 1 { "" } else { "s" },
             data.train.count(),
+            times(config, &self.scaling),
         )
-    }
-
-    fn blocks(config: &RunConfig) -> String {
-        format!("{} blocks", config.layers)
-    }
-
-    fn unknown_pieces<'a>(&self, _: &'a str) -> Vec<&'a str> {
-        Vec::new()
     }
 }
 
@@ -403,8 +372,7 @@ impl Forecast {
             let name = own.as_deref().map_or(config.data_name(), lines::name);
             for Stretch { series, points } in part {
                 // What no model can take is found before a run is made.
-                self.seen(series, 0..series.times.len(), &[])
-                    .map_err(|problem| anyhow!("{name}, line {}: {problem}", series.line))?;
+                self.seen(series, 0..series.times.len(), &[]).map_err(lines::in_line(&name, series.line))?;
                 hash.update(format!("{} {} {}\n", series.key, points.start, points.end));
             }
         }
@@ -420,7 +388,7 @@ impl Forecast {
             held_out,
             too_long: 0,
             longest: self.sizes.context + self.sizes.told,
-            sha256: hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect(),
+            sha256: hex(&hash.finalize()),
         })
     }
 

@@ -63,15 +63,11 @@ impl Scores {
         };
         let ratio = |above: fn(&Sums) -> f64, below: fn(&Sums) -> f64| {
             let pairs: Vec<(f64, f64)> = units.iter().map(|sums| (above(sums), below(sums))).collect();
-            let mut found = Interval::ratio(&pairs);
-            found.low = found.low.map(|low| low.max(0.0));
-            found
+            Interval::ratio(&pairs).within(0.0, f64::INFINITY)
         };
         let over = |below: fn(&Sums) -> f64| {
             units.iter().any(|sums| below(sums) > 0.0).then(|| ratio(|sums| sums.errors, below))
         };
-        let mut coverage = ratio(|sums| sums.inside, |sums| sums.values);
-        coverage.high = coverage.high.map(|high| high.min(1.0));
         Self {
             series: series.len(),
             windows: units.iter().map(|sums| sums.windows).sum(),
@@ -80,7 +76,7 @@ impl Scores {
             error_over_last: over(|sums| sums.of_last),
             error_over_mean: over(|sums| sums.of_mean),
             pinball_loss: ratio(|sums| sums.pinball, |sums| sums.values),
-            coverage,
+            coverage: ratio(|sums| sums.inside, |sums| sums.values).within(0.0, 1.0),
             several,
         }
     }
@@ -101,9 +97,6 @@ impl Display for Scores {
             }
         }
         line(f, "pinball loss", &self.pinball_loss, unit)?;
-        let percent = |x: f64| 100.0 * x;
-        let Interval { rate, low, high } = self.coverage;
-        let coverage = Interval { rate: percent(rate), low: low.map(percent), high: high.map(percent) };
-        writeln!(f, "{:<27} {:.1} %{}", "80 % interval holds", coverage.rate, coverage.confidence(1))
+        writeln!(f, "{:<27} {}", "80 % interval holds", self.coverage.in_percent())
     }
 }

@@ -3,11 +3,11 @@
 use std::collections::HashSet;
 use std::path::Path;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use serde_json::Value;
 
 use crate::tasks::csv::Table;
-use crate::tasks::lines::{self, Format, utf8};
+use crate::tasks::lines::{self, Format};
 use crate::terminal::notes::note;
 
 /// A text and its label.
@@ -53,18 +53,8 @@ fn parse(bytes: &[u8], format: Format, name: &str) -> Result<(Vec<Labelled>, usi
 type Found = Vec<(usize, Labelled)>;
 
 fn by_line(bytes: &[u8], format: Format, name: &str) -> Result<Found> {
-    let mut found = Vec::new();
-    for (index, line) in bytes.split(|&byte| byte == b'\n').enumerate() {
-        let line = line.strip_suffix(b"\r").unwrap_or(line);
-        if line.is_empty() {
-            continue;
-        }
-        let at = format!("{name}, line {}", index + 1);
-        let line = utf8(line, &at)?;
-        let labelled = if format == Format::JsonLines { from_json(line) } else { from_columns(line) };
-        found.push((index + 1, labelled.map_err(|problem| anyhow!("{at}: {problem}"))?));
-    }
-    Ok(found)
+    let read = if format == Format::JsonLines { from_json } else { from_columns };
+    lines::each(bytes, name, |text, line| Ok::<_, String>(Some((line, read(text)?))))
 }
 
 fn from_table(bytes: &[u8], name: &str) -> Result<Found> {
@@ -76,26 +66,13 @@ fn from_table(bytes: &[u8], name: &str) -> Result<Found> {
 }
 
 fn from_columns(line: &str) -> Result<Labelled, String> {
-    let columns: Vec<&str> = line.split('\t').collect();
-    let [text, label] = columns[..] else {
-        let plural = if columns.len() == 1 { "" } else { "s" };
-        let help = if columns.len() == 1 {
-            "separate text and label by a tab, or learn a text as it is with --text"
-        } else {
-            "keep two columns, as `cut -f 1,2` does"
-        };
-        return Err(format!("{} column{plural}, expected two (text, tab, label); {help}", columns.len()));
-    };
+    let [text, label] = lines::two_columns(line, ["text", "label"])?;
     Ok(Labelled { text: text.into(), label: label.trim().into() })
 }
 
 fn from_json(line: &str) -> Result<Labelled, String> {
     const EXAMPLE: &str = "expected an object such as {\"text\": \"how nice\", \"label\": \"good\"}";
-    let value: Value = serde_json::from_str(line).map_err(|error| {
-        // serde_json counts from the line it was given: its own "line 1" would mislead.
-        let problem = error.to_string();
-        format!("no JSON: {}; {EXAMPLE}", problem.split(" at line ").next().unwrap_or_default())
-    })?;
+    let value = lines::json(line).map_err(|problem| format!("{problem}; {EXAMPLE}"))?;
     if value.get("source").is_some() && value.get("target").is_some() {
         return Err("it has a source and a target; give such pairs with --pairs".into());
     }

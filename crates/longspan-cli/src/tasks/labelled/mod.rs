@@ -12,7 +12,7 @@ use sha2::Digest;
 
 use super::batches::padded;
 use super::feed::Shuffled;
-use super::labels::{self, Goal, Scores, Target};
+use super::labels::{self, Scores, Target};
 use super::lines;
 use super::split::{self, Split, evenly};
 use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
@@ -33,11 +33,7 @@ pub struct Labels {
 }
 
 /// A text as ids, and what is to be told of it.
-#[derive(Debug, Clone)]
-pub struct Example {
-    tokens: Vec<u32>,
-    goal: Goal,
-}
+type Example = labels::Example<Vec<u32>>;
 
 impl Task for Labels {
     type Example = Example;
@@ -56,11 +52,7 @@ impl Task for Labels {
         let target = Target::of(split.train.iter().map(|labelled| labelled.label.as_str()), config, Self::EXAMPLES)?;
         let task = Self { tokenizer, target };
         let data = task.encode(split, config)?;
-        let paths = [&mut config.labelled, &mut config.development, &mut config.held_out];
-        for path in paths.into_iter().flatten().filter(|path| !lines::is_standard_input(path)) {
-            // The run may be resumed from another folder.
-            *path = std::path::absolute(&*path)?;
-        }
+        lines::make_absolute(config)?;
         config.tokens.get_or_insert(task.tokenizer.kind().into());
         Ok((task, data))
     }
@@ -94,11 +86,11 @@ impl Task for Labels {
     }
 
     fn size(example: &Example) -> (usize, usize) {
-        (1, example.tokens.len())
+        (1, example.input.len())
     }
 
     fn loss(&self, model: &Classifier, batch: &[&Example], smoothing: f64, device: &Device) -> Result<Loss> {
-        let rows: Vec<&[u32]> = batch.iter().map(|example| example.tokens.as_slice()).collect();
+        let rows: Vec<&[u32]> = batch.iter().map(|example| example.input.as_slice()).collect();
         let (tokens, lengths) = padded(&rows, device);
         self.target.loss(
             batch.iter().map(|example| example.goal),
@@ -144,10 +136,6 @@ impl Task for Labels {
         )
     }
 
-    fn blocks(config: &RunConfig) -> String {
-        format!("{} blocks", config.layers)
-    }
-
     fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
         self.tokenizer.unknown_pieces(text)
     }
@@ -173,17 +161,9 @@ impl Labels {
 
     /// Texts as ids.
     fn encode(&self, split: Split<Labelled>, config: &RunConfig) -> Result<Data<Self>> {
-        let ids = |texts: &[Labelled]| {
-            let mut examples = Vec::with_capacity(texts.len());
-            for one in texts {
-                if let Some(goal) = self.target.goal(&one.label)? {
-                    examples.push(Example { tokens: self.ids(&one.text)?, goal });
-                }
-            }
-            Ok::<_, anyhow::Error>(examples)
-        };
-        let (train, development) = (ids(&split.train)?, ids(&split.development)?);
-        labels::data(train, development, split.held_out, config, |Example { tokens, goal }, hash| {
+        let examples = |texts: &[Labelled]| self.target.examples(texts, |one| &one.label, |one| self.ids(&one.text));
+        let (train, development) = (examples(&split.train)?, examples(&split.development)?);
+        labels::data(train, development, split.held_out, config, |Example { input: tokens, goal }, hash| {
             hash.update((tokens.len() as u64).to_le_bytes());
             goal.hash(hash);
             tokens.iter().for_each(|id| hash.update(id.to_le_bytes()));
@@ -194,5 +174,5 @@ impl Labels {
 /// Reads the texts that the settings name, by use.
 fn read_split(config: &RunConfig) -> Result<Split<Labelled>> {
     let Some(path) = &config.labelled else { bail!("no labelled texts are given; name them with --labelled") };
-    split::read(config, path, Labels::EXAMPLES, file::read, |labelled| &labelled.text)
+    split::of(config, file::read(path)?, Labels::EXAMPLES, file::read, |labelled| &labelled.text)
 }

@@ -21,6 +21,7 @@ use super::split::evenly;
 use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::run::seal::hex;
 use crate::run::write::write_atomic;
 use crate::terminal::plot::Matrix;
 use confusion::Confusion;
@@ -53,6 +54,13 @@ pub enum Target {
 pub enum Goal {
     Label(u32),
     Number(f32),
+}
+
+/// What the model gets of a text or a series, and what is right of it.
+#[derive(Debug, Clone)]
+pub struct Example<I> {
+    pub input: I,
+    pub goal: Goal,
 }
 
 impl Goal {
@@ -164,6 +172,22 @@ impl Target {
                 None => bail!("the label {label:?} is no number, and this run foretells numbers; give numbers"),
             },
         }
+    }
+
+    /// Examples of all whose label occurred in training.
+    pub fn examples<R, I>(
+        &self,
+        all: &[R],
+        label: impl Fn(&R) -> &str,
+        input: impl Fn(&R) -> Result<I>,
+    ) -> Result<Vec<Example<I>>> {
+        let mut examples = Vec::with_capacity(all.len());
+        for one in all {
+            if let Some(goal) = self.goal(label(one))? {
+                examples.push(Example { input: input(one)?, goal });
+            }
+        }
+        Ok(examples)
     }
 
     /// The loss of a batch: of classes by `cross_entropy`, of numbers by `squared_error`.
@@ -317,8 +341,7 @@ pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
     let development = evenly(&development, DEVELOPMENT);
     let mut hash = Sha256::new();
     train.iter().for_each(|example| fingerprint(example, &mut hash));
-    let sha256 = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-    let too_long = count - train.len();
+    let (too_long, sha256) = (count - train.len(), hex(&hash.finalize()));
     let train = Shuffled::new(train, T::size, config.batch_size, config.seed);
     Ok(Data { train, development, held_out, too_long, longest, sha256 })
 }

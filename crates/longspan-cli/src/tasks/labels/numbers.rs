@@ -33,8 +33,7 @@ impl Errors {
             let Interval { rate, low, high } = Interval::ratio(&squares);
             Interval { rate: 1.0 - rate, low: high.map(|high| 1.0 - high), high: low.map(|low| (1.0 - low).min(1.0)) }
         });
-        let mut mean_absolute_error = Interval::ratio(&absolute);
-        mean_absolute_error.low = mean_absolute_error.low.map(|low| low.max(0.0));
+        let mean_absolute_error = Interval::ratio(&absolute).within(0.0, f64::INFINITY);
         Self { unit, examples: pairs.len(), r_squared, mean_absolute_error }
     }
 }

@@ -2,12 +2,12 @@
 
 use std::path::Path;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use serde_json::Value;
 
 use super::csv;
 use super::example::{Entry, Example, group};
-use crate::tasks::lines::{self, Format, utf8};
+use crate::tasks::lines::{self, Format};
 use crate::terminal::notes::note;
 
 /// Reads pairs, gathered by source. The name decides on the format: `.jsonl` or `.ndjson`, `.csv`, otherwise tab-separated.
@@ -34,43 +34,23 @@ pub fn parse(bytes: &[u8], format: Format, name: &str) -> Result<Vec<Entry>> {
 }
 
 fn by_line(bytes: &[u8], format: Format, name: &str) -> Result<Vec<Entry>> {
-    let mut entries = Vec::new();
-    for (text, line) in bytes.split(|&byte| byte == b'\n').zip(1..) {
-        let text = text.strip_suffix(b"\r").unwrap_or(text);
-        if text.is_empty() {
-            continue;
-        }
-        let at = format!("{name}, line {line}");
-        let text = utf8(text, &at)?;
-        if format == Format::JsonLines {
-            let (source, targets) = json_pair(text).map_err(|problem| {
-                anyhow!("{at}: {problem}; expected an object such as {{\"source\": \"cat\", \"target\": \"K AE T\"}}")
-            })?;
-            entries.extend(targets.into_iter().map(|target| Entry { line, source: source.clone(), target }));
+    let found = lines::each(bytes, name, |text, line| {
+        let (source, targets) = if format == Format::JsonLines {
+            json_pair(text).map_err(|problem| {
+                format!("{problem}; expected an object such as {{\"source\": \"cat\", \"target\": \"K AE T\"}}")
+            })?
         } else {
-            let columns: Vec<&str> = text.split('\t').collect();
-            let [source, target] = columns[..] else {
-                let help = if columns.len() == 1 {
-                    "separate source and target by a tab, or learn a text as it is with --text"
-                } else {
-                    "keep two columns, as `cut -f 1,2` does"
-                };
-                let plural = if columns.len() == 1 { "" } else { "s" };
-                bail!("{at}: {} column{plural}, expected two (source, tab, target); {help}", columns.len());
-            };
-            entries.push(Entry { line, source: source.into(), target: target.into() });
-        }
-    }
-    Ok(entries)
+            let [source, target] = lines::two_columns(text, ["source", "target"])?;
+            (source.to_owned(), vec![target.to_owned()])
+        };
+        Ok::<_, String>(Some(targets.into_iter().map(move |target| Entry { line, source: source.clone(), target })))
+    })?;
+    Ok(found.into_iter().flatten().collect())
 }
 
 /// The keys `source` and `target` of an object; others are not looked at. A target may be a list of texts.
 fn json_pair(text: &str) -> Result<(String, Vec<String>), String> {
-    let value: Value = serde_json::from_str(text).map_err(|error| {
-        // serde_json counts from the line it was given: its own "line 1" would mislead.
-        let problem = error.to_string();
-        format!("no JSON: {}", problem.split(" at line ").next().unwrap_or_default())
-    })?;
+    let value = lines::json(text)?;
     let Value::Object(mut object) = value else { return Err(format!("{value} is not an object")) };
     if object.contains_key("text") && object.contains_key("label") {
         return Err("it has a text and a label; give labelled texts with --labelled".into());

@@ -10,7 +10,7 @@ mod model;
 
 use std::path::Path;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use burn::tensor::Device;
 use longspan::models::Seq2Seq;
 use sha2::{Digest, Sha256};
@@ -19,12 +19,13 @@ use super::feed::Shuffled;
 use super::lines;
 use super::memory;
 use super::scores::ErrorRates;
-use super::split::{Split, split};
+use super::split::{self, Split};
 use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
 use super::tokens::{Kind, Tokenizer};
 use super::workers::Workers;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::run::seal::hex;
 use crate::run::write::write_atomic;
 use example::{Example, Pair};
 
@@ -53,11 +54,7 @@ impl Task for Pairs {
 
     fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
         let split = read_split(config)?;
-        let paths = [&mut config.pairs, &mut config.development, &mut config.held_out];
-        for path in paths.into_iter().flatten().filter(|path| !lines::is_standard_input(path)) {
-            // The run may be resumed from another folder.
-            *path = std::path::absolute(&*path)?;
-        }
+        lines::make_absolute(config)?;
         let task = Self::build(config, &split)?;
         let data = task.encode(split, config)?;
         config.source_tokens.get_or_insert(task.source.kind().into());
@@ -154,17 +151,7 @@ fn read_split(config: &RunConfig) -> Result<Split<Example>> {
         Some(path) => file::read(path)?,
         None => cmudict::examples(),
     };
-    let mut split = split(examples, |example| &example.source);
-    for (part, own) in [(&mut split.development, &config.development), (&mut split.held_out, &config.held_out)] {
-        if let Some(path) = own {
-            // What would have been held out is learned from instead.
-            split.train.extend(std::mem::replace(part, file::read(path)?));
-        }
-    }
-    if split.train.is_empty() {
-        bail!("{}: no pairs are left to train on after a tenth is held out; give more pairs", config.data_name());
-    }
-    Ok(split)
+    split::of(config, examples, "pairs", file::read, |example| &example.source)
 }
 
 impl Pairs {
@@ -215,10 +202,10 @@ impl Pairs {
     fn ids(&self, examples: &[Example], name: &str) -> Result<Vec<Pair>> {
         let mut pairs = Vec::new();
         for example in examples {
-            let at = |line: usize| move |error| anyhow!("{name}, line {line}: {error}");
-            let source = self.source.encode(&example.source).map_err(at(example.lines[0]))?;
+            let source = self.source.encode(&example.source).map_err(lines::in_line(name, example.lines[0]))?;
             for (text, &line) in example.targets.iter().zip(&example.lines) {
-                pairs.push(Pair { source: source.clone(), target: self.target.encode(text).map_err(at(line))? });
+                let target = self.target.encode(text).map_err(lines::in_line(name, line))?;
+                pairs.push(Pair { source: source.clone(), target });
             }
         }
         Ok(pairs)
@@ -251,5 +238,5 @@ fn fingerprint(pairs: &[Pair]) -> String {
             }
         }
     }
-    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&hash.finalize())
 }

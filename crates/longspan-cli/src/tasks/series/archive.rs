@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 
 use super::file::{Point, Series, series, value};
-use crate::tasks::lines::utf8;
+use crate::tasks::lines;
 
 /// A series from a line of a `.tsv`: the label, then values at the times 0, 1, 2, …. Missing ones at the end are padding.
 pub fn from_columns(text: &str, line: usize) -> Result<Series, String> {
@@ -31,12 +31,10 @@ fn counted(values: Vec<f64>) -> Vec<Point> {
 /// Series from a `.ts`: lines that begin with `@` say what is in it, those after `@data` are series.
 pub fn read(bytes: &[u8], name: &str) -> Result<Vec<Series>> {
     let (mut timed, mut labelled, mut begun) = (false, None, false);
-    let mut all = Vec::new();
-    for (text, line) in bytes.split(|&byte| byte == b'\n').zip(1..) {
-        let at = format!("{name}, line {line}");
-        let text = utf8(text, &at)?.trim();
+    let all = lines::each(bytes, name, |text, line| {
+        let text = text.trim();
         if text.is_empty() || text.starts_with('#') {
-            continue;
+            return Ok(None);
         }
         if let Some(words) = text.strip_prefix('@') {
             let words = words.to_lowercase();
@@ -48,15 +46,14 @@ pub fn read(bytes: &[u8], name: &str) -> Result<Vec<Series>> {
                 "data" => begun = true,
                 _ => {}
             }
-            continue;
+            return Ok(None);
         }
         if !begun {
-            bail!("{at}: a series before the line @data; put the lines that begin with @ first");
+            return Err("a series before the line @data; put the lines that begin with @ first".into());
         }
         // Of a file that does not say, the last field is a label where it is no list of numbers.
-        let one = from_line(text, timed, labelled.unwrap_or(true), line);
-        all.push(one.map_err(|problem| anyhow!("{at}: {problem}"))?);
-    }
+        from_line(text, timed, labelled.unwrap_or(true), line).map(Some)
+    })?;
     if !begun {
         bail!("{name}: no line @data; give a .ts file of the UEA or UCR archive");
     }

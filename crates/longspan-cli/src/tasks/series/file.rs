@@ -1,7 +1,6 @@
 //! A person's own series: JSON lines, CSV with a point a line, or the files of the UEA and UCR archives.
 
 use std::collections::HashMap;
-use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,8 +9,9 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::archive;
+use crate::run::seal::hex;
 use crate::tasks::csv::Table;
-use crate::tasks::lines::{self, utf8};
+use crate::tasks::lines;
 use crate::terminal::notes::note;
 
 /// What stands for a missing value, beside an empty field.
@@ -76,10 +76,7 @@ pub fn series(mut points: Vec<Point>, label: Option<String>, line: usize) -> Res
     let values = values.concat();
     let mut hash = Sha256::new();
     times.iter().chain(&values).for_each(|number| hash.update(number.to_le_bytes()));
-    let key = hash.finalize().iter().take(16).fold(String::new(), |mut key, byte| {
-        let _ = write!(key, "{byte:02x}");
-        key
-    });
+    let key = hex(&hash.finalize()[..16]);
     Ok(Series {
         times,
         values,
@@ -144,6 +141,16 @@ pub fn read(path: &Path, refuse: bool) -> Result<Vec<Series>> {
     Ok(all)
 }
 
+/// The series of a file that is answered whole, once each is checked; `None` of JSON lines, which are answered as they come.
+pub fn read_whole(path: &Path, check: impl Fn(&Series) -> Result<()>) -> Result<Option<Vec<Series>>> {
+    if lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str()) {
+        return Ok(None);
+    }
+    let (name, all) = (lines::name(path), read(path, false)?);
+    all.iter().try_for_each(|one| check(one).map_err(lines::in_line(&name, one.line)))?;
+    Ok(Some(all))
+}
+
 /// The series in the contents of a file whose name has this end; `name` is its name in errors.
 pub fn parse(bytes: &[u8], ending: &str, name: &str) -> Result<Vec<Series>> {
     let bytes = lines::unmarked(bytes, name)?;
@@ -176,15 +183,7 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str) -> Result<Vec<Series>> {
 
 /// A series on each line that is not empty.
 fn by_line(bytes: &[u8], name: &str, read: impl Fn(&str, usize) -> Result<Series, String>) -> Result<Vec<Series>> {
-    let mut all = Vec::new();
-    for (text, line) in bytes.split(|&byte| byte == b'\n').zip(1..) {
-        let at = format!("{name}, line {line}");
-        let text = utf8(text.strip_suffix(b"\r").unwrap_or(text), &at)?;
-        if !text.trim().is_empty() {
-            all.push(read(text, line).map_err(|problem| anyhow!("{at}: {problem}"))?);
-        }
-    }
-    Ok(all)
+    lines::each(bytes, name, |text, line| if text.trim().is_empty() { Ok(None) } else { read(text, line).map(Some) })
 }
 
 /// A series as a line of JSON, which a run answers.
@@ -206,11 +205,7 @@ pub fn to_json(one: &Series) -> String {
 pub fn from_json(text: &str, line: usize) -> Result<Series, String> {
     const EXAMPLE: &str =
         "expected an object such as {\"times\": [0, 0.5, 2], \"values\": [1.5, 1.4, 0.2], \"label\": \"a\"}";
-    let value: Value = serde_json::from_str(text).map_err(|error| {
-        // serde_json counts from the line it was given: its own "line 1" would mislead.
-        let problem = error.to_string();
-        format!("no JSON: {}; {EXAMPLE}", problem.split(" at line ").next().unwrap_or_default())
-    })?;
+    let value = lines::json(text).map_err(|problem| format!("{problem}; {EXAMPLE}"))?;
     if value.get("text").is_some() {
         return Err("it has a text; give labelled texts with --labelled".into());
     }
@@ -298,7 +293,7 @@ fn from_table(bytes: &[u8], name: &str) -> Result<Vec<Series>> {
     let ids: HashMap<usize, &str> = places.into_iter().map(|(id, place)| (place, id)).collect();
     let one = |(place, (line, points, label)): (usize, (usize, Vec<Point>, Option<String>))| {
         let ahead = ahead(&points);
-        let one = series(points, label, line).map_err(|problem| anyhow!("{name}, line {line}: {problem}"))?;
+        let one = series(points, label, line).map_err(lines::in_line(name, line))?;
         let id = ids.get(&place).filter(|_| id.is_some()).map(|id| id.trim().to_owned());
         Ok(Series { names: names.clone(), id, ahead, ..one })
     };

@@ -7,14 +7,14 @@ pub mod scaling;
 
 use std::path::Path;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use burn::tensor::{Device, Tensor, TensorData};
 use longspan::models::SeriesModel;
 use sha2::Digest;
 
 use super::attention;
 use super::feed::Shuffled;
-use super::labels::{self, Goal, Scores, Target};
+use super::labels::{self, Scores, Target};
 use super::lines;
 use super::split::{self, Split, evenly};
 use super::task::{Answer, Answering, Data, Loss, Shown, Task, Vocabulary};
@@ -33,11 +33,7 @@ pub struct SeriesTask {
 }
 
 /// A series as the model gets it, and what is to be told of it.
-#[derive(Debug, Clone)]
-pub struct Example {
-    points: Points,
-    goal: Goal,
-}
+type Example = labels::Example<Points>;
 
 /// The numbers of all points, and their times.
 pub type Points = (Vec<f32>, Vec<f32>);
@@ -66,7 +62,7 @@ impl Task for SeriesTask {
         }
         let task = Self { scaling: Scaling::of(&split.train, clock), target };
         let data = task.measured(split, config)?;
-        make_absolute(config)?;
+        lines::make_absolute(config)?;
         Ok((task, data))
     }
 
@@ -96,12 +92,12 @@ impl Task for SeriesTask {
     }
 
     fn size(example: &Example) -> (usize, usize) {
-        (1, example.points.1.len())
+        (1, example.input.1.len())
     }
 
     fn loss(&self, model: &SeriesModel, batch: &[&Example], smoothing: f64, device: &Device) -> Result<Loss> {
         let (values, times, lengths) =
-            padded(batch.iter().map(|example| &example.points), self.scaling.inputs(), device);
+            padded(batch.iter().map(|example| &example.input), self.scaling.inputs(), device);
         self.target.loss(
             batch.iter().map(|example| example.goal),
             |classes| model.loss(values.clone(), times.clone(), &lengths, classes, smoothing),
@@ -114,30 +110,23 @@ impl Task for SeriesTask {
     }
 
     fn lines(&self, path: &Path) -> Result<Option<Vec<String>>> {
-        // JSON lines are answered as they come.
-        if lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str()) {
-            return Ok(None);
-        }
-        let all = file::read(path, false)?;
-        for one in &all {
-            self.scaling
-                .apply(one)
-                .map_err(|problem| anyhow!("{}, line {}: {problem}", lines::name(path), one.line))?;
-        }
+        let all = file::read_whole(path, |one| self.scaling.apply(one).map(drop))?;
         // Points without a value are no points here, wherever they are.
-        Ok(Some(all.into_iter().map(|one| file::to_json(&Series { ahead: Vec::new(), ..one })).collect()))
+        let line = |one| file::to_json(&Series { ahead: Vec::new(), ..one });
+        Ok(all.map(|all| all.into_iter().map(line).collect()))
     }
 
     fn answer(&self, model: &SeriesModel, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
-        let read = |(place, text): (usize, &&str)| {
-            let at = || format!("{}, line {}", how.name, (how.line)(place));
-            let one = file::from_json(text, 0).map_err(|problem| anyhow!("{}: {problem}", at()))?;
+        let read = |text: &str| {
+            let one = file::from_json(text, 0).map_err(anyhow::Error::msg)?;
             if !one.ahead.is_empty() {
-                bail!("{}: it has times to forecast, and this run tells labels; train one with --forecast N", at());
+                bail!("it has times to forecast, and this run tells labels; train one with --forecast N");
             }
-            self.scaling.apply(&one).map_err(|problem| anyhow!("{}: {problem}", at()))
+            self.scaling.apply(&one)
         };
-        let points = texts.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
+        let points = texts.iter().enumerate();
+        let points = points.map(|(place, text)| read(text).map_err(lines::in_line(how.name, (how.line)(place))));
+        let points = points.collect::<Result<Vec<_>>>()?;
         Ok(self.outputs(model, &points, how)?.iter().map(|row| self.target.answers(row)).collect())
     }
 
@@ -146,9 +135,7 @@ impl Task for SeriesTask {
     }
 
     fn score(&self, model: &SeriesModel, series: &[Series], how: &Answering<'_>) -> Result<Scores> {
-        let measured = |one: &Series| {
-            self.scaling.apply(one).map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, one.line))
-        };
+        let measured = |one: &Series| self.scaling.apply(one).map_err(lines::in_line(how.name, one.line));
         let points = series.iter().map(measured).collect::<Result<Vec<_>>>()?;
         let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
         self.target.score(&labels, &self.outputs(model, &points, how)?, Self::EXAMPLES)
@@ -174,41 +161,27 @@ impl Task for SeriesTask {
         };
         let samples: Vec<Sample> = some.iter().zip(&rows).map(sample).collect();
         let file = how.config.held_out.as_deref().or(how.config.series.as_deref());
-        let file = file.filter(|path| !lines::is_standard_input(path)).map_or_else(|| "FILE".into(), shell::path);
-        Ok(Shown { text: samples::table(&samples), next: format!("{} predict {folder} {file}", shell::program()) })
+        Ok(Shown { text: samples::table(&samples), next: next(folder, file) })
     }
 
     fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
         let examples = data.train.examples();
-        let mut lengths: Vec<usize> = examples.iter().map(|example| example.points.1.len()).collect();
+        let mut lengths: Vec<usize> = examples.iter().map(|example| example.input.1.len()).collect();
         lengths.sort_unstable();
         let channels = match self.scaling.channels() {
             1 => "1 channel".into(),
             many => format!("{many} channels"),
         };
         let masked = if self.scaling.masked { ", as many more say what is missing" } else { "" };
-        let times = match attention::of_layers(config, config.max_tokens) {
-            Ok(all) if !all.iter().any(|one| one.takes_positions()) => {
-                format!("; {} attention counts points, only fourier sees their times", config.attention)
-            }
-            _ => format!("; the usual distance of times is {}", self.scaling.step as f32),
-        };
         format!(
-            "{}: {} series to learn from, {} held out; {channels}{masked}, {} points in the middle one{times}; {}",
+            "{}: {} series to learn from, {} held out; {channels}{masked}, {} points in the middle one; {}; {}",
             config.data_name(),
             examples.len(),
             data.held_out.len(),
             lengths.get(lengths.len() / 2).copied().unwrap_or(0),
+            times(config, &self.scaling),
             self.target.introduce(examples.iter().map(|example| example.goal))
         )
-    }
-
-    fn blocks(config: &RunConfig) -> String {
-        format!("{} blocks", config.layers)
-    }
-
-    fn unknown_pieces<'a>(&self, _: &'a str) -> Vec<&'a str> {
-        Vec::new()
     }
 }
 
@@ -220,20 +193,27 @@ pub fn check_missing(config: &RunConfig) -> Result<()> {
     Ok(())
 }
 
-/// Makes the paths of files absolute: the run may be resumed from another folder.
-pub fn make_absolute(config: &mut RunConfig) -> Result<()> {
-    let paths = [&mut config.series, &mut config.development, &mut config.held_out];
-    for path in paths.into_iter().flatten().filter(|path| !lines::is_standard_input(path)) {
-        *path = std::path::absolute(&*path)?;
+/// What a person may try next with a run: a command, with a file of series where there is one.
+pub fn next(folder: &str, file: Option<&Path>) -> String {
+    let file = file.filter(|path| !lines::is_standard_input(path)).map_or_else(|| "FILE".into(), shell::path);
+    format!("{} predict {folder} {file}", shell::program())
+}
+
+/// What becomes of times, in words.
+pub fn times(config: &RunConfig, scaling: &Scaling) -> String {
+    match attention::of_layers(config, config.max_tokens) {
+        Ok(all) if !all.iter().any(|one| one.takes_positions()) => {
+            format!("{} attention counts points, only fourier sees their times", config.attention)
+        }
+        _ => format!("the usual distance of times is {}", scaling.step as f32),
     }
-    Ok(())
 }
 
 /// Reads the series that the settings name, by use.
 fn read_split(config: &RunConfig) -> Result<Split<Series>> {
     let Some(path) = &config.series else { bail!("no series are given; name them with --series") };
     let read = |path: &Path| labelled(path, config.missing == "refuse");
-    split::read(config, path, SeriesTask::EXAMPLES, read, |one| &one.key)
+    split::of(config, read(path)?, SeriesTask::EXAMPLES, read, |one| &one.key)
 }
 
 /// Reads series that all have labels.
@@ -249,19 +229,11 @@ impl SeriesTask {
     /// Series as the model gets them.
     fn measured(&self, split: Split<Series>, config: &RunConfig) -> Result<Data<Self>> {
         let name = config.data_name();
-        let examples = |all: &[Series]| {
-            let mut examples = Vec::with_capacity(all.len());
-            for one in all {
-                if let Some(goal) = self.target.goal(one.label.as_deref().unwrap_or_default())? {
-                    let points =
-                        self.scaling.apply(one).map_err(|problem| anyhow!("{name}, line {}: {problem}", one.line))?;
-                    examples.push(Example { points, goal });
-                }
-            }
-            Ok::<_, anyhow::Error>(examples)
-        };
+        let points = |one: &Series| self.scaling.apply(one).map_err(lines::in_line(&name, one.line));
+        let examples =
+            |all: &[Series]| self.target.examples(all, |one| one.label.as_deref().unwrap_or_default(), points);
         let (train, development) = (examples(&split.train)?, examples(&split.development)?);
-        labels::data(train, development, split.held_out, config, |Example { points: (values, times), goal }, hash| {
+        labels::data(train, development, split.held_out, config, |Example { input: (values, times), goal }, hash| {
             hash.update((times.len() as u64).to_le_bytes());
             goal.hash(hash);
             values.iter().chain(times).for_each(|number| hash.update(number.to_bits().to_le_bytes()));

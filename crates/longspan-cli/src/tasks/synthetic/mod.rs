@@ -17,15 +17,15 @@ use burn::tensor::activation::log_softmax;
 use longspan::layers::CrossEntropyLoss;
 use longspan::models::LanguageModel;
 use serde::Serialize;
-use sha2::{Digest, Sha256};
 
 use super::batches::{Random, padded, values};
 use super::feed::Feed;
-use super::lines::{self, utf8};
+use super::lines;
 use super::scores::{Interval, likeliest};
 use super::task::{Answer, Answering, Data, Loss, Shown, Task, Vocabulary};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::run::seal::sha256;
 use crate::terminal::shell;
 use compressor::Compressor;
 use generate::{Sequence, Spec};
@@ -100,11 +100,8 @@ pub struct Recalled {
 
 impl Display for Recalled {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percent = |x: f64| 100.0 * x;
-        let Interval { rate, low, high } = self.recalled;
-        let recalled = Interval { rate: percent(rate), low: low.map(percent), high: high.map(percent) };
         writeln!(f, "{} sequences, {} questions", self.sequences, self.questions)?;
-        writeln!(f, "recalled             {:.1} %{}", recalled.rate, recalled.confidence(1))
+        writeln!(f, "recalled             {}", self.recalled.in_percent())
     }
 }
 
@@ -136,7 +133,7 @@ impl<M: Model> Task for Synthetic<M> {
     fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
         let (spec, seed) = (&self.spec, config.seed);
         let some = |what_for, count| (0..count).map(|n| draw(spec, seed, what_for, n)).collect();
-        let sha256 = Sha256::digest(format!("{spec} {seed}")).iter().map(|byte| format!("{byte:02x}")).collect();
+        let sha256 = sha256(format!("{spec} {seed}").as_bytes());
         Ok(Data {
             train: Drawn { spec: spec.clone(), seed, batch: Vec::new(), batch_size: config.batch_size },
             development: some(FOR_DEVELOPMENT, DEVELOPMENT),
@@ -150,26 +147,23 @@ impl<M: Model> Task for Synthetic<M> {
     /// Lines of tokens as numbers, then a tab and what is to be given after the last one, or, of what is compressed, all but the last.
     fn read(path: &Path) -> Result<Vec<Sequence>> {
         let (name, bytes) = (lines::name(path), lines::read(path)?);
-        let mut all = Vec::new();
-        for (line, n) in bytes.split(|&byte| byte == b'\n').zip(1..) {
-            let at = format!("{name}, line {n}");
-            let line = utf8(line, &at)?.trim_end_matches('\r');
+        let all = lines::each(&bytes, &name, |line, _| {
+            let line = line.trim_end_matches('\r');
             if line.is_empty() {
-                continue;
+                return Ok(None);
             }
             let Some((tokens, right)) = line.split_once('\t') else {
-                bail!("{at}: no tab; write tokens such as `3 130 7 201 3`, a tab, and what is right after them");
+                bail!("no tab; write tokens such as `3 130 7 201 3`, a tab, and what is right after them");
             };
-            let tokens = numbers(tokens).map_err(|problem| anyhow!("{at}: {problem}"))?;
-            let right = numbers(right).map_err(|problem| anyhow!("{at}: {problem}"))?;
+            let (tokens, right) = (numbers(tokens)?, numbers(right)?);
             let places = M::asked(tokens.len());
             if right.len() != places.len() {
-                bail!("{at}: {} tokens after the tab, expected {}", right.len(), places.len());
+                bail!("{} tokens after the tab, expected {}", right.len(), places.len());
             }
             let mut asked = vec![None; tokens.len()];
             places.zip(right).for_each(|(place, token)| asked[place] = Some(token));
-            all.push(Sequence { tokens, right: asked });
-        }
+            Ok(Some(Sequence { tokens, right: asked }))
+        })?;
         if all.is_empty() {
             bail!("{name}: no sequences in it; give lines of tokens, a tab, and what is right after them");
         }
@@ -210,7 +204,7 @@ impl<M: Model> Task for Synthetic<M> {
         let mut all = Vec::with_capacity(texts.len());
         for (place, text) in texts.iter().enumerate() {
             let tokens = numbers(text).and_then(|tokens| self.check(&tokens, None).map(|()| tokens));
-            let tokens = tokens.map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, (how.line)(place)))?;
+            let tokens = tokens.map_err(lines::in_line(how.name, (how.line)(place)))?;
             let places: Vec<usize> = M::asked(tokens.len()).collect();
             let logits = model.at(padded(&[&tokens], &Device::flex()).0, &places)?;
             let found = values(log_softmax(logits, 1))?;
@@ -240,7 +234,7 @@ impl<M: Model> Task for Synthetic<M> {
     fn score(&self, model: &M, sequences: &[Sequence], how: &Answering<'_>) -> Result<Recalled> {
         for (place, sequence) in sequences.iter().enumerate() {
             let checked = self.check(&sequence.tokens, sequence.right.iter().flatten().copied());
-            checked.map_err(|problem| anyhow!("{}, line {}: {problem}", how.name, (how.line)(place)))?;
+            checked.map_err(lines::in_line(how.name, (how.line)(place)))?;
         }
         let vocabulary = self.spec.tokens();
         let found = how.workers.run(sequences, |_, part| {
@@ -266,9 +260,7 @@ impl<M: Model> Task for Synthetic<M> {
             Ok(found)
         })?;
         let found = found.concat();
-        let mut recalled = Interval::ratio(&found);
-        recalled.low = recalled.low.map(|low| low.max(0.0));
-        recalled.high = recalled.high.map(|high| high.min(1.0));
+        let recalled = Interval::ratio(&found).within(0.0, 1.0);
         let questions = found.iter().map(|(_, asked)| asked).sum::<f64>() as usize;
         Ok(Recalled { sequences: sequences.len(), questions, recalled })
     }
@@ -283,14 +275,6 @@ impl<M: Model> Task for Synthetic<M> {
             "{}: sequences of up to {length} tokens, drawn anew for every step; {HELD_OUT} held out",
             config.data_name()
         )
-    }
-
-    fn blocks(config: &RunConfig) -> String {
-        format!("{} blocks", config.layers)
-    }
-
-    fn unknown_pieces<'a>(&self, _: &'a str) -> Vec<&'a str> {
-        Vec::new()
     }
 }
 

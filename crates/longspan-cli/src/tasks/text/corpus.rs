@@ -8,6 +8,7 @@ use std::time::SystemTime;
 use anyhow::{Result, anyhow, bail};
 use sha2::{Digest, Sha256};
 
+use crate::run::seal::hex;
 use crate::tasks::lines;
 use crate::terminal::notes::note;
 
@@ -240,7 +241,7 @@ impl Corpus {
             visit(at, &piece);
             at = piece.end;
         }
-        Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+        Ok(hex(&hash.finalize()))
     }
 }
 

@@ -71,10 +71,7 @@ impl Task for Text {
         let kind = kind(config)?;
         let corpus = Arc::new(Corpus::open(&config.text, kind != Chosen::Known(Kind::Bytes))?);
         let parts = Parts::of(&corpus, config)?;
-        for path in config.text.iter_mut().filter(|path| !lines::is_standard_input(path)) {
-            // The run may be resumed from another folder.
-            *path = std::path::absolute(&*path)?;
-        }
+        lines::make_absolute(config)?;
         let mut letters = BTreeSet::new();
         let sha256 = corpus.scan(|at, piece| {
             if kind == Chosen::Known(Kind::Characters) && at < parts.train.end {
@@ -212,10 +209,6 @@ impl Task for Text {
             self.tokenizer.kind(),
             self.tokenizer.len()
         )
-    }
-
-    fn blocks(config: &RunConfig) -> String {
-        format!("{} blocks", config.layers)
     }
 
     fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
