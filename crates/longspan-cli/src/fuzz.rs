@@ -26,49 +26,26 @@ use crate::tasks::series::file;
 use crate::tasks::tokens::{Kind, Tokenizer};
 use crate::tasks::{attention, lines};
 
-/// What is put in: things that readers treat in a way of their own.
-const PIECES: [&[u8]; 36] = [
-    b"\"",
-    b"\\",
-    b"\n",
-    b"\r\n",
-    b"\t",
-    b",",
-    b":",
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b"{}",
-    b"[]",
-    b"null",
-    b"true",
-    b"-1",
-    b"0",
-    b"1e308",
-    b"-0.0",
-    b"NaN",
-    b"4294967295",
-    b"4294967296",
-    b"9223372036854775807",
-    b"18446744073709551616",
-    b"1e999",
-    b"\\u0000",
-    b"\\ud800",
-    b"\xff",
-    b"\xef\xbb\xbf",
-    b"\xff\xfe",
-    b"\x1f\x8b",
-    b"\0",
-    b"\xe2\x96\x81",
-    b"(a|a)*",
-    b".*",
-    b"=",
-];
+/// What is put in: things that readers treat in a way of their own. These stand between spaces,
+const WORDS: &str = "\" \\ , : { } [ ] {} [] null true -1 0 1e308 -0.0 NaN 4294967295 4294967296 9223372036854775807 \
+                     18446744073709551616 1e999 \\u0000 \\ud800 \u{feff} \u{2581} (a|a)* .* =";
+
+/// and these are no words.
+const BYTES: [&[u8]; 7] = [b"\n", b"\r\n", b"\t", b"\xff", b"\xff\xfe", b"\x1f\x8b", b"\0"];
+
+/// A number below `limit`, or 0 where there is none.
+fn below(random: &mut Random, limit: usize) -> usize {
+    (random.next() % limit.max(1) as u64) as usize
+}
+
+/// One of them.
+fn piece(random: &mut Random) -> &'static [u8] {
+    let pieces: Vec<&[u8]> = WORDS.split(' ').map(str::as_bytes).chain(BYTES).collect();
+    pieces[below(random, pieces.len())]
+}
 
 /// Changes an input, in up to 6 places.
 fn change(random: &mut Random, corpus: &[Vec<u8>]) -> Vec<u8> {
-    let below = |random: &mut Random, limit: usize| (random.next() % limit.max(1) as u64) as usize;
     let mut input = corpus[below(random, corpus.len())].clone();
     for _ in 0..1 + below(random, 6) {
         let at = below(random, input.len() + 1);
@@ -82,14 +59,14 @@ fn change(random: &mut Random, corpus: &[Vec<u8>]) -> Vec<u8> {
                 input.splice(at..at, part);
             }
             4 | 5 => {
-                let piece = PIECES[below(random, PIECES.len())];
+                let piece = piece(random);
                 input.splice(at..at, piece.iter().copied());
             }
             // A value for a value, where there is one.
             6 => {
                 let end =
                     input[at..].iter().position(|byte| b",}]\n \"".contains(byte)).map_or(input.len(), |n| at + n);
-                let piece = PIECES[below(random, PIECES.len())];
+                let piece = piece(random);
                 input.splice(at..end, piece.iter().copied());
             }
             // The end of another input.

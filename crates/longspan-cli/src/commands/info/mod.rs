@@ -112,34 +112,32 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         writeln!(out, "loss        {loss:.3} {} on development examples", trained.task.measure())?;
     }
     if let Some(held_out) = last("held_out") {
+        let number = |key: &str, part: &str| held_out[key][part].as_f64();
+        let percent = |key: &str| {
+            let [rate, low, high] = ["rate", "low", "high"].map(|part| number(key, part).map(|share| 100.0 * share));
+            Some(format!("{:.1} % ({:.1} … {:.1} %)", rate?, low?, high?))
+        };
+        let decimal = |key: &str, decimals: usize, unit: &str| {
+            let interval = number(key, "low").zip(number(key, "high"));
+            let interval = interval.map(|(low, high)| format!(" ({low:.decimals$} … {high:.decimals$})"));
+            Some(format!("{:.decimals$}{unit}{}", number(key, "rate")?, interval.unwrap_or_default()))
+        };
         for (key, name) in [("token_error_rate", "token"), ("sequence_error_rate", "sequence")] {
-            let percent = |part: &str| held_out[key][part].as_f64().map(|rate| 100.0 * rate);
-            if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
-                writeln!(out, "{name:<11} error rate {rate:.1} % ({low:.1} … {high:.1} %) on held-out sources")?;
+            if let Some(rate) = percent(key) {
+                writeln!(out, "{name:<11} error rate {rate} on held-out sources")?;
             }
         }
-    }
-    if let Some(held_out) = last("held_out") {
-        let number = |part: &str| held_out["bits_per_byte"][part].as_f64();
-        if let Some(rate) = number("rate") {
-            let interval = number("low").zip(number("high")).map(|(low, high)| format!(" ({low:.3} … {high:.3})"));
-            writeln!(out, "held out    {rate:.3} bits per byte{}", interval.unwrap_or_default())?;
-        }
-        for (key, name) in [
-            ("r_squared", "R²"),
-            ("mean_absolute_error", "mean absolute error"),
-            ("error_over_last", "error over that of the last value"),
+        for (name, found) in [
+            ("", decimal("bits_per_byte", 3, " bits per byte")),
+            ("R² ", decimal("r_squared", 4, "")),
+            ("mean absolute error ", decimal("mean_absolute_error", 4, "")),
+            ("error over that of the last value ", decimal("error_over_last", 4, "")),
+            ("accuracy ", percent("accuracy")),
+            ("recalled ", percent("recalled")),
+            ("80 % interval holds ", percent("coverage")),
         ] {
-            let number = |part: &str| held_out[key][part].as_f64();
-            if let Some(rate) = number("rate") {
-                let interval = number("low").zip(number("high")).map(|(low, high)| format!(" ({low:.4} … {high:.4})"));
-                writeln!(out, "held out    {name} {rate:.4}{}", interval.unwrap_or_default())?;
-            }
-        }
-        for (key, name) in [("accuracy", "accuracy"), ("recalled", "recalled"), ("coverage", "80 % interval holds")] {
-            let percent = |part: &str| held_out[key][part].as_f64().map(|rate| 100.0 * rate);
-            if let (Some(rate), Some(low), Some(high)) = (percent("rate"), percent("low"), percent("high")) {
-                writeln!(out, "held out    {name} {rate:.1} % ({low:.1} … {high:.1} %)")?;
+            if let Some(found) = found {
+                writeln!(out, "held out    {name}{found}")?;
             }
         }
     }

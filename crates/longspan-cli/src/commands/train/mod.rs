@@ -341,35 +341,30 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
     for assignment in &arguments.set {
         settings.set_text(assignment)?;
     }
+    let whole = |n: Option<usize>| n.map(Value::from);
+    let word = |word: &Option<String>| word.as_deref().map(Value::from);
+    let path = |flag, path: &Option<PathBuf>| path.as_ref().map(|path| text(flag, path)).transpose();
     let flags: [(&str, &str, Option<Value>); 20] = [
-        (
-            "development",
-            "--development",
-            arguments.development.as_ref().map(|path| text("--development", path)).transpose()?,
-        ),
-        ("held_out", "--held-out", arguments.held_out.as_ref().map(|path| text("--held-out", path)).transpose()?),
-        ("pairs", "--pairs", arguments.pairs.as_ref().map(|path| text("--pairs", path)).transpose()?),
-        ("labelled", "--labelled", arguments.labelled.as_ref().map(|path| text("--labelled", path)).transpose()?),
-        ("series", "--series", arguments.series.as_ref().map(|path| text("--series", path)).transpose()?),
-        ("forecast", "--forecast", arguments.forecast.map(|n| json!(n))),
-        ("synthetic", "--synthetic", arguments.synthetic.as_ref().map(|name| json!(name))),
-        ("backpropagate", "--backpropagate", arguments.backpropagate.map(|n| json!(n))),
+        ("development", "--development", path("--development", &arguments.development)?),
+        ("held_out", "--held-out", path("--held-out", &arguments.held_out)?),
+        ("pairs", "--pairs", path("--pairs", &arguments.pairs)?),
+        ("labelled", "--labelled", path("--labelled", &arguments.labelled)?),
+        ("series", "--series", path("--series", &arguments.series)?),
+        ("forecast", "--forecast", whole(arguments.forecast)),
+        ("synthetic", "--synthetic", word(&arguments.synthetic)),
+        ("backpropagate", "--backpropagate", whole(arguments.backpropagate)),
         ("split_sequence", "--split-sequence", arguments.split_sequence.then_some(Value::Bool(true))),
         ("text", "--text", texts(&arguments.text)?),
-        ("tokens", "--tokens", arguments.tokens.as_ref().map(|name| json!(name))),
-        ("vocabulary", "--vocabulary", arguments.vocabulary.map(|n| json!(n))),
-        ("attention", "--attention", arguments.attention.as_ref().map(|name| json!(name))),
-        ("source_tokens", "--source-tokens", arguments.source_tokens.as_ref().map(|name| json!(name))),
-        ("target_tokens", "--target-tokens", arguments.target_tokens.as_ref().map(|name| json!(name))),
-        ("steps", "--steps", arguments.steps.map(|n| json!(n))),
-        ("minutes", "--minutes", arguments.minutes.map(|n| number("--minutes", n)).transpose()?),
-        ("seed", "--seed", arguments.seed.map(|n| json!(n))),
-        ("batch_size", "--batch-size", arguments.batch_size.map(|n| json!(n))),
-        (
-            "learning_rate",
-            "--learning-rate",
-            arguments.learning_rate.map(|n| number("--learning-rate", n)).transpose()?,
-        ),
+        ("tokens", "--tokens", word(&arguments.tokens)),
+        ("vocabulary", "--vocabulary", whole(arguments.vocabulary)),
+        ("attention", "--attention", word(&arguments.attention)),
+        ("source_tokens", "--source-tokens", word(&arguments.source_tokens)),
+        ("target_tokens", "--target-tokens", word(&arguments.target_tokens)),
+        ("steps", "--steps", whole(arguments.steps)),
+        ("minutes", "--minutes", number("--minutes", arguments.minutes)?),
+        ("seed", "--seed", arguments.seed.map(Value::from)),
+        ("batch_size", "--batch-size", whole(arguments.batch_size)),
+        ("learning_rate", "--learning-rate", number("--learning-rate", arguments.learning_rate)?),
     ];
     for (key, flag, value) in flags {
         if let Some(value) = value {
@@ -397,8 +392,11 @@ fn text(flag: &str, path: &Path) -> Result<Value> {
 }
 
 /// A number as a setting: JSON has neither infinity nor NaN.
-fn number(flag: &str, value: f64) -> Result<Value> {
-    if value.is_finite() { Ok(json!(value)) } else { bail!("{flag} {value}: expected a finite number") }
+fn number(flag: &str, value: Option<f64>) -> Result<Option<Value>> {
+    if let Some(value) = value.filter(|value| !value.is_finite()) {
+        bail!("{flag} {value}: expected a finite number");
+    }
+    Ok(value.map(Value::from))
 }
 
 /// The first folder of `runs/NAME`, `runs/NAME-2`, … that nobody has.
