@@ -114,9 +114,8 @@ fn answers_with_line_ends_are_one_line_and_cut_ones_are_counted() {
     let place = Place::new();
     let pairs: String = (0..60).map(|i| format!("{{\"source\":\"{i}\",\"target\":\"a\\na\\na\\na\"}}\n")).collect();
     place.write("pairs.jsonl", pairs.as_bytes());
-    let mut arguments = place.train("run", "60", &["--learning-rate", "0.01", "--set", "answer_tokens=3"]);
-    arguments[2] = "pairs.jsonl";
-    place.ok(&arguments);
+    let more = ["--learning-rate", "0.01", "--set", "answer_tokens=3"];
+    place.ok(&place.train_on("pairs.jsonl", "run", "60", &more));
     for (lines, note) in
         [("1\n2\n3\n", "3 answers did not end within 3 tokens"), ("2\n", "1 answer did not end within")]
     {
@@ -156,7 +155,7 @@ fn scores_come_with_intervals() {
     place.trained("run");
     let table = place.ok(&["eval", "run", "pairs.tsv"]);
     assert!(table.contains("token error rate") && table.contains("95 % confidence"), "{table}");
-    let value: Value = serde_json::from_str(&place.ok(&["eval", "run", "pairs.tsv", "--json"])).unwrap();
+    let value = place.json(&["eval", "run", "pairs.tsv", "--json"]);
     for key in ["token_error_rate", "sequence_error_rate"] {
         let part = |name: &str| value[key][name].as_f64().unwrap();
         assert!(part("low") <= part("rate") && part("rate") <= part("high"), "{value}");
@@ -164,7 +163,7 @@ fn scores_come_with_intervals() {
     assert_eq!(value["sequences"], 200);
     place.finds_its_scores_again("run");
     place.write("own.jsonl", br#"{"source":"abc","target":["x","y"]}"#);
-    let value: Value = serde_json::from_str(&place.ok(&["eval", "run", "own.jsonl", "--json"])).unwrap();
+    let value = place.json(&["eval", "run", "own.jsonl", "--json"]);
     assert_eq!((value["sequences"].as_u64(), value["tokens"].as_u64()), (Some(1), Some(1)));
 }
 
@@ -178,8 +177,7 @@ fn what_was_held_out_is_scored_while_the_data_are_there() {
     std::fs::remove_file(place.path("pairs.tsv")).unwrap();
     place.fails(&["eval", "run"], &["pairs.tsv", "No such file", "name a file to score"]);
     place.write("pairs.tsv", &pairs);
-    let scores =
-        |beam| -> Value { serde_json::from_str(&place.ok(&["eval", "run", "--beam", beam, "--json"])).unwrap() };
+    let scores = |beam| place.json(&["eval", "run", "--beam", beam, "--json"]);
     let (one, four) = (scores("1"), scores("4"));
     assert_eq!((&one["sequences"], &four["beam"]), (&four["sequences"], &Value::from(4)));
     std::fs::remove_file(place.path("run/checkpoint.safetensors")).unwrap();
@@ -194,7 +192,7 @@ fn a_run_that_learnt_its_pairs_answers_them() {
         (0..49).map(|i| format!("{0}{1}\t{0}{1}\n", char::from(b'a' + i / 7), char::from(b'a' + i % 7))).collect();
     place.write("pairs.tsv", pairs.as_bytes());
     place.ok(&place.train("run", "400", &["--learning-rate", "0.01", "--set", "d_model=32"]));
-    let value: Value = serde_json::from_str(&place.ok(&["eval", "run", "pairs.tsv", "--json"])).unwrap();
+    let value = place.json(&["eval", "run", "pairs.tsv", "--json"]);
     assert!(value["sequence_error_rate"]["rate"].as_f64().unwrap() < 0.2, "{value}");
 }
 
@@ -231,7 +229,7 @@ fn an_unknown_token_is_never_right() {
     let pairs: String = (0..60).map(|i| format!("a{i}\tzebra{i}\n")).collect();
     place.write("pairs.tsv", pairs.as_bytes());
     place.ok(&place.train("run", "40", &["--target-tokens", "tokenizer.json", "--learning-rate", "0.01"]));
-    let value: Value = serde_json::from_str(&place.ok(&["eval", "run", "pairs.tsv", "--json"])).unwrap();
+    let value = place.json(&["eval", "run", "pairs.tsv", "--json"]);
     assert_eq!(value["sequence_error_rate"]["rate"], 1.0, "{value}");
 }
 
@@ -242,10 +240,9 @@ fn the_cost_model_is_explained() {
     for part in ["naive", "chunked", "→", "\"radius\":64", "8192 queries"] {
         assert!(table.contains(part), "{part:?}: {table}");
     }
-    let value: Value = serde_json::from_str(&place.ok(&["explain", "--length", "8192", "--json"])).unwrap();
+    let value = place.json(&["explain", "--length", "8192", "--json"]);
     assert!(value["estimates"].as_array().unwrap().len() >= 2, "{value}");
-    let forced: Value =
-        serde_json::from_str(&place.ok(&["explain", "--length", "64", "--algorithm", "naive", "--json"])).unwrap();
+    let forced = place.json(&["explain", "--length", "64", "--algorithm", "naive", "--json"]);
     assert_eq!(forced["algorithm"], "naive");
     place.ok(&["explain", "--length", "0"]);
     place.ok(&["explain", "--keys", "0"]);
@@ -263,7 +260,7 @@ fn the_cost_model_is_explained() {
     );
     place.fails(&["explain", "--options", "widht"], &["--options widht: expected options such as"]);
     let options = ["explain", "--radius", "4", "--options", "relative={shared=true}", "--json"];
-    let shared: Value = serde_json::from_str(&place.ok(&options)).unwrap();
+    let shared = place.json(&options);
     assert_eq!((&shared["attention"]["relative"]["shared"], &shared["radius"]), (&true.into(), &4.into()));
 }
 
@@ -271,7 +268,7 @@ fn the_cost_model_is_explained() {
 fn mechanisms_are_compared() {
     let place = Place::new();
     let table = place.ok(&["info", "--mechanisms"]);
-    let value: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
+    let value = place.json(&["info", "--mechanisms", "--json"]);
     let listed = place.ok(&["train", "--help"]);
     for facts in value.as_array().unwrap() {
         let name = facts["name"].as_str().unwrap();
@@ -312,9 +309,7 @@ fn pairs_may_be_csv_with_a_header() {
         });
     place.write("PAIRS.CSV", rows.as_bytes());
     place.trained("run");
-    let mut arguments = place.train("csv", "12", &[]);
-    arguments[2] = "PAIRS.CSV";
-    place.ok(&arguments);
+    place.ok(&place.train_on("PAIRS.CSV", "csv", "12", &[]));
     assert_eq!(place.losses("csv"), place.losses("run"));
     let scores = place.ok(&["eval", "run", "pairs.tsv"]);
     assert_eq!(place.ok(&["eval", "run", "PAIRS.CSV"]), scores);
@@ -358,9 +353,7 @@ fn standard_input_and_gzip_are_read() {
     let input = || Stdio::from(std::fs::File::open(place.path("pairs.tsv.gz")).unwrap());
     let output = place.command(&["predict", "run", "-"]).stdin(input()).output().unwrap();
     assert_eq!(text(&output.stdout), answers);
-    let mut arguments = place.train("piped", "3", &[]);
-    arguments[2] = "-";
-    let output = place.command(&arguments).stdin(input()).output().unwrap();
+    let output = place.command(&place.train_on("-", "piped", "3", &[])).stdin(input()).output().unwrap();
     assert!(text(&output.stderr).starts_with("standard input: "), "{}", text(&output.stderr));
     let scores = place.ok(&["eval", "run", "pairs.tsv"]);
     assert_eq!(place.ok(&["eval", "run", "pairs.tsv.gz"]), scores);

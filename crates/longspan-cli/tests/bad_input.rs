@@ -24,14 +24,11 @@ fn bad_pairs_are_named_with_their_line() {
     ] {
         place.write(file, &contents);
         let out = format!("{file}-run");
-        let mut arguments = place.train(&out, "3", &[]);
-        arguments[2] = file;
-        place.fails(&arguments, &parts);
+        place.fails(&place.train_on(file, &out, "3", &[]), &parts);
         assert!(!place.path(&out).exists(), "{file}: a run folder was made");
     }
-    let mut arguments = place.train("run", "3", &[]);
-    arguments[2] = "missing.tsv";
-    place.fails(&arguments, &["cannot read missing.tsv", "No such file"]);
+    let missing = place.train_on("missing.tsv", "run", "3", &[]);
+    place.fails(&missing, &["cannot read missing.tsv", "No such file"]);
 }
 
 #[test]

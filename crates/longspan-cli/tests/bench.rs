@@ -82,8 +82,7 @@ fn a_whole_model_is_measured() {
     for part in ["own products", "× read", "Shares of a step:", "shaw, 16: ", "feed-forward "] {
         assert!(printed.contains(part), "{part} is not in\n{printed}");
     }
-    let json: Value =
-        serde_json::from_str(&place.ok(&[&small[..], &["--json", "--recompute"]].concat())).expect("JSON");
+    let json = place.json(&[&small[..], &["--json", "--recompute"]].concat());
     assert_eq!(json["rows"].as_array().map(Vec::len), Some(2));
     assert!(json["rows"][1]["token"].as_f64().is_some_and(|seconds| seconds > 0.0));
     place.fails(&["bench", "--model", "--mechanisms", "nothing"], &["--mechanisms nothing: no attention of models"]);

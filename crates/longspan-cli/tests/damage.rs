@@ -5,7 +5,7 @@
 mod support;
 
 use std::fs;
-use std::process::{Output, Stdio};
+use std::process::Output;
 use std::time::Duration;
 
 use rand_xoshiro::SplitMix64;
@@ -124,10 +124,7 @@ fn changed_bytes_in_any_file_of_a_run_are_refused_or_harmless() {
 /// Trains `run` to its end in spite of so many kills at random moments, from the first file to the last score; `arguments` begin it
 /// anew. Its steps must be those of `whole`, which nobody kills.
 fn train_in_spite_of(place: &Place, arguments: &dyn Fn(&str) -> Vec<String>, kills: u64, random: &mut Random) {
-    let run = |arguments: &[String]| {
-        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        place.command(&arguments).stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("it starts")
-    };
+    let run = |arguments: &[String]| place.start(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
     let resume = ["train", "--resume", "run"].map(String::from);
     assert!(run(&arguments("whole")).wait().expect("its end").success(), "{:?}", arguments("whole"));
     let (mut killed, mut ended) = (0, 0);
@@ -191,8 +188,7 @@ fn kills_at_random_moments_lose_nothing() {
     ];
     for arguments in &commands {
         for _ in 0..kills {
-            let mut child =
-                place.command(arguments).stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("it starts");
+            let mut child = place.start(arguments);
             std::thread::sleep(Duration::from_micros(random.below(60_000) as u64));
             signal("KILL", child.id());
             child.wait().expect("its end");
@@ -232,12 +228,8 @@ fn every_task_survives_kills_at_random_moments() {
         }
         let steps = steps(kills);
         let arguments = |out: &str| {
-            let tiny = ["d_model=16", "heads=2", "layers=1", "d_ff=16", "radius=2", "workers=2", "batch_size=8"];
-            let more = ["checkpoint_steps=3", "dropout=0.1"];
-            let settings = tiny.iter().chain(&more).flat_map(|setting| ["--set", setting]);
-            let all =
-                ["train", "--out", out, "--steps", &steps].into_iter().chain(task.iter().copied()).chain(settings);
-            all.map(String::from).collect()
+            let more = ["--set", "checkpoint_steps=3", "--set", "dropout=0.1"];
+            support::train(task, out, &steps, &more).into_iter().map(String::from).collect()
         };
         train_in_spite_of(&place, &arguments, kills, &mut random);
     }

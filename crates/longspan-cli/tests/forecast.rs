@@ -5,7 +5,7 @@ mod support;
 use std::fmt::Write as _;
 
 use serde_json::Value;
-use support::{Place, random, text};
+use support::{Place, able, random, text};
 
 /// A wave of a period of 9 with noise, at irregular times: times and values.
 fn wave(points: usize, seed: u64) -> (Vec<f64>, Vec<f64>) {
@@ -48,20 +48,7 @@ fn train<'a>(file: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> V
 }
 
 /// As a model that can learn: wider, in larger batches.
-const ABLE: [&str; 12] = [
-    "--set",
-    "d_model=32",
-    "--set",
-    "heads=4",
-    "--set",
-    "d_ff=64",
-    "--set",
-    "layers=2",
-    "--set",
-    "batch_size=24",
-    "--learning-rate",
-    "0.005",
-];
+const WIDER: [&str; 5] = ["d_model=32", "heads=4", "d_ff=64", "layers=2", "batch_size=24"];
 
 fn number(value: &Value, key: &str) -> f64 {
     value[key]["rate"].as_f64().unwrap_or_else(|| panic!("{key}: {value}"))
@@ -78,9 +65,7 @@ fn good(scores: &Value) {
 fn waves_at_irregular_times_are_told_with_their_intervals() {
     let place = Place::new();
     place.write("waves.jsonl", waves(150).as_bytes());
-    let output = place.run(&train("waves.jsonl", "run", "400", &ABLE));
-    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
-    assert!(output.status.success(), "{stderr}");
+    let (stdout, stderr) = place.said(&train("waves.jsonl", "run", "400", &able(&WIDER)));
     for part in ["the next 6 points from up to 16 before them", "1 channel to learn from", "other series are held out"]
     {
         assert!(stderr.contains(part), "{part:?}: {stderr}");
@@ -105,7 +90,7 @@ fn waves_at_irregular_times_are_told_with_their_intervals() {
         })
         .collect();
     place.write("new.jsonl", new.as_bytes());
-    good(&serde_json::from_str(&place.ok(&["eval", "run", "new.jsonl", "--json"])).unwrap());
+    good(&place.json(&["eval", "run", "new.jsonl", "--json"]));
     assert_eq!(place.ok(&["predict", "run", "new.jsonl"]).lines().count(), 6 * 40);
     let (times, values) = wave(40, 900);
     let last = times[30];
@@ -124,7 +109,7 @@ fn waves_at_irregular_times_are_told_with_their_intervals() {
         let told: Vec<f64> = cells[2..].iter().map(|cell| cell.parse().unwrap()).collect();
         assert!(told.is_sorted() && (told[2] - value).abs() < 10.0, "{line}: {value}");
     }
-    let object: Value = serde_json::from_str(&place.ok(&["predict", "run", "one.jsonl", "--json"])).unwrap();
+    let object = place.json(&["predict", "run", "one.jsonl", "--json"]);
     assert_eq!(object["quantiles"], serde_json::json!([0.1, 0.25, 0.5, 0.75, 0.9]));
     assert_eq!((object["id"].as_str(), object["values"].as_array().unwrap().len()), (Some("b"), 5));
     assert_eq!(object["values"][0][0][2].to_string(), lines.split('\t').nth(4).unwrap());
@@ -157,9 +142,7 @@ fn waves_at_irregular_times_are_told_with_their_intervals() {
 fn one_long_series_is_learned_from_and_its_next_values_are_told() {
     let place = Place::new();
     place.write("long.csv", table(800, &[]).as_bytes());
-    let output = place.run(&train("long.csv", "run", "400", &ABLE));
-    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
-    assert!(output.status.success(), "{stderr}");
+    let (stdout, stderr) = place.said(&train("long.csv", "run", "400", &able(&WIDER)));
     assert!(stderr.contains("the last points of series are held out, 14 windows"), "{stderr}");
     assert!(stdout.contains("1 series, 14 windows, 80 values"), "{stdout}");
     good(&place.info("run")["held_out"]);
@@ -189,9 +172,7 @@ fn several_channels_with_holes_and_every_mechanism_trains() {
         writeln!(all, "{{\"times\": {times:?}, \"values\": [{}]}}", points.join(", ")).unwrap();
     }
     place.write("holes.jsonl", all.as_bytes());
-    let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
-    for (n, facts) in facts.as_array().unwrap().iter().enumerate() {
-        let name = facts["name"].as_str().unwrap();
+    for (n, name) in place.mechanisms().iter().enumerate() {
         let causal = if n % 2 == 0 { "causal=true" } else { "causal=false" };
         let more = ["--attention", name, "--set", causal, "--set", "pooling=attention", "--set", "max_tokens=64"];
         let stdout = place.ok(&train("holes.jsonl", name, "4", &more));

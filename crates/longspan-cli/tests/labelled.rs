@@ -3,7 +3,7 @@
 mod support;
 
 use serde_json::Value;
-use support::{Place, text};
+use support::{Place, able, set};
 
 /// Reports on the weather, labelled by whether they say "not" before "cold": counts of words do not tell.
 fn reports() -> String {
@@ -33,14 +33,14 @@ fn train<'a>(file: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> V
     support::train(&["--labelled", file], out, steps, more)
 }
 
+/// As a model that can learn: wider, in larger batches.
+const WIDER: [&str; 4] = ["d_model=32", "d_ff=64", "layers=2", "batch_size=24"];
+
 #[test]
 fn a_run_tells_labels_with_their_probabilities_and_is_scored() {
     let place = place();
-    let mut more = vec!["--tokens", "words", "--learning-rate", "0.005"];
-    more.extend(["d_model=32", "d_ff=64", "layers=2", "batch_size=24"].iter().flat_map(|setting| ["--set", setting]));
-    let output = place.run(&train("reports.tsv", "run", "400", &more));
-    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
-    assert!(output.status.success(), "{stderr}");
+    let more = [&able(&WIDER)[..], &["--tokens", "words"]].concat();
+    let (stdout, stderr) = place.said(&train("reports.tsv", "run", "400", &more));
     assert!(stderr.contains("2 labels: unpleasant ") && stderr.contains("the commonest has 6"), "{stderr}");
     for part in ["accuracy", "macro F1", "is \\ answered", "It says:", "predict run"] {
         assert!(stdout.contains(part), "{part:?}: {stdout}");
@@ -67,7 +67,7 @@ fn a_run_tells_labels_with_their_probabilities_and_is_scored() {
     assert_eq!((all.len(), first["target"].as_str()), (2, Some("pleasant")));
     assert!((total - 1.0).abs() < 1e-5, "{json}");
 
-    let scores: Value = serde_json::from_str(&place.ok(&["eval", "run", "reports.tsv", "--json"])).unwrap();
+    let scores = place.json(&["eval", "run", "reports.tsv", "--json"]);
     assert!(scores["accuracy"]["rate"].as_f64().unwrap() > 0.95 && scores["macro_f1"].as_f64().unwrap() > 0.95);
     let matrix: u64 = scores["confusion"]
         .as_array()
@@ -86,9 +86,7 @@ fn a_run_tells_labels_with_their_probabilities_and_is_scored() {
 #[test]
 fn every_mechanism_direction_and_pooling_trains_goes_on_and_answers() {
     let place = place();
-    let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
-    for (n, facts) in facts.as_array().unwrap().iter().enumerate() {
-        let name = facts["name"].as_str().unwrap();
+    for (n, name) in place.mechanisms().iter().enumerate() {
         let causal = if n % 2 == 0 { "causal=true" } else { "causal=false" };
         let pooling = ["pooling=last", "pooling=mean", "pooling=attention"][n % 3];
         // Tables by position have a row for every position of the longest text.
@@ -113,7 +111,7 @@ fn csv_and_forms_of_blocks_and_numbers() {
         .collect();
     place.write("reports.csv", format!("label,text\n{table}").as_bytes());
     let forms = ["norm_kind=rms", "activation=silu", "gated=true", "gated_attention=true", "layers=2"];
-    let forms = forms.map(|form| ["--set", form]).concat();
+    let forms = set(&forms);
     let more = [&forms[..], &["--attention", "shaw,softmax"]].concat();
     place.ok(&train("reports.csv", "kept", "6", &more));
     place.ok(&train("reports.tsv", "again", "6", &[&more[..], &["--set", "recompute=true"]].concat()));
@@ -143,10 +141,7 @@ fn csv_and_forms_of_blocks_and_numbers() {
         })
         .collect();
     place.write("counts.tsv", counts.as_bytes());
-    let able = ["d_model=32", "d_ff=64", "layers=2", "batch_size=24"];
-    let mut more: Vec<&str> = able.iter().flat_map(|setting| ["--set", setting]).collect();
-    more.extend(["--learning-rate", "0.005"]);
-    let stdout = place.ok(&train("counts.tsv", "counts", "300", &more));
+    let stdout = place.ok(&train("counts.tsv", "counts", "300", &able(&WIDER)));
     assert!(stdout.contains("R²  ") && stdout.contains("mean absolute error"), "{stdout}");
     assert!(place.info("counts")["held_out"]["r_squared"]["rate"].as_f64().unwrap() > 0.9, "{stdout}");
     place.write("questions", format!("{}1\n{}1\n", "ab".repeat(20), "b".repeat(40)).as_bytes());

@@ -6,7 +6,7 @@ mod support;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use support::{Place, signal, text};
+use support::{Place, set, signal, text};
 
 /// `mpirun` with so many processes of the command, on a machine that may have fewer cores and in a container; each after a line
 /// of shell.
@@ -41,8 +41,7 @@ fn error(output: &Output) -> String {
 /// Arguments of a run on all but pairs. Three processes take 2, 2 and 1 of a text's lanes, whose states begin anew after seven
 /// segments: amid the steps at which runs are gone on with.
 fn train_on<'a>(data: &[&'a str], out: &'a str, steps: &'a str) -> Vec<&'a str> {
-    let settings = ["layers=2", "batch_size=5", "segment=16", "carry=7", "dropout=0"];
-    support::train(&settings.map(|setting| ["--set", setting]).concat(), out, steps, data)
+    support::train(&set(&["layers=2", "batch_size=5", "segment=16", "carry=7", "dropout=0"]), out, steps, data)
 }
 
 /// Arguments of a run of 10 steps; on pairs if nothing else is given.
@@ -74,6 +73,30 @@ fn alike(place: &Place, run: &str, alone: &str) {
     }
 }
 
+/// That so many processes, which are told `more` and say `how` they share the work, learn what one learns, and the same bits each time.
+fn learn_alike(place: &Place, task: &str, data: &[&str], counts: [usize; 2], more: &[&str], how: &str) {
+    let alone = format!("{task}-alone");
+    place.ok(&train(place, &alone, data));
+    let data = [data, more].concat();
+    for count in counts {
+        let (first, second) = (format!("{task}-{count}"), format!("{task}-{count}-again"));
+        let notes = ok(place, count, &train(place, &first, &data));
+        assert!(notes.contains(&format!("{count} processes{how}")), "{notes}");
+        ok(place, count, &train(place, &second, &data));
+        let weights = |run| place.read(&format!("{run}/model.safetensors"));
+        assert_eq!((place.losses(&first), weights(&first)), (place.losses(&second), weights(&second)));
+        alike(place, &first, &alone);
+    }
+    // Gone on with by another number of processes, and by one.
+    let two = format!("{task}-2");
+    ok(place, 3, &["train", "--resume", &two, "--steps", "13"]);
+    place.ok(&["train", "--resume", &two, "--steps", "16"]);
+    for steps in ["13", "16"] {
+        place.ok(&["train", "--resume", &alone, "--steps", steps]);
+    }
+    alike(place, &two, &alone);
+}
+
 #[test]
 fn processes_learn_what_one_learns() {
     let place = place();
@@ -87,25 +110,7 @@ fn processes_learn_what_one_learns() {
         ("synthetic", vec!["--synthetic", "copying:pairs=3,length=16,vocabulary=8"]),
     ];
     for (task, data) in tasks {
-        let alone = format!("{task}-alone");
-        place.ok(&train(&place, &alone, &data));
-        for count in [2, 3] {
-            let (first, second) = (format!("{task}-{count}"), format!("{task}-{count}-again"));
-            let notes = ok(&place, count, &train(&place, &first, &data));
-            assert!(notes.contains(&format!("{count} processes")), "{notes}");
-            ok(&place, count, &train(&place, &second, &data));
-            let weights = |run| place.read(&format!("{run}/model.safetensors"));
-            assert_eq!((place.losses(&first), weights(&first)), (place.losses(&second), weights(&second)));
-            alike(&place, &first, &alone);
-        }
-        // Gone on with by another number of processes, and by one.
-        let two = format!("{task}-2");
-        ok(&place, 3, &["train", "--resume", &two, "--steps", "13"]);
-        place.ok(&["train", "--resume", &two, "--steps", "16"]);
-        for steps in ["13", "16"] {
-            place.ok(&["train", "--resume", &alone, "--steps", steps]);
-        }
-        alike(&place, &two, &alone);
+        learn_alike(&place, task, &data, [2, 3], &[], "");
     }
 }
 
@@ -123,25 +128,7 @@ fn split_sequences_learn_what_whole_ones_do() {
     for (n, more) in options.into_iter().enumerate() {
         let text = ["--text", "novel.txt", "--set", "evaluate=1", "--set", "segment=31", "--set", "batch_size=2"];
         let data = [&text[..], more].concat();
-        let alone = format!("{n}-alone");
-        place.ok(&train(&place, &alone, &data));
-        let data = [&data[..], &["--split-sequence"]].concat();
-        for count in [2, 4] {
-            let (first, second) = (format!("{n}-{count}"), format!("{n}-{count}-again"));
-            let notes = ok(&place, count, &train(&place, &first, &data));
-            assert!(notes.contains(&format!("{count} processes take their stretch")), "{notes}");
-            ok(&place, count, &train(&place, &second, &data));
-            assert_eq!(place.losses(&first), place.losses(&second));
-            alike(&place, &first, &alone);
-        }
-        // Gone on with by another number of processes, and by one.
-        let two = format!("{n}-2");
-        ok(&place, 3, &["train", "--resume", &two, "--steps", "13"]);
-        place.ok(&["train", "--resume", &two, "--steps", "16"]);
-        for steps in ["13", "16"] {
-            place.ok(&["train", "--resume", &alone, "--steps", steps]);
-        }
-        alike(&place, &two, &alone);
+        learn_alike(&place, &n.to_string(), &data, [2, 4], &["--split-sequence"], " take their stretch");
     }
 }
 

@@ -5,7 +5,7 @@ mod support;
 use std::fmt::Write as _;
 
 use serde_json::Value;
-use support::{Place, random, text};
+use support::{Place, able, random, set, text};
 
 /// Waves of two frequencies seen at random times, as JSON lines; the label is the kind, or the frequency itself.
 fn waves(count: usize, seed: u64, number: bool) -> String {
@@ -38,25 +38,12 @@ fn train<'a>(file: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> V
 }
 
 /// As a model that can learn: wider, in larger batches.
-const ABLE: [&str; 10] = [
-    "--set",
-    "d_model=32",
-    "--set",
-    "d_ff=64",
-    "--set",
-    "layers=2",
-    "--set",
-    "batch_size=24",
-    "--learning-rate",
-    "0.005",
-];
+const WIDER: [&str; 4] = ["d_model=32", "d_ff=64", "layers=2", "batch_size=24"];
 
 #[test]
 fn a_run_tells_kinds_of_waves_by_their_times_and_is_scored() {
     let place = place();
-    let output = place.run(&train("waves.jsonl", "run", "400", &ABLE));
-    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
-    assert!(output.status.success(), "{stderr}");
+    let (stdout, stderr) = place.said(&train("waves.jsonl", "run", "400", &able(&WIDER)));
     for part in ["2 channels", "the usual distance of times is", "2 labels: "] {
         assert!(stderr.contains(part), "{part:?}: {stderr}");
     }
@@ -74,8 +61,7 @@ fn a_run_tells_kinds_of_waves_by_their_times_and_is_scored() {
     place.finds_its_scores_again("run");
 
     place.write("new.jsonl", waves(60, 9, false).as_bytes());
-    let scores: Value =
-        serde_json::from_str(&place.ok(&["eval", "run", "new.jsonl", "--json", "--picture", "c.png"])).unwrap();
+    let scores = place.json(&["eval", "run", "new.jsonl", "--json", "--picture", "c.png"]);
     assert!(scores["accuracy"]["rate"].as_f64().unwrap() > 0.85, "{scores}");
     assert_eq!(scores["examples"].as_u64(), Some(60));
     assert!(place.read("c.png").starts_with(b"\x89PNG"));
@@ -99,7 +85,7 @@ fn a_run_tells_kinds_of_waves_by_their_times_and_is_scored() {
 
     // Counted points do not tell them: the times do.
     let blind = ["--attention", "shaw", "--set", "clock=false"];
-    place.ok(&train("waves.jsonl", "counted", "400", &[&ABLE[..], &blind].concat()));
+    place.ok(&train("waves.jsonl", "counted", "400", &[&able(&WIDER)[..], &blind].concat()));
     let counted = place.info("counted")["held_out"]["accuracy"]["rate"].as_f64().unwrap();
     assert!(counted < info["held_out"]["accuracy"]["rate"].as_f64().unwrap(), "{counted}");
 }
@@ -108,8 +94,7 @@ fn a_run_tells_kinds_of_waves_by_their_times_and_is_scored() {
 fn numbers_are_foretold_with_their_errors() {
     let place = place();
     place.write("numbers.jsonl", waves(800, 2, true).as_bytes());
-    let output = place.run(&train("numbers.jsonl", "run", "500", &ABLE));
-    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    let (stdout, stderr) = place.said(&train("numbers.jsonl", "run", "500", &able(&WIDER)));
     assert!(stderr.contains("numbers of mean 0."), "{stderr}");
     assert!(stdout.contains("R²  ") && stdout.contains("mean absolute error  0."), "{stdout}");
     let info = place.info("run");
@@ -120,7 +105,7 @@ fn numbers_are_foretold_with_their_errors() {
     for line in place.ok(&["predict", "run", "new.jsonl"]).lines() {
         assert!((-0.5..1.7).contains(&line.parse::<f64>().unwrap()), "{line}");
     }
-    let scores: Value = serde_json::from_str(&place.ok(&["eval", "run", "new.jsonl", "--json"])).unwrap();
+    let scores = place.json(&["eval", "run", "new.jsonl", "--json"]);
     let error = &scores["mean_absolute_error"];
     assert!(
         error["low"].as_f64() < error["rate"].as_f64() && error["rate"].as_f64() < error["high"].as_f64(),
@@ -133,7 +118,6 @@ fn numbers_are_foretold_with_their_errors() {
 #[test]
 fn missing_values_are_said_and_seen_and_every_mechanism_and_pooling_trains() {
     let place = place();
-    let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
     let holes: String = waves(120, 4, false)
         .lines()
         .map(|line| {
@@ -147,26 +131,13 @@ fn missing_values_are_said_and_seen_and_every_mechanism_and_pooling_trains() {
         })
         .collect();
     place.write("holes.jsonl", holes.as_bytes());
-    for (n, facts) in facts.as_array().unwrap().iter().enumerate() {
-        let name = facts["name"].as_str().unwrap();
+    for (n, name) in place.mechanisms().iter().enumerate() {
         let pooling = ["pooling=mean", "pooling=last", "pooling=attention"][n % 3];
         let causal = if n % 2 == 0 { "causal=true" } else { "causal=false" };
-        let mut more = vec!["--attention", name, "--set", pooling, "--set", causal, "--set", "max_tokens=64"];
-        more.extend([
-            "--set",
-            "gated=true",
-            "--set",
-            "gated_attention=true",
-            "--set",
-            "activation=silu",
-            "--set",
-            "norm_kind=rms",
-            "--set",
-            "recompute=true",
-        ]);
-        let output = place.run(&train("holes.jsonl", name, "4", &more));
-        let stderr = text(&output.stderr);
-        assert!(output.status.success(), "{name}: {stderr}");
+        let forms = ["gated=true", "gated_attention=true", "activation=silu", "norm_kind=rms", "recompute=true"];
+        let mut more = set(&[&[pooling, causal, "max_tokens=64"], &forms[..]].concat());
+        more.extend(["--attention", name]);
+        let (_, stderr) = place.said(&train("holes.jsonl", name, "4", &more));
         assert!(
             stderr.contains("values are missing (") && stderr.contains("as many more say what is missing"),
             "{stderr}"
@@ -203,7 +174,7 @@ fn archives_with_a_file_of_their_own_to_be_scored_on() {
     };
     place.write("Waves_TRAIN.tsv", archive(240).as_bytes());
     place.write("Waves_TEST.tsv", archive(60).as_bytes());
-    let more = [&ABLE[..], &["--held-out", "Waves_TEST.tsv"]].concat();
+    let more = [&able(&WIDER)[..], &["--held-out", "Waves_TEST.tsv"]].concat();
     let stdout = place.ok(&train("Waves_TRAIN.tsv", "run", "250", &more));
     assert!(stdout.contains("60 series, 3 labels") && stdout.contains("Waves_TEST.tsv"), "{stdout}");
     assert!(place.info("run")["held_out"]["accuracy"]["rate"].as_f64().unwrap() > 0.8, "{stdout}");

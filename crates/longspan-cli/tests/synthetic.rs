@@ -3,7 +3,7 @@
 mod support;
 
 use serde_json::Value;
-use support::{Place, text};
+use support::{Place, able};
 
 const SPEC: &str = "mqar:pairs=2,length=16,vocabulary=12";
 
@@ -15,11 +15,8 @@ fn train<'a>(spec: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> V
 #[test]
 fn a_run_learns_to_copy_what_was_said_and_is_scored() {
     let place = Place::new();
-    let mut more = vec!["--learning-rate", "0.005"];
-    more.extend(["d_model=32", "d_ff=64", "batch_size=32"].iter().flat_map(|setting| ["--set", setting]));
-    let output = place.run(&train("recall:pairs=2,length=12,vocabulary=4", "run", "600", &more));
-    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
-    assert!(output.status.success(), "{stderr}");
+    let more = able(&["d_model=32", "d_ff=64", "batch_size=32"]);
+    let (stdout, stderr) = place.said(&train("recall:pairs=2,length=12,vocabulary=4", "run", "600", &more));
     assert!(stderr.contains("recall:pairs=2,length=12,vocabulary=4,noise=0: sequences of up to 12 tokens"), "{stderr}");
     assert!(stdout.contains("1000 sequences, ") && stdout.contains("recalled  "), "{stdout}");
     let info = place.info("run");
@@ -35,7 +32,7 @@ fn a_run_learns_to_copy_what_was_said_and_is_scored() {
         first["answers"].as_array().unwrap().iter().map(|one| one["log_probability"].as_f64().unwrap().exp()).sum();
     assert!((total - 1.0).abs() < 1e-5, "{json}");
     place.write("right.tsv", b"0 3 1 2 0\t3\n1 3 0 2 1 3 0\t2\n");
-    let scores: Value = serde_json::from_str(&place.ok(&["eval", "run", "right.tsv", "--json"])).unwrap();
+    let scores = place.json(&["eval", "run", "right.tsv", "--json"]);
     assert_eq!((scores["questions"].as_u64(), scores["recalled"]["rate"].as_f64()), (Some(2), Some(1.0)));
     for (line, part) in
         [("0 9\t1", "the token 9 is unknown; those of this run are 0 to 3"), ("0 x\t1", "\"x\" is no token")]
@@ -50,8 +47,7 @@ fn a_run_learns_to_copy_what_was_said_and_is_scored() {
 #[test]
 fn a_run_learns_to_compress_and_tells_what_it_was() {
     let place = Place::new();
-    let mut more = vec!["--learning-rate", "0.005"];
-    more.extend(["d_model=32", "d_ff=64", "batch_size=32"].iter().flat_map(|setting| ["--set", setting]));
+    let more = able(&["d_model=32", "d_ff=64", "batch_size=32"]);
     place.ok(&train("compression:length=4,vocabulary=3", "run", "400", &more));
     assert!(place.info("run")["held_out"]["recalled"]["rate"].as_f64().unwrap() > 0.9);
     place.write("questions", b"0 2 1 3\n1 1 0 3\n");
@@ -62,7 +58,7 @@ fn a_run_learns_to_compress_and_tells_what_it_was() {
     let total: f64 = all.iter().map(|one| one["log_probability"].as_f64().unwrap().exp()).sum();
     assert!(total > 0.9 && total <= 1.0 + 1e-5, "all answers without the marker: {json}");
     place.write("right.tsv", b"0 2 1 3\t0 2 1\n");
-    let scores: Value = serde_json::from_str(&place.ok(&["eval", "run", "right.tsv", "--json"])).unwrap();
+    let scores = place.json(&["eval", "run", "right.tsv", "--json"]);
     assert_eq!((scores["questions"].as_u64(), scores["recalled"]["rate"].as_f64()), (Some(3), Some(1.0)));
     place.write("wrong.tsv", b"0 2 1 3\t0 2\n");
     place.fails(&["eval", "run", "wrong.tsv"], &["line 1: 2 tokens after the tab, expected 3"]);
@@ -73,9 +69,7 @@ fn a_run_learns_to_compress_and_tells_what_it_was() {
 #[test]
 fn every_mechanism_and_task_trains_and_goes_on() {
     let place = Place::new();
-    let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
-    for (n, facts) in facts.as_array().unwrap().iter().enumerate() {
-        let name = facts["name"].as_str().unwrap();
+    for (n, name) in place.mechanisms().iter().enumerate() {
         let spec = [
             SPEC,
             "recall:pairs=3,length=20,vocabulary=8,noise=30",

@@ -7,7 +7,7 @@ use std::io::Write;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
-use support::{Place, failed, signal, text};
+use support::{Place, failed, set, signal, text};
 
 /// Lines whose words follow each other by rule, some thousand bytes of them.
 fn verses(lines: usize) -> String {
@@ -32,7 +32,7 @@ fn train<'a>(out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 }
 
 fn train_on<'a>(texts: &[&'a str], out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let settings = ["layers=2", "batch_size=4", "segment=16", "carry=3"].map(|setting| ["--set", setting]).concat();
+    let settings = set(&["layers=2", "batch_size=4", "segment=16", "carry=3"]);
     support::train(&[&settings[..], &["--text"], texts].concat(), out, steps, more)
 }
 
@@ -49,9 +49,7 @@ fn with_input(place: &Place, arguments: &[&str], input: &[u8]) -> std::process::
 #[test]
 fn a_run_learns_says_how_well_and_goes_on() {
     let place = place();
-    let output = place.run(&train("run", "300", &["--learning-rate", "0.02"]));
-    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
-    assert!(output.status.success(), "{stderr}");
+    let (stdout, stderr) = place.said(&train("run", "300", &["--learning-rate", "0.02"]));
     for part in ["bits per byte", "bytes in", "It says:", "generate run --prompt"] {
         assert!(stdout.contains(part), "{part:?}: {stdout}");
     }
@@ -66,7 +64,7 @@ fn a_run_learns_says_how_well_and_goes_on() {
     place.finds_its_scores_again("run");
     let described = place.ok(&["info", "run"]);
     assert!(described.contains("shaw attention, 2 blocks") && described.contains("bits per byte"), "{described}");
-    let scores: Value = serde_json::from_str(&place.ok(&["eval", "run", "verses.txt", "--json"])).unwrap();
+    let scores = place.json(&["eval", "run", "verses.txt", "--json"]);
     assert_eq!(scores["bytes"].as_u64(), Some(verses(300).len() as u64));
     assert!(scores["bits_per_byte"]["rate"].as_f64().unwrap() < 1.5, "{scores}");
     place.write("long.txt", verses(3000).as_bytes());
@@ -79,17 +77,15 @@ fn a_run_learns_says_how_well_and_goes_on() {
 #[test]
 fn every_mechanism_trains_goes_on_generates_and_scores() {
     let place = place();
-    let facts: Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
-    let names = facts.as_array().unwrap().iter().map(|facts| facts["name"].as_str().unwrap());
-    for name in names.chain(["shaw,softmax"]) {
+    let names = place.mechanisms();
+    for name in names.iter().map(String::as_str).chain(["shaw,softmax"]) {
         place.ok(&train(name, "7", &["--attention", name]));
         place.ok(&["train", "--resume", name, "--steps", "9"]);
         assert_eq!(place.losses(name).len(), 9, "{name}");
         // Twice what the run was trained with, where a table has an end.
-        let said: Value =
-            serde_json::from_str(&place.ok(&["generate", name, "--tokens", "100", "--no-end", "--json"])).unwrap();
+        let said = place.json(&["generate", name, "--tokens", "100", "--no-end", "--json"]);
         assert_eq!(said["tokens"].as_u64(), Some(100), "{name}");
-        let scores: Value = serde_json::from_str(&place.ok(&["eval", name, "verses.txt", "--json"])).unwrap();
+        let scores = place.json(&["eval", name, "verses.txt", "--json"]);
         assert!(scores["bits_per_byte"]["rate"].as_f64().unwrap() < 8.0, "{name}: {scores}");
     }
 }
@@ -109,7 +105,7 @@ fn gradients_reach_back_over_segments_and_blocks_have_forms() {
     place.ok(&train("table", "5", &["--backpropagate", "2", "--attention", "aft-full"]));
 
     let forms = ["norm_kind=rms", "activation=silu", "gated=true", "gated_attention=true", "attention=shaw,kernelized"];
-    let forms = forms.map(|form| ["--set", form]).concat();
+    let forms = set(&forms);
     place.ok(&train("forms", "20", &forms));
     place.ok(&train("again", "20", &[&forms[..], &["--set", "recompute=true"]].concat()));
     assert_eq!(place.losses("forms"), place.losses("again"));
@@ -121,7 +117,7 @@ fn gradients_reach_back_over_segments_and_blocks_have_forms() {
 fn an_interrupted_run_goes_on_to_the_same_bits() {
     let place = place();
     place.ok(&train("whole", "200", &[]));
-    let mut child = place.command(&train("parts", "200", &[])).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = place.start(&train("parts", "200", &[]));
     place.wait_for_lines("parts/metrics.jsonl", 5);
     signal("INT", child.id());
     assert_eq!(child.wait().unwrap().code(), Some(130));
@@ -185,14 +181,13 @@ fn texts_come_as_bytes_pairs_of_bytes_folders_gzip_and_standard_input() {
         place.write(name, lines.as_bytes());
     }
     place.write("books/picture", b"\x89PNG\0\0");
-    let output = place.run(&train_on(&["books"], "folder", "6", &[]));
-    let stderr = text(&output.stderr);
-    assert!(output.status.success() && stderr.contains("in 2 texts"), "{stderr}");
+    let (_, stderr) = place.said(&train_on(&["books"], "folder", "6", &[]));
+    assert!(stderr.contains("in 2 texts"), "{stderr}");
     assert!(stderr.contains("books: 1 files that are not text are left out, the first is books/picture"), "{stderr}");
     place.ok(&train("bytes", "6", &["--tokens", "bytes"]));
     assert_eq!(place.info("bytes")["text_vocabulary"].as_u64(), Some(260));
-    let output = place.run(&["generate", "bytes", "--tokens", "300", "--temperature", "3", "--no-end"]);
-    assert!(output.status.success(), "every byte has its text: {}", text(&output.stderr));
+    // Every byte has its text.
+    place.ok(&["generate", "bytes", "--tokens", "300", "--temperature", "3", "--no-end"]);
     place.write("binary", &(0..=255u8).cycle().take(5000).collect::<Vec<_>>());
     place.ok(&train_on(&["binary"], "binary-run", "6", &["--tokens", "bytes"]));
     place.ok(&["eval", "binary-run", "binary"]);
@@ -202,10 +197,8 @@ fn texts_come_as_bytes_pairs_of_bytes_folders_gzip_and_standard_input() {
     assert!((257..=304).contains(&info["text_vocabulary"].as_u64().unwrap()), "{info}");
     assert!(place.ok(&["generate", "pairs", "--prompt", "and the", "--tokens", "30", "--no-end"]).len() > 30);
     place.ok(&["train", "--resume", "pairs", "--steps", "8"]);
-    let unknown: Value = {
-        place.write("other.txt", "Ωμέγα 猫\n".repeat(20).as_bytes());
-        serde_json::from_str(&place.ok(&["eval", "pairs", "other.txt", "--json"])).unwrap()
-    };
+    place.write("other.txt", "Ωμέγα 猫\n".repeat(20).as_bytes());
+    let unknown = place.json(&["eval", "pairs", "other.txt", "--json"]);
     assert_eq!(unknown["unknown"].as_u64(), Some(0), "bytes make up every text");
 
     let whole = with_input(&place, &train_on(&["-"], "piped", "6", &[]), verses(300).as_bytes());
@@ -243,8 +236,7 @@ fn texts_that_are_none_are_named_and_no_run_is_made() {
     place.fails(&train("run", "3", &["--vocabulary", "300", "--tokens", "bytes"]), &["--vocabulary goes with"]);
     place.fails(&train("run", "3", &["--set", "pairs=pairs.tsv"]), &["text is given along with pairs"]);
     place.fails(&train("run", "3", &["--set", "segment=0"]), &["segment = 0"]);
-    let mut pairs = place.train("run", "3", &[]);
-    pairs[2] = "verses.txt";
+    let pairs = place.train_on("verses.txt", "run", "3", &[]);
     place.fails(&pairs, &["verses.txt, line 1: 1 column", "--text"]);
     assert!(!place.path("run").exists());
 }

@@ -5,14 +5,12 @@ mod support;
 use std::process::Stdio;
 use std::time::Duration;
 
-use support::{Place, failed, signal, text, with_file_limit};
+use support::{Place, failed, set, signal, text, with_file_limit};
 
 #[test]
 fn a_run_ends_with_error_rates_samples_and_the_next_command() {
     let place = Place::new();
-    let output = place.run(&place.train("run", "12", &["--seed", "3", "--set", "checkpoint_steps=5"]));
-    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
-    assert!(output.status.success(), "{stderr}");
+    let (stdout, stderr) = place.said(&place.train("run", "12", &["--seed", "3", "--set", "checkpoint_steps=5"]));
     for part in ["held-out examples:", "token error rate", "sequence error rate", "95 % confidence", "predict run"] {
         assert!(stdout.contains(part), "{part:?}: {stdout}");
     }
@@ -45,7 +43,7 @@ fn a_run_ends_with_error_rates_samples_and_the_next_command() {
 #[test]
 fn every_mechanism_trains_goes_on_and_answers() {
     let place = Place::new();
-    let facts: serde_json::Value = serde_json::from_str(&place.ok(&["info", "--mechanisms", "--json"])).unwrap();
+    let facts = place.json(&["info", "--mechanisms", "--json"]);
     for facts in facts.as_array().unwrap() {
         let name = facts["name"].as_str().unwrap();
         place.ok(&place.train(name, "6", &["--attention", name]));
@@ -73,7 +71,7 @@ fn the_same_seed_gives_the_same_run_and_another_seed_another() {
 fn blocks_of_other_forms_train_go_on_and_answer() {
     let place = Place::new();
     let forms = ["norm_kind=rms", "activation=silu", "gated=true", "gated_attention=true", "recompute=true"];
-    let forms = forms.map(|form| ["--set", form]).concat();
+    let forms = set(&forms);
     place.ok(&place.train("run", "6", &forms));
     place.ok(&["train", "--resume", "run", "--steps", "9"]);
     assert_eq!(place.losses("run").len(), 9);
@@ -96,13 +94,17 @@ fn flags_win_over_set_and_set_over_the_file() {
     assert_eq!(config["batch_size"], 8, "a file stands below --set");
 }
 
+/// Arguments without a flag and its value.
+fn without<'a>(mut arguments: Vec<&'a str>, flag: &str) -> Vec<&'a str> {
+    let at = arguments.iter().position(|part| *part == flag).expect("the flag is there");
+    arguments.drain(at..at + 2);
+    arguments
+}
+
 #[test]
 fn minutes_become_steps_that_can_be_given() {
     let place = Place::new();
-    let mut arguments = place.train("timed", "1", &[]);
-    let at = arguments.iter().position(|part| *part == "--steps").expect("the flag is there");
-    arguments.splice(at..at + 2, ["--minutes", "0.01"]);
-    place.ok(&arguments);
+    place.ok(&without(place.train("timed", "1", &["--minutes", "0.01"]), "--steps"));
     let steps = place.info("timed")["config"]["steps"].as_u64().expect("a number").to_string();
     place.ok(&place.train("counted", &steps, &[]));
     assert_eq!(place.losses("timed"), place.losses("counted"));
@@ -201,7 +203,7 @@ fn going_on_keeps_what_the_run_fixed() {
 #[test]
 fn two_processes_cannot_train_in_one_folder() {
     let place = Place::new();
-    let mut child = place.command(&place.train("run", "100000", &[])).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = place.start(&place.train("run", "100000", &[]));
     place.wait_for_lines("run/metrics.jsonl", 2);
     place.fails(&["train", "--resume", "run"], &["another process is training in run"]);
     signal("TERM", child.id());
@@ -241,8 +243,7 @@ fn long_examples_take_little_memory_and_a_signal_is_soon_seen() {
     place.write("pairs.tsv", pairs.as_bytes());
     place.fails(&place.train("run", "3", &[]), &["every training pair has more than 512 tokens", "max_tokens=3002"]);
     let more = ["--set", "max_tokens=3002", "--set", "batch_size=64", "--set", "d_model=64", "--set", "d_ff=128"];
-    let mut child =
-        place.command(&place.train("run", "1000", &more)).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    let mut child = place.start(&place.train("run", "1000", &more));
     place.wait_for_lines("run/metrics.jsonl", 1);
     let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
     signal("INT", child.id());
@@ -261,8 +262,7 @@ fn the_best_weights_are_kept_and_overfitting_is_said() {
     let pairs: String = (0..60u64).map(|i| format!("{i}\t{}\n", i.wrapping_mul(0x9e37_79b9_7f4a_7c15))).collect();
     place.write("pairs.tsv", pairs.as_bytes());
     let more = ["--set", "checkpoint_steps=20", "--set", "d_model=32", "--learning-rate", "0.02"];
-    let output = place.run(&place.train("run", "400", &more));
-    assert!(output.status.success(), "{}", text(&output.stderr));
+    let (_, stderr) = place.said(&place.train("run", "400", &more));
     let metrics = text(&place.read("run/metrics.jsonl"));
     let losses = metrics.lines().filter_map(|line| {
         let value: serde_json::Value = serde_json::from_str(line).unwrap();
@@ -271,7 +271,6 @@ fn the_best_weights_are_kept_and_overfitting_is_said() {
     let (loss, step) = losses.min_by(|a, b| a.0.total_cmp(&b.0)).expect("checkpoints");
     assert!(step < 400, "{metrics}");
     let said = format!("the weights of step {step} are kept: their development loss was {loss:.3}");
-    let stderr = text(&output.stderr);
     assert!(stderr.contains(&said) && stderr.contains("the steps since overfit"), "{said}: {stderr}");
     assert_eq!(place.info("run")["best_step"], step);
     assert!(place.ok(&["info", "run"]).contains(&format!("weights     of step {step}, the best")));
@@ -283,9 +282,7 @@ fn the_best_weights_are_kept_and_overfitting_is_said() {
 #[test]
 fn runs_that_start_at_the_same_time_take_different_folders() {
     let place = Place::new();
-    let mut arguments = place.train("", "3", &[]);
-    let at = arguments.iter().position(|part| *part == "--out").expect("the flag is there");
-    arguments.drain(at..at + 2);
+    let arguments = without(place.train("", "3", &[]), "--out");
     let start = || place.command(&arguments).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
     for child in [start(), start(), start()] {
         let output = child.wait_with_output().unwrap();
@@ -311,10 +308,7 @@ fn the_next_command_can_be_pasted() {
     place.write("pairs.tsv", pairs.as_bytes());
     for run in ["my run's", "-run"] {
         let out = format!("--out={run}");
-        let mut arguments = place.train("x", "3", &[&out]);
-        let at = arguments.iter().position(|part| *part == "--out").expect("the flag is there");
-        arguments.drain(at..at + 2);
-        let printed = place.ok(&arguments);
+        let printed = place.ok(&without(place.train("x", "3", &[&out]), "--out"));
         assert!(printed.contains("(expected "), "{printed}");
         let next = printed.lines().last().expect("a command");
         // As a shell finds `longspan` on its path.
@@ -338,9 +332,8 @@ fn own_development_and_held_out_pairs_are_used_and_data_may_move() {
     place.write("development.tsv", b"abc\tcba\n");
     place.write("held-out.tsv", b"abd\tdba\nabe\teba\n");
     let more = ["--development", "development.tsv", "--held-out", "held-out.tsv"];
-    let output = place.run(&place.train("run", "4", &more));
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    assert!(text(&output.stderr).contains("200 training examples, 2 held out"), "{}", text(&output.stderr));
+    let (_, stderr) = place.said(&place.train("run", "4", &more));
+    assert!(stderr.contains("200 training examples, 2 held out"), "{stderr}");
     std::fs::rename(place.path("pairs.tsv"), place.path("moved.tsv")).unwrap();
     place.fails(&["train", "--resume", "run", "--steps", "6"], &["pairs.tsv", "name where it is now with --pairs"]);
     place.ok(&["train", "--resume", "run", "--steps", "6", "--pairs", "moved.tsv"]);
@@ -354,10 +347,7 @@ fn own_development_and_held_out_pairs_are_used_and_data_may_move() {
 #[test]
 fn few_pairs_get_fewer_steps() {
     let place = Place::new();
-    let mut arguments = place.train("run", "1", &[]);
-    let at = arguments.iter().position(|part| *part == "--steps").expect("the flag is there");
-    arguments.drain(at..at + 2);
-    let mut child = place.command(&arguments).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    let mut child = place.start(&without(place.train("run", "1", &[]), "--steps"));
     place.wait_for_lines("run/metrics.jsonl", 2);
     signal("INT", child.id());
     assert_eq!(child.wait().unwrap().code(), Some(130));

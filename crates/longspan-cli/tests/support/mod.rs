@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -21,12 +21,19 @@ pub struct Place(TempDir);
 const TINY: [&str; 8] =
     ["d_model=16", "heads=2", "layers=1", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
 
+/// `--set` before each of these settings.
+pub fn set<'a>(settings: &[&'a str]) -> Vec<&'a str> {
+    settings.iter().flat_map(|setting| ["--set", setting]).collect()
+}
+
+/// These settings, and the rate at which a wider model learns.
+pub fn able<'a>(settings: &[&'a str]) -> Vec<&'a str> {
+    [&set(settings)[..], &["--learning-rate", "0.005"]].concat()
+}
+
 /// Arguments of a tiny training run on `source`, whose settings win over the tiny ones, then `more`.
 pub fn train<'a>(source: &[&'a str], out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut arguments = vec!["train", "--out", out, "--steps", steps];
-    arguments.extend(TINY.iter().flat_map(|setting| ["--set", setting]));
-    arguments.extend(source.iter().chain(more));
-    arguments
+    [&["train", "--out", out, "--steps", steps], &set(&TINY)[..], source, more].concat()
 }
 
 impl Place {
@@ -60,14 +67,30 @@ impl Place {
 
     /// Runs the command, which must succeed; its standard output.
     pub fn ok(&self, arguments: &[&str]) -> String {
+        self.said(arguments).0
+    }
+
+    /// Runs the command, which must succeed; its standard output and its notes.
+    pub fn said(&self, arguments: &[&str]) -> (String, String) {
         let output = self.run(arguments);
-        assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
-        text(&output.stdout)
+        let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{arguments:?}: {stderr}");
+        (stdout, stderr)
+    }
+
+    /// Runs the command, which must succeed; its standard output as JSON.
+    pub fn json(&self, arguments: &[&str]) -> Value {
+        serde_json::from_str(&self.ok(arguments)).expect("JSON")
+    }
+
+    /// Starts the command, whose output nobody reads.
+    pub fn start(&self, arguments: &[&str]) -> Child {
+        self.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the command starts")
     }
 
     /// Runs the command, which must succeed; what the system says that it took of memory at most, in kB.
     pub fn peak(&self, arguments: &[&str]) -> f64 {
-        let mut child = self.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let mut child = self.start(arguments);
         let mut peak = 0.0;
         loop {
             let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
@@ -88,11 +111,12 @@ impl Place {
 
     /// Arguments of a tiny training run on `pairs.tsv`, then `more`.
     pub fn train<'a>(&self, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-        let mut arguments = vec!["train", "--pairs", "pairs.tsv", "--out", out, "--steps", steps];
-        let layers = ["encoder_layers=1", "decoder_layers=1"];
-        arguments.extend(TINY.iter().chain(&layers).flat_map(|setting| ["--set", setting]));
-        arguments.extend(more);
-        arguments
+        self.train_on("pairs.tsv", out, steps, more)
+    }
+
+    /// The same on another file of pairs.
+    pub fn train_on<'a>(&self, pairs: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+        train(&["--pairs", pairs, "--set", "encoder_layers=1", "--set", "decoder_layers=1"], out, steps, more)
     }
 
     /// A trained tiny run.
@@ -110,12 +134,18 @@ impl Place {
     }
 
     pub fn info(&self, run: &str) -> Value {
-        serde_json::from_str(&self.ok(&["info", run, "--json"])).expect("JSON")
+        self.json(&["info", run, "--json"])
+    }
+
+    /// The names of all mechanisms.
+    pub fn mechanisms(&self) -> Vec<String> {
+        let facts = self.json(&["info", "--mechanisms", "--json"]);
+        facts.as_array().expect("a list").iter().map(|facts| facts["name"].as_str().expect("a name").into()).collect()
     }
 
     /// Checks that `eval` without a file finds again what training said of the held-out examples.
     pub fn finds_its_scores_again(&self, run: &str) {
-        let again: Value = serde_json::from_str(&self.ok(&["eval", run, "--json"])).expect("JSON");
+        let again = self.json(&["eval", run, "--json"]);
         for (name, score) in self.info(run)["held_out"].as_object().expect("scores") {
             assert_eq!(&again[name], score, "{name} of {again}");
         }
