@@ -178,14 +178,9 @@ impl Search<'_> {
     /// The likeliest continuations of one prefix, best first, as many as could survive.
     fn candidates(&self, row: usize, prefix: &Prefix, logits: &[f32]) -> Result<Vec<Candidate>> {
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        if logits.iter().any(|x| x.is_nan()) || !largest.is_finite() {
-            return Err(Error::Argument {
-                operation: "generate",
-                argument: "logits",
-                expected: "finite numbers".into(),
-                got: format!("NaN or infinity after {} tokens; the model's weights are broken", prefix.tokens.len()),
-            });
-        }
+        let finite = largest.is_finite() && !logits.iter().any(|x| x.is_nan());
+        let got = || format!("NaN or infinity after {} tokens; the model's weights are broken", prefix.tokens.len());
+        argument(finite, "generate", "logits", || "finite numbers".into(), got)?;
         let total = logits.iter().map(|&x| f64::from(x - largest).exp()).sum::<f64>().ln();
         let mut best: Vec<Candidate> = logits
             .iter()
@@ -207,12 +202,8 @@ impl Search<'_> {
         Ok(best)
     }
 
-    fn score(&self, log_probability: f64, tokens: usize) -> f64 {
-        log_probability / ((tokens + 1) as f64).powf(self.options.length_penalty)
-    }
-
     fn store(&mut self, source: usize, tokens: Vec<usize>, log_probability: f64, finished: bool) {
-        let score = self.score(log_probability, tokens.len());
+        let score = log_probability / ((tokens.len() + 1) as f64).powf(self.options.length_penalty);
         self.answers[source].push(Hypothesis { tokens, log_probability, score, finished });
     }
 }

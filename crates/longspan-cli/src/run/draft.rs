@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow, bail};
 
 use super::folder::{LOCK, Lock, RunFolder};
-use super::write::help;
+use super::write::{help, sync};
 use crate::terminal::shell;
 
 /// A hidden folder beside the one that is wanted. It takes its name when all of it is there, and is removed if that never
@@ -102,11 +102,6 @@ fn clear(folder: &Path) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-/// Waits until the names in a folder are on the disk. Elsewhere than on Unix folders cannot be opened.
-fn sync(path: &Path) -> io::Result<()> {
-    if cfg!(unix) { fs::File::open(path)?.sync_all() } else { Ok(()) }
 }
 
 /// The folder that a path lies in.

@@ -18,7 +18,7 @@ use anyhow::{Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::write::{cannot_write, write_atomic};
+use super::write::{cannot_write, sync, write_atomic};
 use crate::terminal::shell;
 
 /// The file of the seal, within a run folder.
@@ -164,17 +164,8 @@ pub fn replace(folder: &Path, files: &[(&str, &Path)]) -> Result<()> {
         let list = allowed.entry((*name).into()).or_default();
         list.drain(..list.len() - 1);
     }
-    sync(folder)?;
+    sync(folder).map_err(|error| cannot_write(folder, error))?;
     if sealed { store(folder, allowed) } else { Ok(()) }
-}
-
-/// Waits until the names in a folder are on the disk.
-fn sync(folder: &Path) -> Result<()> {
-    // Elsewhere than on Unix folders cannot be opened.
-    if cfg!(unix) {
-        fs::File::open(folder).and_then(|file| file.sync_all()).map_err(|error| cannot_write(folder, error))?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Writing files in one piece, and what to say when that fails.
 
+use std::fs::File;
 use std::io;
 use std::path::Path;
 
@@ -9,6 +10,11 @@ use longspan::checkpoint;
 /// Replaces a file in one piece: readers see the old contents or the new ones.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     checkpoint::write_atomically(path, bytes).map_err(write_error)
+}
+
+/// Waits until the names in a folder are on the disk. Elsewhere than on Unix folders cannot be opened.
+pub fn sync(folder: &Path) -> io::Result<()> {
+    if cfg!(unix) { File::open(folder)?.sync_all() } else { Ok(()) }
 }
 
 /// A file that could not be written, and the help.

@@ -127,15 +127,15 @@ pub fn values<const D: usize>(x: Tensor<D>) -> Result<Vec<f32>> {
 }
 
 /// A batch of token lists, `[batch, longest]`, padded at the ends; and their lengths.
-pub fn padded(rows: &[&[u32]], device: &Device) -> (Tensor<2, Int>, Vec<usize>) {
-    let longest = rows.iter().map(|row| row.len()).max().unwrap_or(0);
+pub fn padded(rows: &[impl AsRef<[u32]>], device: &Device) -> (Tensor<2, Int>, Vec<usize>) {
+    let lengths: Vec<usize> = rows.iter().map(|row| row.as_ref().len()).collect();
+    let longest = lengths.iter().copied().max().unwrap_or(0);
     let mut ids = Vec::with_capacity(rows.len() * longest);
-    for row in rows {
-        ids.extend(row.iter().map(|&id| id as i32));
-        ids.extend(std::iter::repeat_n(PAD as i32, longest - row.len()));
+    for (row, length) in rows.iter().zip(&lengths) {
+        ids.extend(row.as_ref().iter().map(|&id| id as i32));
+        ids.extend(std::iter::repeat_n(PAD as i32, longest - length));
     }
-    let tensor = Tensor::from_data(TensorData::new(ids, [rows.len(), longest]), device);
-    (tensor, rows.iter().map(|row| row.len()).collect())
+    (Tensor::from_data(TensorData::new(ids, [rows.len(), longest]), device), lengths)
 }
 
 #[cfg(test)]

@@ -67,11 +67,8 @@ pub fn size(bytes: f64) -> String {
     const UNITS: [&str; 7] = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
     let step = (bytes.max(1.0).log10() / 3.0).floor().min(6.0);
     let value = bytes / 1000f64.powf(step);
-    if value >= 100.0 {
-        format!("{value:.0} {}", UNITS[step as usize])
-    } else {
-        format!("{value:.1} {}", UNITS[step as usize])
-    }
+    let decimals = if value >= 100.0 { 0 } else { 1 };
+    format!("{value:.decimals$} {}", UNITS[step as usize])
 }
 
 #[cfg(test)]

@@ -58,21 +58,15 @@ impl Rate {
         Self { rate, low: (centre - half).max(0.0), high: (centre + half).min(1.0) }
     }
 
-    /// Edits per token over whole sequences: a ratio of two sums, with the normal interval of the ratio estimator
-    /// (Cochran 1977, §6.4; the sequence, not the token, is what was sampled, since errors come in clusters):
-    /// `R ± z·√(n/(n−1)·Σ(e_i − R·l_i)²)/Σ l_i`. May exceed 1, since insertions count.
+    /// Edits per token over whole sequences: [`Interval::ratio`] of two sums, since the sequence, not the token, is what was
+    /// sampled: errors come in clusters. May exceed 1, since insertions count.
     pub fn ratio(scores: &[Score]) -> Self {
-        let n = scores.len() as f64;
-        let edits: usize = scores.iter().map(|score| score.edits).sum();
-        let tokens: usize = scores.iter().map(|score| score.tokens).sum();
-        if tokens == 0 || scores.len() < 2 {
-            let rate = if tokens == 0 { 0.0 } else { edits as f64 / tokens as f64 };
-            return Self { rate, low: 0.0, high: rate.max(1.0) };
+        if scores.iter().all(|score| score.tokens == 0) {
+            return Self { rate: 0.0, low: 0.0, high: 1.0 };
         }
-        let rate = edits as f64 / tokens as f64;
-        let squares: f64 = scores.iter().map(|score| (score.edits as f64 - rate * score.tokens as f64).powi(2)).sum();
-        let half = Z * (n / (n - 1.0) * squares).sqrt() / tokens as f64;
-        Self { rate, low: (rate - half).max(0.0), high: rate + half }
+        let pairs: Vec<(f64, f64)> = scores.iter().map(|score| (score.edits as f64, score.tokens as f64)).collect();
+        let Interval { rate, low, high } = Interval::ratio(&pairs);
+        Self { rate, low: low.map_or(0.0, |low| low.max(0.0)), high: high.unwrap_or(rate.max(1.0)) }
     }
 }
 
@@ -92,7 +86,8 @@ pub struct Interval {
 }
 
 impl Interval {
-    /// `Σ a / Σ b` over pairs that were sampled one by one, with the normal interval of the ratio estimator (Cochran 1977, §6.4).
+    /// `R = Σ a / Σ b` over pairs that were sampled one by one, with the normal interval of the ratio estimator (Cochran 1977, §6.4),
+    /// `R ± z·√(n/(n−1)·Σ(a − R·b)²)/Σ b`.
     pub fn ratio(pairs: &[(f64, f64)]) -> Self {
         let n = pairs.len() as f64;
         let [above, below] = pairs.iter().fold([0.0; 2], |[above, below], (a, b)| [above + a, below + b]);

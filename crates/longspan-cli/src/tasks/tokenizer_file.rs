@@ -101,11 +101,15 @@ pub struct Stream<'a>(
 impl Stream<'_> {
     /// The text that is complete with this id.
     pub fn push(&mut self, id: u32) -> Result<String> {
-        let text = guarded(|| self.0.step(id))
-            .ok_or_else(|| anyhow!("the tokenizer.json breaks on an answer; save it with `tokenizers` again"))?
-            .map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}; choose characters, words or bytes"))?;
-        Ok(text.unwrap_or_default())
+        Ok(decoded(|| self.0.step(id))?.unwrap_or_default())
     }
+}
+
+/// What `tokenizers` makes of ids.
+fn decoded<R>(call: impl FnOnce() -> tokenizers::Result<R>) -> Result<R> {
+    guarded(call)
+        .ok_or_else(|| anyhow!("the tokenizer.json breaks on an answer; save it with `tokenizers` again"))?
+        .map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}; choose characters, words or bytes"))
 }
 
 impl Foreign {
@@ -148,9 +152,7 @@ impl Foreign {
 
     /// Its own ids to text.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        guarded(|| self.inner.decode(ids, true))
-            .ok_or_else(|| anyhow!("the tokenizer.json breaks on an answer; save it with `tokenizers` again"))?
-            .map_err(|error| anyhow!("the tokenizer.json cannot decode: {error}; choose characters, words or bytes"))
+        decoded(|| self.inner.decode(ids, true))
     }
 
     /// Turns its own ids to text as they come.

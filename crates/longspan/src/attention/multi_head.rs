@@ -431,7 +431,7 @@ impl MultiHeadAttention {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
-    use crate::layers::tests::{disturbed, near, random, with_gradients};
+    use crate::layers::tests::{all_near, disturbed, random, with_gradients};
     use crate::layers::{TokenNorm, TokenNormConfig};
 
     /// With norm and residual, and alone; keeping what the backward needs, and forming it again.
@@ -467,14 +467,7 @@ mod tests {
                         None => part.0.self_attention_in(x, &mask, around(recompute)).unwrap(),
                         Some(memory) => part.0.cross_attention_in(x, memory.clone(), &mask, around(recompute)).unwrap(),
                     });
-                    for (n, (got, expected)) in fused.iter().zip(&plain).enumerate() {
-                        near(
-                            &format!("{attention:?}, normed {normed}, gated {gated}, number {n}"),
-                            got,
-                            expected,
-                            5e-5,
-                        );
-                    }
+                    all_near(&format!("{attention:?}, normed {normed}, gated {gated}"), &fused, &plain, 5e-5);
                 }
             }
         }

@@ -17,7 +17,7 @@ use super::{
     ToeplitzAttention, ToeplitzOptions, index_tensor,
 };
 use crate::backend::{self, AnyKernel, Layer, Total};
-use crate::error::{Error, Result, argument};
+use crate::error::{Result, argument};
 
 /// What the options of every mechanism implement.
 pub(super) trait Options: Default {
@@ -282,13 +282,11 @@ impl Attention {
         let q = Tensor::zeros([k.dims()[0], heads, 1, head_dim], (&k.device(), k.dtype()));
         backend::check(layer, &q, &k, &v)?;
         backend::check_by_kernel(layer, &q, &k, &v, mask)?;
-        Ok(match layer.total(k.clone(), v.clone(), mask) {
-            Some(total) => MemoryState { mechanism: layer.name(), remembered: Remembered::Total(Box::new(total)) },
-            None => {
-                let whole = Box::new((k, v, mask.clone()));
-                MemoryState { mechanism: layer.name(), remembered: Remembered::Whole(whole) }
-            }
-        })
+        let remembered = match layer.total(k.clone(), v.clone(), mask) {
+            Some(total) => Remembered::Total(Box::new(total)),
+            None => Remembered::Whole(Box::new((k, v, mask.clone()))),
+        };
+        Ok(MemoryState { mechanism: layer.name(), remembered })
     }
 
     /// What [`Attention::forward`] under a bidirectional mask gives for queries at the positions from `first` on:
@@ -301,14 +299,8 @@ impl Attention {
     /// Shapes that do not fit the memory.
     pub fn recall(&self, q: Tensor<4>, first: usize, memory: &MemoryState) -> Result<Tensor<4>> {
         let name = self.layer().name();
-        if memory.mechanism != name {
-            return Err(Error::Argument {
-                operation: name,
-                argument: "memory",
-                expected: format!("a memory of {name}"),
-                got: format!("one of {}", memory.mechanism),
-            });
-        }
+        let expected = || format!("a memory of {name}");
+        argument(memory.mechanism == name, name, "memory", expected, || format!("one of {}", memory.mechanism))?;
         match &memory.remembered {
             Remembered::Total(total) => {
                 let shape = total.query();

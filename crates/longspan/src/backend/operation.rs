@@ -30,7 +30,9 @@ pub(crate) trait Operation: Debug + Send + Sync + 'static {
     type Kept: Send + Sync + 'static;
 
     /// The result alone.
-    fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error>;
+    fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+        Ok(self.training(tensors)?.0)
+    }
 
     /// The result, and what the backward needs.
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error>;

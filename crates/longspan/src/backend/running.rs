@@ -5,7 +5,7 @@ use longspan_kernels::{KernelizedAttention, RelativeMap};
 
 use super::feature_map::{Learned, Side, lift};
 use super::tensor::{
-    divide, features, largest, narrow_float, relative_features, relative_rows, repeat_heads, widen, with_ones,
+    decays, divide, features, largest, narrow_float, relative_features, relative_rows, repeat_heads, widen, with_ones,
 };
 
 /// The state of a prefix in tensors, one for each query head.
@@ -65,14 +65,12 @@ impl Running {
     ) -> Tensor<4> {
         let dtype = q.dtype();
         let [batch, heads, _, _] = q.dims();
-        let [_, kv_heads, _, value_dim] = v.dims();
+        let value_dim = v.dims()[3];
         let mut q = lift(options.feature_map, learned, Side::Queries, widen(q));
         let mut k = lift(options.feature_map, learned, Side::Keys, widen(repeat_heads(k, heads)));
         let table = table.map(|table| relative_rows(options, learned, table, heads));
         let values = with_ones(widen(repeat_heads(v, heads)), None, options.normalize);
-        let decay = options.decay.as_ref().map(|decay| {
-            let group = heads / kv_heads;
-            let factors: Vec<f64> = (0..heads).map(|h| decay[h / group]).collect();
+        let decay = decays(options, heads).map(|factors| {
             Tensor::<4>::from_data(TensorData::new(factors, [1, heads, 1, 1]), (&q.device(), q.dtype()))
         });
         let mut rescale = decay.clone();

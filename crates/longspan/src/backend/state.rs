@@ -258,23 +258,21 @@ impl AttentionState {
                 let first = tensors.first().map(TensorData::dtype);
                 let fits = heads == sizes.heads && tensors.iter().all(|x| x.rank() == 4 && Some(x.dtype()) == first);
                 let limit = tensors.iter().map(TensorData::num_elements).sum::<usize>();
-                if let (true, Some(dtype), true) = (fits, first, batch.max(value_dim) <= limit) {
-                    let like = Tensor::zeros([batch, heads, 1, sizes.head_dim], (device, dtype));
-                    let Some(mut sums) = layer.sums().map(|sums| sums.empty(&like, value_dim)) else {
-                        return Err(broken("sums, which this mechanism does not keep".into()));
-                    };
-                    let mut wanted = sums.tensors();
-                    let shapes = wanted.iter().map(|x| x.dims()).eq(tensors.iter().map(|x| x.shape().dims::<4>()));
-                    if !shapes {
-                        return Err(broken(shapes_of(tensors)));
-                    }
-                    for (to, from) in wanted.iter_mut().zip(tensors) {
-                        **to = read(from);
-                    }
-                    Some(Inner::Tensors(TensorState::Sums(Box::new(sums))))
-                } else {
+                let (true, Some(dtype)) = (fits && batch.max(value_dim) <= limit, first) else {
+                    return Err(broken(shapes_of(tensors)));
+                };
+                let like = Tensor::zeros([batch, heads, 1, sizes.head_dim], (device, dtype));
+                let Some(mut sums) = layer.sums().map(|sums| sums.empty(&like, value_dim)) else {
+                    return Err(broken("sums, which this mechanism does not keep".into()));
+                };
+                let mut wanted = sums.tensors();
+                if !wanted.iter().map(|x| x.dims()).eq(tensors.iter().map(|x| x.shape().dims::<4>())) {
                     return Err(broken(shapes_of(tensors)));
                 }
+                for (to, from) in wanted.iter_mut().zip(tensors) {
+                    **to = read(from);
+                }
+                Some(Inner::Tensors(TensorState::Sums(Box::new(sums))))
             }
             (Form::Past, [k, v]) if k.rank() == 4 && v.rank() == 4 && k.dtype() == v.dtype() => {
                 let ([batch, kv_heads, tokens, _], v_shape) = (k.shape().dims::<4>(), v.shape().dims::<4>());

@@ -152,6 +152,13 @@ pub(crate) fn repeat_heads(x: Tensor<4>, heads: usize) -> Tensor<4> {
     x.unsqueeze_dim::<5>(2).expand([batch, kv_heads, group, tokens, dim]).reshape([batch, heads, tokens, dim])
 }
 
+/// The decay of each query head.
+pub(super) fn decays(options: &KernelizedAttention, heads: usize) -> Option<Vec<f64>> {
+    let decay = options.decay.as_ref()?;
+    let group = heads / decay.len();
+    Some((0..heads).map(|head| decay[head / group]).collect())
+}
+
 /// `[v, 1]`, or `v` where nothing is divided by; rows of ignored keys are 0.
 pub(crate) fn with_ones(v: Tensor<4>, ignored: Option<&Tensor<4, Bool>>, normalize: bool) -> Tensor<4> {
     let [batch, heads, keys, _] = v.dims();
@@ -288,12 +295,11 @@ impl<'a> Grid<'a> {
         // Beyond these offsets nothing changes but the power of the decay, which the division cancels.
         let nearest = offset.clamp(-(queries as isize), (keys + inputs.radius()) as isize);
         let mut grid = Self::new(inputs, true, nearest, chunk);
-        if let Some(decay) = &inputs.options.decay
+        if let Some(decay) = grid.decay()
             && !inputs.options.normalize
             && offset > nearest
         {
-            let group = heads / decay.len();
-            let powers: Vec<f64> = (0..heads).map(|h| decay[h / group].powf((offset - nearest) as f64)).collect();
+            let powers = decay.iter().map(|gamma| gamma.powf((offset - nearest) as f64)).collect();
             grid.scale = Some(grid.constant(powers, [1, heads, 1, 1]));
         }
         grid
@@ -484,11 +490,7 @@ impl<'a> Grid<'a> {
 
     /// The decay of each query head.
     fn decay(&self) -> Option<Vec<f64>> {
-        let heads = self.q.dims()[1];
-        self.inputs.options.decay.as_ref().map(|decay| {
-            let group = heads / decay.len();
-            (0..heads).map(|h| decay[h / group]).collect()
-        })
+        decays(self.inputs.options, self.q.dims()[1])
     }
 }
 

@@ -156,10 +156,6 @@ pub(crate) mod fused {
         /// The tensors, contiguous.
         type Kept = Vec<FlexTensor>;
 
-        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-            Ok(self.training(tensors)?.0)
-        }
-
         fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
             let tensors = contiguous(tensors);
             let weights = self.weights(&mut tensors[1..].iter());

@@ -24,6 +24,15 @@ pub(crate) fn near(what: &str, got: &[f64], expected: &[f64], allowed: f64) {
     }
 }
 
+/// The same of several lists.
+#[track_caller]
+pub(crate) fn all_near(what: &str, got: &[Vec<f64>], expected: &[Vec<f64>], allowed: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (n, (got, expected)) in got.iter().zip(expected).enumerate() {
+        near(&format!("{what}, number {n}"), got, expected, allowed);
+    }
+}
+
 const ACTIVATIONS: [Activation; 5] =
     [Activation::Identity, Activation::Relu, Activation::Gelu, Activation::GeluTanh, Activation::Silu];
 
@@ -53,9 +62,7 @@ fn linear_layers_are_plain_ones_with_all_gradients() {
                 }
                 all
             };
-            for (n, (got, expected)) in run(DType::F32).iter().zip(&run(DType::F64)).enumerate() {
-                near(&format!("{activation:?}, number {n}"), got, expected, 1e-5);
-            }
+            all_near(&format!("{activation:?}"), &run(DType::F32), &run(DType::F64), 1e-5);
         }
     }
 }
@@ -153,9 +160,7 @@ fn norms_are_plain_ones_with_all_gradients() {
             let fused = with_gradients(&norm, &x, &d, |x| norm.forward(x));
             let plain = with_gradients(&norm, &x, &d, |x| norm.in_tensors(x));
             assert_eq!(fused.len(), if kind == NormKind::Layer { 4 } else { 3 });
-            for (n, (got, expected)) in fused.iter().zip(&plain).enumerate() {
-                near(&format!("{kind:?} {shape:?}, number {n}"), got, expected, 2e-5);
-            }
+            all_near(&format!("{kind:?} {shape:?}"), &fused, &plain, 2e-5);
         }
     }
 }
@@ -176,9 +181,7 @@ fn gated_norms_are_plain_ones_with_all_gradients() {
         let fused = of_x(&|x, gate| norm.forward(x, gate).unwrap());
         let plain = of_x(&|x, gate| norm.in_tensors(x, gate));
         assert_eq!(fused.len(), 6);
-        for (n, (got, expected)) in fused.iter().zip(&plain).enumerate() {
-            near(&format!("{shape:?}, number {n}"), got, expected, 2e-5);
-        }
+        all_near(&format!("{shape:?}"), &fused, &plain, 2e-5);
         let more = random([batch, tokens + 1, heads * head_dim], &device);
         let error = norm.forward(x.clone(), more).unwrap_err().to_string();
         assert!(error.contains("gate: expected ["), "{error}");
@@ -204,9 +207,7 @@ fn embeddings_are_plain_ones_with_all_gradients() {
                 let gradients = (y.clone() * d.clone().cast(dtype)).sum().backward();
                 [flat(y.inner()), flat(weight.grad(&gradients).unwrap())]
             };
-            for (n, (got, expected)) in run(DType::F32).iter().zip(&run(DType::F64)).enumerate() {
-                near(&format!("{count} of {vocabulary}, number {n}"), got, expected, 1e-5);
-            }
+            all_near(&format!("{count} of {vocabulary}"), &run(DType::F32), &run(DType::F64), 1e-5);
         }
         for beyond in [vocabulary as i64, -1] {
             let tokens = Tensor::<2, Int>::from_data([[beyond]], &device);
@@ -233,9 +234,7 @@ fn feed_forward_parts_are_plain_ones_with_all_gradients() {
             let plain = with_gradients(&part, &x, &d, |x| part.0.in_tensors(x, around(false)));
             for recompute in [false, true] {
                 let fused = with_gradients(&part, &x, &d, |x| part.0.forward_in(x, around(recompute)));
-                for (n, (got, expected)) in fused.iter().zip(&plain).enumerate() {
-                    near(&format!("{activation:?}, normed {normed}, number {n}"), got, expected, 2e-5);
-                }
+                all_near(&format!("{activation:?}, normed {normed}"), &fused, &plain, 2e-5);
             }
         }
     }
@@ -265,9 +264,7 @@ fn a_cross_entropy_is_a_plain_one_with_all_gradients() {
                 flat(output.bias.as_ref().unwrap().val().grad(&gradients).unwrap()),
             ]
         };
-        for (n, (got, expected)) in run(DType::F32).iter().zip(&run(DType::F64)).enumerate() {
-            near(&format!("smoothing {smoothing}, number {n}"), got, expected, 1e-5);
-        }
+        all_near(&format!("smoothing {smoothing}"), &run(DType::F32), &run(DType::F64), 1e-5);
     }
 }
 

@@ -24,8 +24,9 @@ pub enum Norm {
 
 /// How a block's parts become residual branches.
 #[derive(Debug, Clone, Copy)]
-struct Branches {
-    place: Norm,
+pub(super) struct Branches {
+    /// Where the norms stand.
+    pub place: Norm,
     dropout: f64,
     recompute: bool,
 }
@@ -90,13 +91,11 @@ impl BlockConfig {
     /// Sizes of 0, heads that do not divide, a dropout outside `[0, 1)`, and what the mechanism refuses.
     pub fn encoder(&self, attention: &AttentionConfig, device: &Device) -> Result<EncoderBlock> {
         Ok(EncoderBlock {
-            dropout: self.dropout()?,
+            branches: self.branches()?,
             attention: self.attention(attention, device)?,
             attention_norm: self.token_norm(device)?,
             feed_forward: self.feed_forward(device)?,
             feed_forward_norm: self.token_norm(device)?,
-            norm: self.norm,
-            recompute: self.recompute,
         })
     }
 
@@ -111,15 +110,13 @@ impl BlockConfig {
         device: &Device,
     ) -> Result<DecoderBlock> {
         Ok(DecoderBlock {
-            dropout: self.dropout()?,
+            branches: self.branches()?,
             attention: self.attention(attention, device)?,
             attention_norm: self.token_norm(device)?,
             cross_attention: self.attention(cross_attention, device)?,
             cross_attention_norm: self.token_norm(device)?,
             feed_forward: self.feed_forward(device)?,
             feed_forward_norm: self.token_norm(device)?,
-            norm: self.norm,
-            recompute: self.recompute,
         })
     }
 
@@ -128,6 +125,10 @@ impl BlockConfig {
         let probability = self.dropout;
         config((0.0..1.0).contains(&probability), "BlockConfig", "dropout", "a number in [0, 1)", probability)?;
         Ok(DropoutConfig::new(probability).init())
+    }
+
+    fn branches(&self) -> Result<Branches> {
+        Ok(Branches { place: self.norm, dropout: self.dropout()?.prob, recompute: self.recompute })
     }
 
     pub(super) fn token_norm(&self, device: &Device) -> Result<TokenNorm> {
@@ -183,24 +184,15 @@ pub struct EncoderBlock {
     pub feed_forward: FeedForward,
     /// The norm of the feed-forward layer's branch.
     pub feed_forward_norm: TokenNorm,
-    dropout: Dropout,
     #[module(skip)]
-    norm: Norm,
-    recompute: bool,
+    pub(super) branches: Branches,
 }
 
 impl EncoderBlock {
-    /// Where the norms stand.
-    #[cfg(feature = "flex")]
-    pub(super) fn place(&self) -> Norm {
-        self.norm
-    }
-
     /// The attention that `attend` runs, then the feed-forward layer.
     fn run(&self, x: Tensor<3>, attend: impl FnOnce(Tensor<3>, Around<'_>) -> Result<Tensor<3>>) -> Result<Tensor<3>> {
-        let branches = Branches { place: self.norm, dropout: self.dropout.prob, recompute: self.recompute };
-        let x = branches.run(x, &self.attention_norm, attend)?;
-        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+        let x = self.branches.run(x, &self.attention_norm, attend)?;
+        self.branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
     }
 
     /// The block over whole sequences, in the direction that `mask` says.
@@ -292,19 +284,11 @@ pub struct DecoderBlock {
     pub feed_forward: FeedForward,
     /// The norm of the feed-forward layer's branch.
     pub feed_forward_norm: TokenNorm,
-    dropout: Dropout,
     #[module(skip)]
-    norm: Norm,
-    recompute: bool,
+    pub(super) branches: Branches,
 }
 
 impl DecoderBlock {
-    /// Where the norms stand.
-    #[cfg(feature = "flex")]
-    pub(super) fn place(&self) -> Norm {
-        self.norm
-    }
-
     /// The attentions that `attend` and `recall` run, then the feed-forward layer.
     fn run(
         &self,
@@ -312,10 +296,9 @@ impl DecoderBlock {
         attend: impl FnOnce(Tensor<3>, Around<'_>) -> Result<Tensor<3>>,
         recall: impl FnOnce(Tensor<3>, Around<'_>) -> Result<Tensor<3>>,
     ) -> Result<Tensor<3>> {
-        let branches = Branches { place: self.norm, dropout: self.dropout.prob, recompute: self.recompute };
-        let x = branches.run(x, &self.attention_norm, attend)?;
-        let x = branches.run(x, &self.cross_attention_norm, recall)?;
-        branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+        let x = self.branches.run(x, &self.attention_norm, attend)?;
+        let x = self.branches.run(x, &self.cross_attention_norm, recall)?;
+        self.branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
     }
 
     /// The block over whole sequences: causal self-attention, then attention to `memory` under `memory_mask`.

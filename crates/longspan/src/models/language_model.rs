@@ -112,7 +112,7 @@ impl LanguageModel {
     /// # Errors
     /// What a mechanism refuses, such as more tokens than its table has rows for.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
-        Ok(apply(&self.output(), self.whole(tokens)?, Activation::Identity, After::default()))
+        Ok(self.logits(self.whole(tokens)?))
     }
 
     /// Some rows of what [`forward`](Self::forward) gives: of large vocabularies most of its time and memory are logits.
@@ -129,7 +129,7 @@ impl LanguageModel {
         argument(beyond.is_none(), NAME, "rows", expected, || beyond.map_or(String::new(), usize::to_string))?;
         let x = self.whole(tokens)?.reshape([count, self.d_model]);
         let x = x.select(0, index_tensor(rows, &self.embedding.weight.device())).unsqueeze_dim::<3>(1);
-        Ok(apply(&self.output(), x, Activation::Identity, After::default()).squeeze_dim(1))
+        Ok(self.logits(x).squeeze_dim(1))
     }
 
     /// The loss of texts that begin with `tokens`: [`cross_entropy`] of the logits that [`forward`](Self::forward) gives,
@@ -202,7 +202,7 @@ impl LanguageModel {
     /// # Errors
     /// A state of another batch or model, and what a mechanism refuses.
     pub fn advance(&self, tokens: Tensor<2, Int>, state: &mut LanguageState) -> Result<Tensor<3>> {
-        Ok(apply(&self.output(), self.after(tokens, state, None)?, Activation::Identity, After::default()))
+        Ok(self.logits(self.after(tokens, state, None)?))
     }
 
     /// Takes tokens into `state`, all at once, and gives the logits of what follows the last, `[batch, vocab]`.
@@ -213,7 +213,7 @@ impl LanguageModel {
         let count = tokens.dims()[1];
         argument(count > 0, NAME, "tokens", || "at least one".into(), || "none".into())?;
         let last = self.after(tokens, state, None)?.narrow(1, count - 1, 1);
-        Ok(apply(&self.output(), last, Activation::Identity, After::default()).squeeze_dim(1))
+        Ok(self.logits(last).squeeze_dim(1))
     }
 
     /// Takes one token of each text into `state` and gives the logits of the next, `[batch, vocab]`. Memory and time for a
@@ -232,8 +232,7 @@ impl LanguageModel {
             x = block.step(x, layer)?;
         }
         states.position += 1;
-        Ok(apply(&self.output(), stack::end(self.norm.as_ref(), x), Activation::Identity, After::default())
-            .squeeze_dim(1))
+        Ok(self.logits(stack::end(self.norm.as_ref(), x)).squeeze_dim(1))
     }
 
     /// Number of tokens.
@@ -268,6 +267,11 @@ impl LanguageModel {
         let mut state = LanguageState { layers, position };
         state.of(self)?;
         Ok(state)
+    }
+
+    /// What the last layer makes of the blocks' rows.
+    fn logits(&self, x: Tensor<3>) -> Tensor<3> {
+        apply(&self.output(), x, Activation::Identity, After::default())
     }
 
     /// What the blocks make of whole texts.

@@ -31,7 +31,7 @@ pub(super) struct StoredBlock {
 impl StoredBlock {
     pub fn new(block: &EncoderBlock) -> Result<Self> {
         Ok(Self {
-            place: block.place(),
+            place: block.branches.place,
             attention: StoredAttention::new(&block.attention)?,
             attention_norm: StoredNorm::new(&block.attention_norm),
             feed_forward: StoredFeedForward::new(&block.feed_forward),
@@ -142,7 +142,7 @@ impl StoredDecoder {
         let block = |block: &DecoderBlock| {
             Ok(StoredDecoderBlock {
                 block: StoredBlock {
-                    place: block.place(),
+                    place: block.branches.place,
                     attention: StoredAttention::new(&block.attention)?,
                     attention_norm: StoredNorm::new(&block.attention_norm),
                     feed_forward: StoredFeedForward::new(&block.feed_forward),

@@ -153,8 +153,7 @@ impl Labels {
     fn outputs(&self, model: &Classifier, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<f32>>> {
         let rows = texts.iter().map(|text| self.ids(text)).collect::<Result<Vec<_>>>()?;
         labels::outputs(&rows, Vec::len, self.target.outputs(), how, |batch| {
-            let ids: Vec<&[u32]> = batch.iter().map(|ids| ids.as_slice()).collect();
-            let (tokens, lengths) = padded(&ids, &Device::flex());
+            let (tokens, lengths) = padded(batch, &Device::flex());
             Ok(model.forward(tokens, &lengths)?)
         })
     }

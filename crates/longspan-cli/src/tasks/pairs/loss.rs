@@ -15,12 +15,8 @@ pub fn loss(model: &Seq2Seq, batch: &[&Pair], smoothing: f64, device: &Device) -
     let sources: Vec<Vec<u32>> = batch.iter().map(|pair| source_ids(&pair.source)).collect();
     let inputs: Vec<Vec<u32>> = batch.iter().map(|pair| [&[START], pair.target.as_slice()].concat()).collect();
     let labels: Vec<Vec<u32>> = batch.iter().map(|pair| [pair.target.as_slice(), &[END]].concat()).collect();
-    let rows = |ids: &[Vec<u32>]| {
-        let rows: Vec<&[u32]> = ids.iter().map(Vec::as_slice).collect();
-        padded(&rows, device)
-    };
-    let (source, source_lengths) = rows(&sources);
-    let (input, lengths) = rows(&inputs);
+    let (source, source_lengths) = padded(&sources, device);
+    let (input, lengths) = padded(&inputs, device);
     let longest = lengths.iter().copied().max().unwrap_or(0);
     let next = labels.iter().flat_map(|labels| (0..longest).map(|at| labels.get(at).copied())).collect();
     let CrossEntropyLoss { plain, smoothed } = model.loss(source, &source_lengths, input, next, smoothing)?;

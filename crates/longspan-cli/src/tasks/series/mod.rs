@@ -79,10 +79,6 @@ impl Task for SeriesTask {
         self.measured(read_split(config)?, config)
     }
 
-    fn read(path: &Path) -> Result<Vec<Series>> {
-        labelled(path, false)
-    }
-
     fn vocabularies(&self) -> Vec<Vocabulary> {
         vec![Vocabulary { side: "series", kind: "channels", size: self.scaling.channels() }, self.target.vocabulary()]
     }

@@ -110,12 +110,6 @@ impl Task for Text {
         self.divide(&corpus, &parts, sha256, config)
     }
 
-    fn read(path: &Path) -> Result<Vec<Passage>> {
-        let corpus = Arc::new(Corpus::open(&[path.to_path_buf()], false)?);
-        let to = corpus.len();
-        Ok(vec![Passage { corpus, from: 0, to }])
-    }
-
     fn vocabularies(&self) -> Vec<Vocabulary> {
         vec![Vocabulary { side: SIDE, kind: self.tokenizer.kind(), size: self.tokenizer.len() }]
     }
