@@ -125,20 +125,18 @@ fn module(variant: Variant, w: Option<Param<Tensor<2>>>, heads: Heads) -> AftAtt
     AftAttention { w, z: None, gamma: None, beta: None, aft: Arc::new(Aft::new(variant)), heads }
 }
 
+/// Checks the sizes of a table.
+fn check(options: &'static str, sizes: &[(&'static str, usize)]) -> Result<()> {
+    let fits = |size: usize| (1..1 << 24).contains(&size);
+    sizes.iter().try_for_each(|&(name, size)| config(fits(size), options, name, "1 or more, less than 2²⁴", size))
+}
+
 impl Options for AftFullOptions {
     type Module = AftAttention;
 
     fn init(&self, heads: Heads, device: &Device) -> Result<AftAttention> {
         let Self { length, rank } = *self;
-        let range = 1..1 << 24;
-        config(range.contains(&length), "AftFullOptions", "length", "1 or more, less than 2²⁴", length)?;
-        config(
-            range.contains(&rank.unwrap_or(1)),
-            "AftFullOptions",
-            "rank",
-            "1 or more, less than 2²⁴",
-            rank.unwrap_or(0),
-        )?;
+        check("AftFullOptions", &[("length", length), ("rank", rank.unwrap_or(1))])?;
         let table = |std| Initializer::Normal { mean: 0.0, std }.init([length, rank.unwrap_or(length)], device);
         let variant = Variant::Full { length, rank };
         Ok(match rank {
@@ -153,9 +151,7 @@ impl Options for AftLocalOptions {
 
     fn init(&self, heads: Heads, device: &Device) -> Result<AftAttention> {
         let Self { window, length } = *self;
-        let range = 1..1 << 24;
-        config(range.contains(&window), "AftLocalOptions", "window", "1 or more, less than 2²⁴", window)?;
-        config(range.contains(&length), "AftLocalOptions", "length", "1 or more, less than 2²⁴", length)?;
+        check("AftLocalOptions", &[("window", window), ("length", length)])?;
         let w = BIASES.init([length, 2 * window - 1], device);
         Ok(module(Variant::Local { window, length: Some(length) }, Some(w), heads))
     }

@@ -1,27 +1,23 @@
 //! Tensor operations against the kernels, for every mechanism that a name can choose: outputs and gradients, in `f64`.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{self, DType, Device, Distribution, FloatDType, Tensor};
+use burn::tensor::{self, DType, Device, FloatDType, Tensor};
 use longspan_kernels::{Call, Cotangent, Dims, Gradients, Kernel, Order, Output, Scratch, View, ViewMut};
 
 use super::fourier::FourierOptions;
 use super::registry::Options;
 use super::{Attention, AttentionConfig, AttentionMask, Heads};
 use crate::backend;
+use crate::backend::tests::numbers;
+use crate::layers::tests::{disturbed, near, random};
 
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const DIM: usize = 6;
 
-/// To `f64`, with learned tensors moved away from their initial values.
-struct Widen;
-impl ModuleMapper for Widen {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.map(|x| {
-            let noise = Tensor::random(x.dims(), Distribution::Normal(0.0, 0.3), &x.device());
-            (x + noise).cast(FloatDType::F64).detach().require_grad()
-        })
-    }
+/// In `f64`, with learned tensors moved away from their initial values.
+fn widened<M: Module>(module: M, device: &Device) -> M {
+    disturbed(module, device).map(&mut Cast(FloatDType::F64))
 }
 
 /// Every mechanism in `f64`, its learned tensors moved away from their initial values.
@@ -66,9 +62,8 @@ fn modules() -> Vec<(&'static str, Attention)> {
     ] {
         configs.push(serde_json::from_str(options).unwrap());
     }
-    let make =
-        |config: AttentionConfig| (config.name(), config.init(HEADS, KV_HEADS, DIM, &device).unwrap().map(&mut Widen));
-    configs.into_iter().map(make).collect()
+    let make = |config: &AttentionConfig| widened(config.init(HEADS, KV_HEADS, DIM, &device).unwrap(), &device);
+    configs.iter().map(|config| (config.name(), make(config))).collect()
 }
 
 /// Weights are drawn when they are first looked at: after the seed that a user sets behind `init`, and not by `init` itself.
@@ -108,19 +103,6 @@ fn masks(queries: usize, keys: usize, batch: usize) -> Vec<AttentionMask> {
         }
     }
     all
-}
-
-fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
-    x.try_into_vec_as::<f64>().unwrap()
-}
-
-#[track_caller]
-fn assert_close(what: &str, found: &[f64], expected: &[f64]) {
-    assert_eq!(found.len(), expected.len(), "{what}");
-    let largest = expected.iter().fold(1.0_f64, |a, b| a.max(b.abs()));
-    for (i, (a, b)) in found.iter().zip(expected).enumerate() {
-        assert!((a - b).abs() <= 1e-9 * largest, "{what}: {i} is {a}, not {b}");
-    }
 }
 
 /// The output, and the gradients of q, k, v and all parameters; an input without part in the output has gradient 0.
@@ -168,10 +150,8 @@ fn tensor_operations_are_the_kernels() {
                 let dims =
                     Dims { batch, heads: HEADS, kv_heads: KV_HEADS, queries, keys, head_dim: DIM, value_dim: DIM };
                 let key_dim = layer.kernel().key_dim(&dims);
-                let random = |shape: [usize; 4]| {
-                    Tensor::<4>::random(shape, Distribution::Normal(0.0, 1.0), &device).cast(FloatDType::F64)
-                };
-                let inputs = [random(dims.q()), random([batch, KV_HEADS, keys, key_dim]), random(dims.v())];
+                let inputs = [dims.q(), [batch, KV_HEADS, keys, key_dim], dims.v()];
+                let inputs = inputs.map(|shape| random(shape, &device).cast(FloatDType::F64));
                 let what = format!("{name}, {queries} × {keys}, {mask:?}");
                 let [q, k, v] = &inputs;
                 if let Err(error) = backend::in_tensors(layer, q.clone(), k.clone(), v.clone(), &mask) {
@@ -188,7 +168,7 @@ fn tensor_operations_are_the_kernels() {
                     outcome(&attention, &inputs, |[q, k, v]| backend::in_tensors(layer, q, k, v, &mask).unwrap());
                 let fused = outcome(&attention, &inputs, |[q, k, v]| backend::attend(layer, q, k, v, &mask).unwrap());
                 for ((part, found), (_, expected)) in tensors.iter().zip(&fused) {
-                    assert_close(&format!("{what}, {part}"), found, expected);
+                    near(&format!("{what}, {part}"), found, expected, 1e-9);
                 }
                 let kernel = layer.kernel();
                 let [q, k, v] = inputs.clone().map(numbers);
@@ -203,7 +183,7 @@ fn tensor_operations_are_the_kernels() {
                 .with_parameters(&parameters)
                 .with_mask(mask.as_kernel());
                 let defined = kernel.reference(&call).unwrap().out;
-                assert_close(&format!("{what}, definition"), &fused[0].1, &defined);
+                near(&format!("{what}, definition"), &fused[0].1, &defined, 1e-9);
             }
         }
     }
@@ -225,16 +205,12 @@ fn half_width_numbers_are_widened_once_and_rounded_once() {
     for (name, attention) in modules() {
         for half in [FloatDType::BF16, FloatDType::F16] {
             let narrow = attention.clone().map(&mut Cast(half));
-            let random = |heads, width| {
-                let shape = [2, 70, heads, width];
-                // As a projection gives them: tokens before heads.
-                Tensor::<4>::random(shape, Distribution::Normal(0.0, 1.0), &Device::flex().autodiff())
-                    .cast(half)
-                    .swap_dims(1, 2)
-            };
+            // As a projection gives them: tokens before heads.
+            let projected =
+                |heads, width| random([2, 70, heads, width], &Device::flex().autodiff()).cast(half).swap_dims(1, 2);
             let dims = Dims { kv_heads: KV_HEADS, ..Dims::square(2, HEADS, 70, DIM) };
             let key_dim = narrow.layer().kernel().key_dim(&dims);
-            let inputs = [random(HEADS, DIM), random(KV_HEADS, key_dim), random(KV_HEADS, DIM)];
+            let inputs = [projected(HEADS, DIM), projected(KV_HEADS, key_dim), projected(KV_HEADS, DIM)];
             let layer = narrow.layer();
             let [q, k, v] = inputs.clone();
             // Images have no causal order.
@@ -310,10 +286,8 @@ fn tokens_of_half_width_step_through_states_of_full_width() {
         let narrow = attention.map(&mut Cast(FloatDType::BF16));
         let dims = Dims { kv_heads: KV_HEADS, ..Dims::square(2, HEADS, 9, DIM) };
         let key_dim = narrow.layer().kernel().key_dim(&dims);
-        let random = |heads, width| {
-            Tensor::<4>::random([2, heads, 9, width], Distribution::Normal(0.0, 1.0), &device).cast(FloatDType::BF16)
-        };
-        let [q, k, v] = [random(HEADS, DIM), random(KV_HEADS, key_dim), random(KV_HEADS, DIM)];
+        let [q, k, v] = [(HEADS, DIM), (KV_HEADS, key_dim), (KV_HEADS, DIM)]
+            .map(|(heads, width)| random([2, heads, 9, width], &device).cast(FloatDType::BF16));
         let whole = backend::attend(narrow.layer(), q.clone(), k.clone(), v.clone(), &AttentionMask::causal()).unwrap();
         let mut state = backend::AttentionState::default();
         for t in 0..9 {
@@ -342,8 +316,7 @@ fn layers_of_another_type_are_refused() {
 #[test]
 fn positions_may_be_given() {
     let device = Device::flex().autodiff();
-    let random =
-        |shape: [usize; 3]| Tensor::<3>::random(shape, Distribution::Normal(0.0, 2.0), &device).cast(FloatDType::F64);
+    let wide = |shape: [usize; 3]| (random(shape, &device) * 2.0).cast(FloatDType::F64);
     let (queries, keys, batch) = (5, 9, 2);
     let masks = [AttentionMask::bidirectional(), AttentionMask::causal().with_offset(3)];
     for options in [
@@ -353,13 +326,10 @@ fn positions_may_be_given() {
     ] {
         let options: FourierOptions = serde_json::from_str(options).unwrap();
         let heads = Heads { heads: HEADS, kv_heads: KV_HEADS, head_dim: DIM };
-        let module = options.init(heads, &device).unwrap().map(&mut Widen);
-        let tensor = |heads, tokens| {
-            Tensor::<4>::random([batch, heads, tokens, DIM], Distribution::Normal(0.0, 1.0), &device)
-                .cast(FloatDType::F64)
-        };
-        let [q, k, v] = [tensor(HEADS, queries), tensor(KV_HEADS, keys), tensor(KV_HEADS, keys)];
-        let places = [random([batch, queries, options.axes]), random([batch, keys, options.axes])];
+        let module = widened(options.init(heads, &device).unwrap(), &device);
+        let [q, k, v] = [(HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys)]
+            .map(|(heads, tokens)| random([batch, heads, tokens, DIM], &device).cast(FloatDType::F64));
+        let places = [wide([batch, queries, options.axes]), wide([batch, keys, options.axes])];
         for mask in &masks {
             let outcome = |fused: bool| -> Vec<Vec<f64>> {
                 let places = places.clone().map(|x| x.detach().require_grad());
@@ -373,7 +343,7 @@ fn positions_may_be_given() {
                 std::iter::once(numbers(out)).chain(found).collect()
             };
             for (found, expected) in outcome(true).iter().zip(&outcome(false)) {
-                assert_close(&format!("{options:?}, {mask:?}"), found, expected);
+                near(&format!("{options:?}, {mask:?}"), found, expected, 1e-9);
             }
         }
         let error = module.forward(q.clone(), k.clone(), v.clone(), &masks[0]).unwrap_err().to_string();
@@ -391,10 +361,8 @@ fn tokens_may_step_at_given_positions() {
     for options in [r#"{"axes": 2}"#, r#"{"axes": 2, "normalizer": "unrotated", "rotary": true}"#] {
         let options: FourierOptions = serde_json::from_str(options).unwrap();
         let module = options.init(heads, &device).unwrap();
-        let tensor = |heads| Tensor::<4>::random([2, heads, 7, DIM], Distribution::Normal(0.0, 1.0), &device);
-        let [q, k, v] = [tensor(HEADS), tensor(KV_HEADS), tensor(KV_HEADS)];
-        let places = || Tensor::<3>::random([2, 7, 2], Distribution::Normal(0.0, 3.0), &device);
-        let places = [places(), places()];
+        let [q, k, v] = [HEADS, KV_HEADS, KV_HEADS].map(|heads| random([2, heads, 7, DIM], &device));
+        let places = [(); 2].map(|()| random([2, 7, 2], &device) * 3.0);
         let mask = AttentionMask::causal();
         let whole = module.forward_at(q.clone(), k.clone(), v.clone(), places.clone(), &mask).unwrap();
         let mut state = backend::AttentionState::default();
@@ -421,8 +389,7 @@ fn given_positions_that_count_are_counted_ones() {
     let device = Device::flex();
     let heads = Heads { heads: HEADS, kv_heads: KV_HEADS, head_dim: DIM };
     let module = FourierOptions::default().init(heads, &device).unwrap();
-    let tensor = |heads| Tensor::<4>::random([1, heads, 7, DIM], Distribution::Normal(0.0, 1.0), &device);
-    let [q, k, v] = [tensor(HEADS), tensor(KV_HEADS), tensor(KV_HEADS)];
+    let [q, k, v] = [HEADS, KV_HEADS, KV_HEADS].map(|heads| random([1, heads, 7, DIM], &device));
     let places = Tensor::<1>::from_floats([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &device).reshape([1, 7, 1]);
     let mask = AttentionMask::causal();
     let given = module.forward_at(q.clone(), k.clone(), v.clone(), [places.clone(), places], &mask).unwrap();

@@ -19,7 +19,7 @@ mod state;
 mod stretches;
 pub(crate) mod tensor;
 #[cfg(all(test, feature = "flex"))]
-mod tests;
+pub(crate) mod tests;
 
 use std::fmt::Debug;
 use std::sync::Arc;

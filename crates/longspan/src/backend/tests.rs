@@ -6,7 +6,7 @@ use longspan_kernels::{
 };
 
 use super::tensor;
-use crate::attention::AttentionMask;
+use crate::attention::{self, AttentionMask, Heads};
 
 /// xorshift64: the numbers stay the same whatever other crates do.
 pub(super) struct Numbers(u64);
@@ -65,22 +65,25 @@ impl Case {
         self.options.reference(&call).unwrap().out
     }
 
-    /// The inputs as tensors on a training device.
-    pub(super) fn tensors(&self, dtype: DType) -> (Tensor<4>, Tensor<4>, Tensor<4>, Option<Tensor<3>>) {
+    /// A module with the table, and q, k and v, on a training device.
+    pub(super) fn tensors(&self, dtype: DType) -> (attention::KernelizedAttention, [Tensor<4>; 3]) {
         let device = Device::flex().autodiff();
         let tensor = |numbers: &Vec<f64>, shape| {
             Tensor::<4>::from_data(TensorData::new(numbers.clone(), shape), (&device, dtype)).require_grad()
         };
         let [q, k, v, table] = &self.inputs;
+        let Dims { heads, kv_heads, head_dim, .. } = self.dims;
         let table = self.options.score.shaw().map(|shaw| {
-            let shape = [if shaw.shared { 1 } else { self.dims.heads }, shaw.rows(), self.dims.head_dim];
-            Tensor::<3>::from_data(TensorData::new(table.clone(), shape), (&device, dtype)).require_grad()
+            let shape = [if shaw.shared { 1 } else { heads }, shaw.rows(), head_dim];
+            Tensor::<3>::from_data(TensorData::new(table.clone(), shape), (&device, dtype))
         });
-        (tensor(q, self.dims.q()), tensor(k, self.dims.k()), tensor(v, self.dims.v()), table)
+        let heads = Heads { heads, kv_heads, head_dim };
+        let module = attention::KernelizedAttention::given(&self.options, table, heads);
+        (module, [tensor(q, self.dims.q()), tensor(k, self.dims.k()), tensor(v, self.dims.v())])
     }
 }
 
-pub(super) fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
+pub(crate) fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
     x.try_into_vec_as::<f64>().unwrap()
 }
 
@@ -129,13 +132,12 @@ pub(super) fn masks(dims: &Dims, seed: u64) -> Vec<AttentionMask> {
     all
 }
 
-pub(super) type Attend =
-    fn(&KernelizedAttention, Tensor<4>, Tensor<4>, Tensor<4>, Option<Tensor<3>>, &AttentionMask) -> Tensor<4>;
+pub(super) type Attend = fn(&attention::KernelizedAttention, [Tensor<4>; 3], &AttentionMask) -> Tensor<4>;
 
 /// Asserts that outputs are those of the definition, and gradients its slopes along random directions.
 pub(super) fn assert_is_the_definition(case: &Case, attend: Attend, slopes: bool) {
-    let (q, k, v, table) = case.tensors(DType::F64);
-    let out = attend(&case.options, q.clone(), k.clone(), v.clone(), table.clone(), &case.mask);
+    let (module, inputs) = case.tensors(DType::F64);
+    let out = attend(&module, inputs.clone(), &case.mask);
     assert_eq!(out.dims(), case.dims.out(), "{case:?}");
     let expected = case.reference(&case.inputs);
     let largest = expected.iter().fold(1.0_f64, |a, b| a.max(b.abs()));
@@ -151,13 +153,9 @@ pub(super) fn assert_is_the_definition(case: &Case, attend: Attend, slopes: bool
     let cotangent =
         Tensor::<4>::from_data(TensorData::new(weights.clone(), case.dims.out()), (&out.device(), DType::F64));
     let gradients = (out * cotangent).sum().backward();
-    let found = [
-        q.grad(&gradients).map(numbers),
-        k.grad(&gradients).map(numbers),
-        v.grad(&gradients).map(numbers),
-        table.and_then(|table| table.grad(&gradients)).map(numbers),
-    ];
-    for (which, found) in found.into_iter().enumerate() {
+    let table = module.relative.and_then(|table| table.val().grad(&gradients)).map(numbers);
+    let found = inputs.map(|x| x.grad(&gradients).map(numbers)).into_iter().chain([table]);
+    for (which, found) in found.enumerate() {
         let direction = random.signed(case.inputs[which].len());
         let step = 1e-5;
         let moved = |by: f64| {
@@ -180,15 +178,9 @@ pub(super) fn assert_is_the_definition(case: &Case, attend: Attend, slopes: bool
 }
 
 /// Tensor operations in chunks so short that a few tokens fill several.
-fn in_chunks(
-    options: &KernelizedAttention,
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    table: Option<Tensor<3>>,
-    mask: &AttentionMask,
-) -> Tensor<4> {
-    tensor::attend(options, q, k, v, (table, &None), mask, 4)
+fn in_chunks(module: &attention::KernelizedAttention, [q, k, v]: [Tensor<4>; 3], mask: &AttentionMask) -> Tensor<4> {
+    let table = module.relative.as_ref().map(|table| table.val());
+    tensor::attend(module.options(), q, k, v, (table, &None), mask, 4)
 }
 
 fn dims(queries: usize, keys: usize) -> Dims {
@@ -250,12 +242,12 @@ pub(super) fn assert_padding_is_ignored(attend: Attend) {
                 dirty.inputs[2][key * 2..][..2].fill(f64::NAN);
             }
             let run = |case: &Case| {
-                let (q, k, v, table) = case.tensors(DType::F64);
-                let out = attend(&case.options, q.clone(), k.clone(), v.clone(), table, &case.mask);
+                let (module, inputs) = case.tensors(DType::F64);
+                let out = attend(&module, inputs.clone(), &case.mask);
                 let gradients = out.clone().powi_scalar(2).sum().backward();
-                let of = |x: &Tensor<4>| x.grad(&gradients).map(numbers);
                 // Without content the keys play no part, and may have no gradient at all.
-                [Some(numbers(out)), of(&q), of(&k), of(&v)].map(Option::unwrap_or_default)
+                let [dq, dk, dv] = inputs.map(|x| x.grad(&gradients).map_or(Vec::new(), numbers));
+                [numbers(out), dq, dk, dv]
             };
             let (expected, found) = (run(&clean), run(&dirty));
             for (expected, found) in expected.iter().zip(&found) {
@@ -290,7 +282,6 @@ fn empty_sequences_are_legal() {
     }
 }
 
-#[cfg(feature = "flex")]
 mod fused {
     use std::sync::Arc;
 
@@ -300,19 +291,9 @@ mod fused {
 
     use super::super::flex::{self, Operands, Settings};
     use super::*;
-    use crate::attention::{self, Heads};
 
-    fn fused(
-        options: &KernelizedAttention,
-        q: Tensor<4>,
-        k: Tensor<4>,
-        v: Tensor<4>,
-        table: Option<Tensor<3>>,
-        mask: &AttentionMask,
-    ) -> Tensor<4> {
-        let heads = Heads { heads: q.dims()[1], kv_heads: k.dims()[1], head_dim: q.dims()[3] };
-        let layer = attention::KernelizedAttention::given(options, table, heads);
-        super::super::attend(&layer, q, k, v, mask).unwrap()
+    fn fused(module: &attention::KernelizedAttention, [q, k, v]: [Tensor<4>; 3], mask: &AttentionMask) -> Tensor<4> {
+        module.forward(q, k, v, mask).unwrap()
     }
 
     #[test]
