@@ -3,7 +3,7 @@
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Device, Tensor, TensorData};
-use longspan_kernels::{Dims, FeatureMap};
+use longspan_kernels::FeatureMap;
 
 use super::Heads;
 
@@ -20,8 +20,7 @@ pub struct LearnedMap {
 impl LearnedMap {
     /// The fresh parameters of `map`; `None` if it learns nothing.
     pub(super) fn new(map: FeatureMap, heads: Heads, device: &Device) -> Option<Self> {
-        let dims = sizes(heads);
-        let mut matrices = map.parameters(&dims).into_iter().map(|parameter| {
+        let mut matrices = map.parameters(&heads.dims(1, 1, 1)).into_iter().map(|parameter| {
             let [heads, width, head_dim] = parameter.shape[..] else { unreachable!("a matrix for each head") };
             if width != head_dim {
                 let std = (head_dim as f64).sqrt().recip();
@@ -42,10 +41,4 @@ impl LearnedMap {
     pub(super) fn parameters(&self) -> impl Iterator<Item = Tensor<1>> {
         self.tensors().into_iter().map(|matrix| matrix.reshape([-1]))
     }
-}
-
-/// The sizes of one token, for checks of options.
-pub(super) fn sizes(heads: Heads) -> Dims {
-    let Heads { heads, kv_heads, head_dim } = heads;
-    Dims { batch: 1, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim }
 }

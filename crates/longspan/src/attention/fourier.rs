@@ -16,7 +16,7 @@ use longspan_kernels as kernels;
 use longspan_kernels::{Fourier, FourierNormalizer, Mechanism, Positions, Score, Wave};
 use serde::{Deserialize, Serialize};
 
-use super::feature_map::{LearnedMap, sizes};
+use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, KernelConfig, KeyMask};
 use crate::backend::tensor::{attend_rotated, repeat_heads, widen};
@@ -128,7 +128,7 @@ impl Options for FourierOptions {
             normalize: self.kernel.normalize && normalizer != FourierNormalizer::None,
             algorithm: self.kernel.algorithm,
         };
-        options.check_feature_map(&sizes(heads))?;
+        options.check_feature_map(&heads.dims(1, 1, 1))?;
         let angles = if self.rotary { features / 2 } else { features };
         let axes = self.axes;
         let rate = |at: usize| match (at / axes % angles, at % axes) {

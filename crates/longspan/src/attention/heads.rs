@@ -1,5 +1,7 @@
 //! How many heads a mechanism has and how wide they are.
 
+use longspan_kernels::Dims;
+
 use crate::error::{Result, config};
 
 /// Numbers of heads and their width.
@@ -29,5 +31,11 @@ impl Heads {
             kv_heads,
         )?;
         Ok(Self { heads, kv_heads, head_dim })
+    }
+
+    /// The sizes of a call, with values as wide as queries.
+    pub(crate) fn dims(self, batch: usize, queries: usize, keys: usize) -> Dims {
+        let Self { heads, kv_heads, head_dim } = self;
+        Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: head_dim }
     }
 }

@@ -11,7 +11,7 @@ use longspan_kernels as kernels;
 use longspan_kernels::{Algorithm, FeatureMap, Mechanism, RelativeMap, Score, Shaw};
 use serde::{Deserialize, Serialize};
 
-use super::feature_map::{LearnedMap, sizes};
+use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name};
 use crate::backend::{AnyKernel, Layer, Learned, Running, Sums, Total, tensor};
@@ -179,7 +179,7 @@ fn module(
         normalize: kernel.normalize,
         algorithm: kernel.algorithm,
     });
-    options.check_feature_map(&sizes(heads))?;
+    options.check_feature_map(&heads.dims(1, 1, 1))?;
     let relative = score.shaw().map(|shaw| {
         let tables = if shaw.shared { 1 } else { heads.heads };
         let row = shaw.row_len(options.feature_map, heads.head_dim);

@@ -5,7 +5,7 @@ mod fused;
 
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::{Initializer, Linear, LinearConfig};
+use burn::nn::Linear;
 use burn::tensor::{Device, Tensor};
 
 use super::{Attention, AttentionConfig, AttentionMask, AttentionState, Heads, MemoryState};
@@ -19,7 +19,7 @@ use crate::error::{Result, argument, config};
 use crate::layers::flex::{is_f32, numbers};
 #[cfg(feature = "flex")]
 use crate::layers::gradients::fused::taken;
-use crate::layers::{Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, linear};
+use crate::layers::{Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, fresh, linear};
 
 /// Makes a [`MultiHeadAttention`].
 #[derive(Config, Debug)]
@@ -73,15 +73,12 @@ impl MultiHeadAttentionConfig {
         let kv_heads = self.kv_heads.unwrap_or(self.heads);
         let head_dim = self.d_model / self.heads;
         let attention = self.attention.init(self.heads, kv_heads, head_dim, device)?;
-        let initializer = Initializer::XavierUniform { gain: 1.0 };
         let key_dim = attention.key_dim();
         let projected = self.heads * head_dim * (1 + usize::from(self.gated)) + kv_heads * (key_dim + head_dim);
         Ok(MultiHeadAttention {
-            query_key_value: LinearConfig::new(self.d_model, projected)
-                .with_initializer(initializer.clone())
-                .init(device),
+            query_key_value: fresh(self.d_model, projected, device),
             gated_norm: self.gated.then(|| GatedRmsNormConfig::new(self.heads, head_dim).init(device)).transpose()?,
-            output: LinearConfig::new(self.d_model, self.d_model).with_initializer(initializer).init(device),
+            output: fresh(self.d_model, self.d_model, device),
             heads: attention.heads(),
             attention,
             key_dim,

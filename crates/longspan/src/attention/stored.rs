@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::tensor::DType;
 use burn_flex::FlexTensor;
 use longspan_kernels::layers::{MultiHead, NormWeights, Projected, StepBuffers};
-use longspan_kernels::{Dims, Kernel, Mask, State};
+use longspan_kernels::{Kernel, Mask, State};
 
 use super::{AttentionState, Heads, MemoryState, MultiHeadAttention};
 use crate::backend::{self, AnyKernel};
@@ -47,10 +47,8 @@ impl StoredAttention {
 
     /// What the mechanism has learned, tensor by tensor.
     pub fn parameters(&self) -> Vec<&[f32]> {
-        let Heads { heads, kv_heads, head_dim } = self.heads;
-        let dims = Dims { batch: 1, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
         let kernel: &dyn Kernel<f32> = &*self.kernel;
-        backend::split_parameters(kernel, &dims, self.parameters.as_ref().map(numbers))
+        backend::split_parameters(kernel, &self.heads.dims(1, 1, 1), self.parameters.as_ref().map(numbers))
     }
 
     /// Self-attention on the rows of `batch` sequences, which are added to its results.
@@ -84,12 +82,11 @@ impl StoredAttention {
             residual: true,
         }
     }
+
     /// The state of `batch` texts' tokens so far.
     pub fn state_in<'s>(&self, state: &'s mut AttentionState, batch: usize) -> Result<&'s mut State<f32>> {
-        let Heads { heads, kv_heads, head_dim } = self.heads;
-        let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim: head_dim };
         let kernel: &dyn Kernel<f32> = &*self.kernel;
-        state.in_kernels(|| Ok(kernel.empty_state(&dims)?))?.ok_or_else(|| Error::Argument {
+        state.in_kernels(|| Ok(kernel.empty_state(&self.heads.dims(batch, 1, 1))?))?.ok_or_else(|| Error::Argument {
             operation: kernel.name(),
             argument: "state",
             expected: "a state of f32 on the CPU backend, without autodiff".into(),

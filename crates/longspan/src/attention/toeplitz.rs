@@ -10,7 +10,7 @@ use longspan_kernels as kernels;
 use longspan_kernels::{Algorithm, Bias, FeatureMap, Mechanism, Toeplitz};
 use serde::{Deserialize, Serialize};
 
-use super::feature_map::{LearnedMap, sizes};
+use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name};
 use crate::backend::feature_map::{Side, lift};
@@ -128,7 +128,7 @@ impl Options for ToeplitzOptions {
             algorithm: self.algorithm,
             ..Toeplitz::new(bias)
         });
-        toeplitz.check_feature_map(&sizes(heads))?;
+        toeplitz.check_feature_map(&heads.dims(1, 1, 1))?;
         let bias = Initializer::Normal { mean: 0.0, std: 0.02 }.init([heads.heads, entries], device);
         let map = LearnedMap::new(self.feature_map, heads, device);
         Ok(ToeplitzAttention { bias, map, toeplitz, heads })

@@ -3,16 +3,12 @@
 #[cfg(feature = "flex")]
 use burn::tensor::DType;
 use burn::tensor::Tensor;
-#[cfg(feature = "flex")]
-use longspan_kernels::Dims;
 
 #[cfg(feature = "flex")]
 use super::flex::{PrefixState, Settings, States, computed};
 use super::state::Inner;
 use super::{AttentionState, Layer, TensorState, attend, check, foreign_state, step};
 use crate::attention::AttentionMask;
-#[cfg(feature = "flex")]
-use crate::attention::Heads;
 use crate::error::Result;
 
 /// Takes tokens into `state` and gives their outputs: the rows that [`attend`] gives under a causal mask to these tokens
@@ -86,8 +82,7 @@ pub(crate) fn states_of(
     dtype: DType,
     state: &AttentionState,
 ) -> Result<States> {
-    let Heads { heads, kv_heads, head_dim } = layer.heads();
-    let dims = Dims { batch, heads, kv_heads, queries: tokens, keys: tokens, head_dim, value_dim: head_dim };
+    let dims = layer.heads().dims(batch, tokens, tokens);
     let states = States::new(match &state.inner {
         None => PrefixState::empty_for(&*layer.kernel(), &dims, dtype)?,
         Some(Inner::Kernels(before)) if before.dtype() == computed(dtype) => before.clone(),

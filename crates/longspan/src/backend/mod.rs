@@ -75,9 +75,7 @@ pub(crate) trait Layer: Debug {
 
     /// Numbers in a key of one head.
     fn key_dim(&self) -> usize {
-        let Heads { heads, kv_heads, head_dim } = self.heads();
-        let dims = Dims { batch: 0, heads, kv_heads, queries: 0, keys: 0, head_dim, value_dim: head_dim };
-        self.kernel().key_dim(&dims)
+        self.kernel().key_dim(&self.heads().dims(0, 0, 0))
     }
 
     /// The learned tensors, flat, in the kernel's order.

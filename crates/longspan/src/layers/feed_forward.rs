@@ -2,10 +2,10 @@
 
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::{Initializer, Linear, LinearConfig};
+use burn::nn::Linear;
 use burn::tensor::{Device, Tensor};
 
-use super::linear::{activate, apply};
+use super::linear::{activate, apply, fresh};
 use super::{Activation, After, Around};
 use crate::error::{Result, config};
 
@@ -33,10 +33,8 @@ impl FeedForwardConfig {
         const NAME: &str = "FeedForwardConfig";
         config(self.d_model > 0, NAME, "d_model", "at least 1", self.d_model)?;
         config(self.d_ff > 0, NAME, "d_ff", "at least 1", self.d_ff)?;
-        let initializer = Initializer::XavierUniform { gain: 1.0 };
-        let layer = |input, output| LinearConfig::new(input, output).with_initializer(initializer.clone()).init(device);
         let columns = self.d_ff * (1 + usize::from(self.gated));
-        let (inner, outer) = (layer(self.d_model, columns), layer(self.d_ff, self.d_model));
+        let (inner, outer) = (fresh(self.d_model, columns, device), fresh(self.d_ff, self.d_model, device));
         Ok(FeedForward { inner, outer, activation: self.activation, gated: self.gated })
     }
 }

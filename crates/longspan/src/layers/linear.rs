@@ -1,9 +1,9 @@
 //! Linear layers with what follows them, on tokens.
 
 use burn::config::Config;
-use burn::nn::Linear;
+use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::module::linear as plain_linear;
-use burn::tensor::{Tensor, activation as burn_activation};
+use burn::tensor::{Device, Tensor, activation as burn_activation};
 
 /// What a linear layer does to each of its sums.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -78,6 +78,11 @@ pub(super) fn activate<const D: usize>(z: Tensor<D>, activation: Activation) -> 
         }
         Activation::Silu => burn_activation::silu(z),
     }
+}
+
+/// A layer with fresh weights.
+pub(crate) fn fresh(inputs: usize, outputs: usize, device: &Device) -> Linear {
+    LinearConfig::new(inputs, outputs).with_initializer(Initializer::XavierUniform { gain: 1.0 }).init(device)
 }
 
 /// [`linear`] by a layer's parameters.

@@ -11,7 +11,7 @@ use super::positions::Positions;
 use super::stack;
 use crate::attention::AttentionConfig;
 use crate::error::Result;
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, squared_error};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, fresh, squared_error};
 
 /// Makes a [`Classifier`].
 #[derive(Config, Debug, PartialEq)]
@@ -92,7 +92,7 @@ impl ClassifierConfig {
             blocks: stack::blocks(NAME, block, &self.attention, self.layers, device)?,
             norm: stack::last_norm(block, device)?,
             pooling_query: self.pooling.query(d_model, device),
-            output: stack::linear(d_model, self.outputs, device),
+            output: fresh(d_model, self.outputs, device),
             dropout: block.dropout()?,
             positions: self.positions,
             pooling: self.pooling,

@@ -13,7 +13,7 @@ use super::stack;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, StoredState, index_tensor};
 use crate::backend::Peers;
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, fresh};
 
 const NAME: &str = "language model";
 
@@ -94,7 +94,7 @@ impl LanguageModelConfig {
             embedding: stack::embedding(self.vocab, d_model, std, device),
             blocks: stack::blocks(NAME, block, &self.attention, self.layers, device)?,
             norm: stack::last_norm(block, device)?,
-            output: (!self.tied).then(|| stack::linear(d_model, self.vocab, device)),
+            output: (!self.tied).then(|| fresh(d_model, self.vocab, device)),
             dropout: block.dropout()?,
             positions: self.positions,
             d_model,

@@ -16,7 +16,7 @@ use super::stack;
 use super::stored::{StoredDecoder, in_segments};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy};
+use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, fresh};
 
 /// Makes a [`Seq2Seq`].
 #[derive(Config, Debug, PartialEq)]
@@ -87,7 +87,7 @@ impl Seq2SeqConfig {
             encoder_norm: last_norm()?,
             decoder: (0..self.decoder_layers).map(decoder).collect::<Result<_>>()?,
             decoder_norm: last_norm()?,
-            output: stack::linear(d_model, self.target_vocab, device),
+            output: fresh(d_model, self.target_vocab, device),
             dropout: block.dropout()?,
             positions: self.positions,
             d_model,

@@ -12,7 +12,9 @@ use super::positions::Positions;
 use super::stack;
 use crate::attention::AttentionConfig;
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, dropout, squared_error};
+use crate::layers::{
+    Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, dropout, fresh, squared_error,
+};
 
 /// Makes a [`SeriesModel`].
 #[derive(Config, Debug, PartialEq)]
@@ -94,11 +96,11 @@ impl SeriesModelConfig {
         let (block, d_model) = (&self.block, self.block.d_model);
         stack::check(NAME, block, &[("channels", self.channels), ("outputs", self.outputs)])?;
         Ok(SeriesModel {
-            input: stack::linear(self.channels, d_model, device),
+            input: fresh(self.channels, d_model, device),
             blocks: stack::blocks(NAME, block, &self.attention, self.layers, device)?,
             norm: stack::last_norm(block, device)?,
             pooling_query: self.pooling.query(d_model, device),
-            output: stack::linear(d_model, self.outputs, device),
+            output: fresh(d_model, self.outputs, device),
             dropout: block.dropout()?,
             positions: self.positions,
             pooling: self.pooling,

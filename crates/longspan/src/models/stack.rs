@@ -1,6 +1,6 @@
 //! What the models share: their blocks, the norm after them, and the layers at both ends.
 
-use burn::nn::{Dropout, Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig};
+use burn::nn::{Dropout, Embedding, EmbeddingConfig, Initializer};
 use burn::tensor::{Device, Int, Tensor};
 
 use super::block::{BlockConfig, EncoderBlock, Norm};
@@ -61,9 +61,4 @@ pub(super) fn embed(
     let shape = [tokens.dims()[1], weight.dims()[1]];
     let rows = positions.rows(first, shape, (&weight.device(), weight.dtype()));
     Ok(dropout(layers::embedding(tokens, weight, scale, rows)?, drop.prob))
-}
-
-/// A linear layer at an end of a model.
-pub(super) fn linear(from: usize, to: usize, device: &Device) -> Linear {
-    LinearConfig::new(from, to).with_initializer(Initializer::XavierUniform { gain: 1.0 }).init(device)
 }

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, Metadata};
 use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -212,6 +213,16 @@ impl Corpus {
         Ok(Piece { bytes, end, ends_document: end == self.bounds[n + 1] })
     }
 
+    /// The pieces of a range, up to the first that cannot be read.
+    pub fn pieces(&self, Range { start, end }: Range<u64>) -> impl Iterator<Item = Result<Piece>> {
+        let mut at = start;
+        std::iter::from_fn(move || {
+            let piece = (at < end).then(|| self.piece(at, end))?;
+            at = piece.as_ref().map_or(end, |piece| piece.end);
+            Some(piece)
+        })
+    }
+
     /// The first place from `at` on where a line begins, or a character if the line is long.
     pub fn boundary(&self, at: u64) -> Result<u64> {
         let n = self.document(at);
@@ -229,8 +240,8 @@ impl Corpus {
     pub fn scan(&self, mut visit: impl FnMut(u64, &Piece)) -> Result<String> {
         let mut hash = Sha256::new();
         let mut at = 0;
-        while at < self.len() {
-            let piece = self.piece(at, self.len())?;
+        for piece in self.pieces(0..self.len()) {
+            let piece = piece?;
             if self.utf8 && piece.bytes.contains(&0) {
                 bail!("{}: {BINARY}", self.documents[self.document(at)].name);
             }

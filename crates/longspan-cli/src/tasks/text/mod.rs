@@ -218,22 +218,18 @@ impl Text {
     /// The parts of a corpus by their use.
     fn divide(&self, corpus: &Arc<Corpus>, parts: &Parts, sha256: String, config: &RunConfig) -> Result<Data<Self>> {
         let train = Lanes::new(corpus, &self.tokenizer, &parts.train, config)?;
-        let mut development = Vec::new();
-        let Range { start, end } = parts.development;
-        if start < end {
-            let mut tokens = Vec::new();
-            let mut at = start;
-            while at < end && tokens.len() < DEVELOPMENT {
-                let piece = corpus.piece(at, end)?;
-                tokens.extend(self.tokenizer.encode_bytes(&piece.bytes)?);
-                at = piece.end;
+        let mut tokens = Vec::new();
+        for piece in corpus.pieces(parts.development.clone()) {
+            tokens.extend(self.tokenizer.encode_bytes(&piece?.bytes)?);
+            if tokens.len() >= DEVELOPMENT {
+                break;
             }
-            tokens.truncate(DEVELOPMENT);
-            let stretch = STRETCH.min(config.segment * config.carry);
-            let stretches = tokens.chunks(stretch + 1).filter(|stretch| stretch.len() > 1);
-            let cut = config.segment;
-            development.extend(stretches.map(|stretch| Segment { tokens: stretch.to_vec(), state: None, cut }));
         }
+        tokens.truncate(DEVELOPMENT);
+        let stretch = STRETCH.min(config.segment * config.carry);
+        let stretches = tokens.chunks(stretch + 1).filter(|stretch| stretch.len() > 1);
+        let cut = config.segment;
+        let development = stretches.map(|stretch| Segment { tokens: stretch.to_vec(), state: None, cut }).collect();
         let mut held_out = Vec::new();
         let Range { start, end } = parts.held_out;
         let mut at = start;
@@ -253,11 +249,8 @@ impl Text {
             if end.replace(*to) != Some(*from) {
                 scorer.begin();
             }
-            let mut at = *from;
-            while at < *to {
-                let piece = corpus.piece(at, *to)?;
-                scorer.read(&piece.bytes)?;
-                at = piece.end;
+            for piece in corpus.pieces(*from..*to) {
+                scorer.read(&piece?.bytes)?;
             }
         }
         Ok(scorer.sums)
@@ -339,21 +332,9 @@ fn kind(config: &RunConfig) -> Result<Chosen> {
 fn learned(corpus: &Corpus, train: &Range<u64>, size: usize) -> Result<Tokenizer> {
     let end = train.end.min(train.start + LEARNED_FROM);
     let mut failure = None;
-    let mut at = train.start;
-    let texts = std::iter::from_fn(|| {
-        if at >= end {
-            return None;
-        }
-        match corpus.piece(at, end) {
-            Ok(piece) => {
-                at = piece.end;
-                Some(String::from_utf8_lossy(&piece.bytes).into_owned())
-            }
-            Err(error) => {
-                failure = Some(error);
-                None
-            }
-        }
+    let texts = corpus.pieces(train.start..end).map_while(|piece| {
+        let piece = piece.map_err(|error| failure = Some(error)).ok()?;
+        Some(String::from_utf8_lossy(&piece.bytes).into_owned())
     });
     let tokenizer = Tokenizer::train(size, texts)?;
     match failure {

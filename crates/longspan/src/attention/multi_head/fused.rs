@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::tensor::{DType, Tensor};
 use burn_flex::FlexTensor;
 use longspan_kernels::layers::{Dropout, KeptAttention, Memory, MultiHead, MultiHeadGradients};
-use longspan_kernels::{Dims, Error, Kernel, Scratch, State};
+use longspan_kernels::{Error, Kernel, Scratch, State};
 
 use super::MultiHeadAttention;
 use crate::attention::{AttentionMask, Heads};
@@ -86,7 +86,7 @@ impl MultiHeadOperation {
         let Heads { heads, kv_heads, head_dim } = self.heads;
         let kernel: &dyn Kernel<f32> = &*self.kernel;
         let keys = memory.map_or(queries, |memory| memory.keys);
-        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: head_dim };
+        let dims = self.heads.dims(batch, queries, keys);
         let parameters = backend::split_parameters(kernel, &dims, others.next().map(numbers));
         let call = MultiHead {
             x: numbers(x),
