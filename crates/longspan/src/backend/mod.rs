@@ -40,9 +40,9 @@ pub(crate) use feature_map::Learned;
 pub(crate) use flex::copies::count as count_copy;
 #[cfg(feature = "flex")]
 pub(crate) use flex::{Outside, States, adjacent_rows, split_parameters, view_f32, with_scratch};
-#[cfg(feature = "flex")]
 pub use peers::Peers;
 pub(crate) use running::Running;
+#[cfg(feature = "flex")]
 use state::Inner;
 pub(crate) use state::TensorState;
 pub use state::{AttentionState, StateForm, StoredState};

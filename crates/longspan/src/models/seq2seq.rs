@@ -1,5 +1,6 @@
 //! The sequence-to-sequence transformer: a bidirectional encoder, a causal decoder, cross-attention between them.
 
+#[cfg(feature = "flex")]
 use std::ops::Range;
 #[cfg(feature = "flex")]
 use std::sync::Arc;
