@@ -52,6 +52,15 @@ impl Table {
     }
 }
 
+/// Two columns of a file by their names, each row with the line in which it begins. Others are not looked at.
+pub fn two_columns(bytes: &[u8], name: &str, columns: [&str; 2]) -> Result<Vec<(usize, [String; 2])>> {
+    let Some(table) = Table::read(bytes, name)? else { return Ok(Vec::new()) };
+    let both = format!("two columns `{}` and `{}`", columns[0], columns[1]);
+    let (first, second) = (table.column(columns[0], &both)?, table.column(columns[1], &both)?);
+    let row = |(line, fields): &Record| (*line, [fields[first].clone(), fields[second].clone()]);
+    Ok(table.records.iter().map(row).collect())
+}
+
 /// A line's number, and the fields of the record that begins there.
 pub type Record = (usize, Vec<String>);
 
@@ -95,5 +104,44 @@ fn records(bytes: &[u8], name: &str) -> Result<Vec<Record>> {
         let text = &start[..start.len() - rest.len()];
         records.push((line, fields));
         line += text.iter().filter(|&&byte| byte == b'\n').count();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pairs(bytes: &[u8]) -> Result<Vec<(usize, [String; 2])>> {
+        two_columns(bytes, "x", ["source", "target"])
+    }
+
+    fn read(text: &str) -> Vec<(usize, [String; 2])> {
+        pairs(text.as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn columns_are_found_by_name_and_fields_may_be_quoted() {
+        let text = "id,Target,source\r\n1,b,a\r\n\r\n2,\"x, \"\"y\"\"\nz\",\"\"\r\n3,,c";
+        let expected = [(2, "a", "b"), (4, "", "x, \"y\"\nz"), (6, "c", "")];
+        assert_eq!(read(text), expected.map(|(line, a, b)| (line, [a, b].map(String::from))));
+        assert_eq!(read("source,target\n\n"), []);
+        assert_eq!(read(""), []);
+        assert_eq!(read("source,target\na,\"b\""), [(2, ["a", "b"].map(String::from))]);
+    }
+
+    #[test]
+    fn mistakes_are_named_with_their_line() {
+        for (text, part) in [
+            ("a,b\nc,d\n", "x, line 1: the header is \"a,b\" and has no column `source`"),
+            ("source;target\n", "line 1: the header is \"source;target\""),
+            ("source,target\na,b\n\na,b,c\n", "x, line 4: 3 columns, the header has 2"),
+            ("source,target\na\n", "x, line 2: 1 column, the header has 2"),
+            ("source,target\r\n\"a\r\nb\",c\r\n\"d,e\r\n", "x, line 4: a quote is opened and never closed"),
+        ] {
+            let error = pairs(text.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        let error = pairs(b"source,target\na,b\xff\n").unwrap_err().to_string();
+        assert!(error.contains("x, line 2, byte 2: invalid UTF-8"), "{error}");
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use serde_json::Value;
 
-use crate::tasks::csv::Table;
+use crate::tasks::csv::two_columns;
 use crate::tasks::lines::{self, Format};
 use crate::terminal::notes::note;
 
@@ -58,11 +58,8 @@ fn by_line(bytes: &[u8], format: Format, name: &str) -> Result<Found> {
 }
 
 fn from_table(bytes: &[u8], name: &str) -> Result<Found> {
-    let Some(table) = Table::read(bytes, name)? else { return Ok(Vec::new()) };
-    let column = |wanted| table.column(wanted, "two columns `text` and `label`");
-    let (text, label) = (column("text")?, column("label")?);
-    let one = |fields: &[String]| Labelled { text: fields[text].clone(), label: fields[label].trim().into() };
-    Ok(table.records.iter().map(|(line, fields)| (*line, one(fields))).collect())
+    let rows = two_columns(bytes, name, ["text", "label"])?.into_iter();
+    Ok(rows.map(|(line, [text, label])| (line, Labelled { text, label: label.trim().into() })).collect())
 }
 
 fn from_columns(line: &str) -> Result<Labelled, String> {

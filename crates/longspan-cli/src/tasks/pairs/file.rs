@@ -5,8 +5,8 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use serde_json::Value;
 
-use super::csv;
 use super::example::{Entry, Example, group};
+use crate::tasks::csv::two_columns;
 use crate::tasks::lines::{self, Format};
 use crate::terminal::notes::note;
 
@@ -26,7 +26,7 @@ pub fn read(path: &Path) -> Result<Vec<Example>> {
 /// The pairs in the contents of a file; `name` is its name in errors.
 pub fn parse(bytes: &[u8], format: Format, name: &str) -> Result<Vec<Entry>> {
     let bytes = lines::unmarked(bytes, name)?;
-    let entries = if format == Format::Csv { csv::entries(bytes, name)? } else { by_line(bytes, format, name)? };
+    let entries = if format == Format::Csv { from_table(bytes, name)? } else { by_line(bytes, format, name)? };
     if entries.is_empty() {
         bail!("{name}: no pairs in it; give a file with one pair a line");
     }
@@ -46,6 +46,11 @@ fn by_line(bytes: &[u8], format: Format, name: &str) -> Result<Vec<Entry>> {
         Ok::<_, String>(Some(targets.into_iter().map(move |target| Entry { line, source: source.clone(), target })))
     })?;
     Ok(found.into_iter().flatten().collect())
+}
+
+fn from_table(bytes: &[u8], name: &str) -> Result<Vec<Entry>> {
+    let rows = two_columns(bytes, name, ["source", "target"])?.into_iter();
+    Ok(rows.map(|(line, [source, target])| Entry { line, source, target }).collect())
 }
 
 /// The keys `source` and `target` of an object; others are not looked at. A target may be a list of texts.

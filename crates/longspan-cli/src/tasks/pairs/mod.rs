@@ -2,7 +2,6 @@
 
 mod answers;
 mod cmudict;
-mod csv;
 mod example;
 pub mod file;
 mod loss;
