@@ -309,7 +309,8 @@ impl<T: Real> Problem<'_, T> {
                 None => found = Some((top + T::from_f64(RISE), top)),
             }
         }
-        (most, found.map_or(T::ZERO, |(_, highest)| highest))
+        // Ignored keys alone must not raise the exponent of the sums that they enter: a finite number, so that no difference is NaN.
+        (most, found.map_or(T::from_f64(-1e30), |(_, highest)| highest))
     }
 }
 
