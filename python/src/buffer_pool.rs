@@ -5,6 +5,7 @@ use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
+use longspan_kernels::memory::{HUGE_PAGE, use_huge_pages};
 use numpy::npyffi::{NPY_ARRAY_CARRAY, NpyTypes, PY_ARRAY_API, PyArrayObject, get_type_object, npy_intp};
 use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray};
 use pyo3::exceptions::PyMemoryError;
@@ -18,7 +19,6 @@ const LEAST: usize = 64 << 10;
 
 /// Blocks start on a cache line, those of several huge pages on a huge page.
 const LINE: usize = 64;
-const HUGE_PAGE: usize = 2 << 20;
 
 /// Free blocks, the one freed last at the end.
 static POOL: Mutex<Vec<Block>> = Mutex::new(Vec::new());
@@ -40,11 +40,7 @@ impl Block {
         let layout = Layout::from_size_align(bytes, align).ok()?;
         // SAFETY: the caller's size is not 0.
         let start = NonNull::new(unsafe { alloc(layout) })?;
-        #[cfg(target_os = "linux")]
-        if align == HUGE_PAGE {
-            // SAFETY: whole pages of this block, whose contents advice does not change; a system without it says no.
-            unsafe { libc::madvise(start.as_ptr().cast(), bytes / HUGE_PAGE * HUGE_PAGE, libc::MADV_HUGEPAGE) };
-        }
+        use_huge_pages(start.as_ptr(), bytes);
         Some(Self { start, layout })
     }
 }

@@ -6,6 +6,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use longspan_bench::memory::Counting;
+use longspan_kernels::memory::use_huge_pages;
 
 /// Counts memory while `bench` watches.
 #[global_allocator]
@@ -131,6 +132,7 @@ fn large(layout: Layout, reuse: impl Fn(*mut u8), request: impl Fn() -> *mut u8)
         block = request();
     }
     if !block.is_null() {
+        use_huge_pages(block, layout.size());
         Blocks::lock().grow(layout.size());
     }
     block

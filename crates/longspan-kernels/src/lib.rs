@@ -15,6 +15,7 @@ pub mod fourier;
 pub mod half;
 pub mod kernelized;
 pub mod layers;
+pub mod memory;
 mod plan;
 pub mod shaw;
 mod simd;

@@ -144,7 +144,7 @@ impl Sides {
     /// Rows in blocks, if every chunk of keys takes the same.
     fn row_table<T: Real>(&self, problem: &Problem<'_, T>) -> BlockTable {
         let windows = if problem.full() { &self.keys_by_query.windows[..] } else { &[] };
-        BlockTable::new(windows, self.keys_by_query.heads, problem.width)
+        BlockTable::new(windows, self.keys_by_query.heads, problem.width, false)
     }
 
     /// Numbers of memory beside that of workers.
@@ -201,7 +201,7 @@ fn block<T: Real>(
     let Sides { block, by_key, keys_by_query, keys_by_key, starts, .. } = sides;
     let mut arena = Arena::new(memory);
     let rows = arena.take(sides.rows * mean);
-    let keys = KeySide::new(problem, block, by_key, &mut arena, workers);
+    let keys = KeySide::new(problem, block, by_key, true, &mut arena, workers);
     query_side(call, sides, &keys, sums, rows, workers);
 
     let rows: &[T] = rows;

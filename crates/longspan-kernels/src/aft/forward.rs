@@ -52,7 +52,7 @@ pub(super) fn forward<T: Real>(
     });
     let mut arena = Arena::new(scratch.take(memory));
     let mut workers = Workers::new(groups.tasks(), each, &mut arena);
-    let keys = KeySide::new(problem, &block, &chunks, &mut arena, &mut workers);
+    let keys = KeySide::new(problem, &block, &chunks, false, &mut arena, &mut workers);
     groups.run(bias_tiles_len, &mut workers, |index, head, chunk, bias_tiles, work| {
         let (sequence, kv_head) = (&problem.sequences[index], head / dims.group());
         let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);

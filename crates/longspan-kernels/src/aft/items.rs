@@ -3,6 +3,7 @@
 use super::chunks::{CHUNK, Chunks, Window, Workers};
 use super::log_sum::{FactorMeans, Factored, Factors, join, join_items};
 use crate::call::SharedRows;
+use crate::simd::block::Transpose;
 use crate::simd::rows::line;
 use crate::simd::{Real, dispatch};
 use crate::threads;
@@ -54,12 +55,24 @@ pub(super) fn join_all<T: Real>(items: &impl Items<T>, from: isize, to: isize, s
 pub(super) struct Blocks<'a, T> {
     window: Window,
     width: usize,
+    transposed: bool,
     numbers: &'a [T],
 }
 
 impl<'a, T: Real> Blocks<'a, T> {
-    /// Some items and the largest range of their exponents, if they are a block.
+    /// Some items and the largest range of their exponents, if they are a block, and blocks are not transposed.
     pub fn get(&self, from: isize, count: usize) -> Option<(Factored<'a, T>, T)> {
+        let BlockParts { reference, factors, range } = self.parts(from, count).filter(|_| !self.transposed)?;
+        let (numerators, denominators) = factors.split_at(REACH * self.width);
+        Some((Factored { reference, numerators, denominators }, range))
+    }
+
+    /// The same of blocks that are transposed.
+    pub fn get_transposed(&self, from: isize, count: usize) -> Option<BlockParts<'a, T>> {
+        self.parts(from, count).filter(|_| self.transposed)
+    }
+
+    fn parts(&self, from: isize, count: usize) -> Option<BlockParts<'a, T>> {
         let place = (from - self.window.first) as usize;
         if !place.is_multiple_of(REACH) || (self.window.end - from).min(REACH as isize) != count as isize {
             return None;
@@ -67,9 +80,26 @@ impl<'a, T: Real> Blocks<'a, T> {
         let len = block_len::<T>(self.width);
         let block = &self.numbers[place / REACH * len..][..len];
         let (reference, block) = block.split_at(2 * self.width);
-        let (range, block) = block.split_at(line::<T>());
-        let (numerators, denominators) = block.split_at(REACH * self.width);
-        Some((Factored { reference, numerators, denominators }, range[0]))
+        let (range, factors) = block.split_at(line::<T>());
+        Some(BlockParts { reference, factors, range: range[0] })
+    }
+}
+
+/// A block of items.
+pub(super) struct BlockParts<'a, T> {
+    /// The exponents of its channels, as of [`Factored`].
+    pub reference: &'a [T],
+    /// Numerators and then denominators: [`REACH`] rows each, or transposed: rows of as many.
+    pub factors: &'a [T],
+    /// The largest range of exponents.
+    pub range: T,
+}
+
+/// Turns `count` of [`REACH`] rows round, of numerators and then of denominators.
+pub(super) fn transpose<T: Real>(from: &[T], to: &mut [T], width: usize, count: usize) {
+    let len = REACH * width;
+    for (from, to) in from.chunks_exact(len).zip(to.chunks_exact_mut(len)) {
+        dispatch(Transpose { from, from_row: width, rows: count, columns: width, to, to_row: REACH });
     }
 }
 
@@ -81,17 +111,18 @@ fn block_len<T>(width: usize) -> usize {
 /// Where the [`Blocks`] of the heads of some sequences stand.
 pub(super) struct BlockTable {
     width: usize,
+    transposed: bool,
     /// Blocks as chunks.
     blocks: Chunks,
 }
 
 impl BlockTable {
-    /// For the items of these windows.
-    pub fn new(windows: &[Window], heads: usize, width: usize) -> Self {
+    /// For the items of these windows, whose factors are `transposed` where products of rows with them are formed.
+    pub fn new(windows: &[Window], heads: usize, width: usize, transposed: bool) -> Self {
         let blocks = |window: &Window| ((window.end - window.first).max(0) as usize).div_ceil(REACH);
         let as_chunks = |window: &Window| Window { outputs: blocks(window) * CHUNK, ..*window };
         let blocks = Chunks::new(windows.iter().map(as_chunks).collect(), heads);
-        Self { width, blocks }
+        Self { width, transposed, blocks }
     }
 
     /// Numbers of memory.
@@ -115,17 +146,27 @@ impl BlockTable {
             // SAFETY: every block has one task, and the slice ends with it.
             let block = unsafe { memory.row(0, 0, task, len) };
             let (reference, block) = block.split_at_mut(2 * self.width);
-            let (range, block) = block.split_at_mut(line::<T>());
-            let (numerators, denominators) = block.split_at_mut(REACH * self.width);
+            let (range, factors) = block.split_at_mut(line::<T>());
+            let (numerators, denominators) = factors.split_at_mut(REACH * self.width);
             let to = Factors { reference, numerators, denominators };
             let count = (window.end - from).min(REACH as isize) as usize;
             range[0] = items(sequence, head).factor(from, count, to, work);
+            if self.transposed {
+                let rows = &mut work[..factors.len()];
+                rows.copy_from_slice(factors);
+                transpose(rows, factors, self.width, count);
+            }
         });
     }
 
     /// The blocks of one head; none if the table is that of no sequence.
     pub fn of<'a, T: Real>(&self, memory: &'a [T], sequence: usize, head: usize) -> Option<Blocks<'a, T>> {
         let (window, len) = (*self.blocks.windows.get(sequence)?, block_len::<T>(self.width));
-        Some(Blocks { window, width: self.width, numbers: &memory[self.blocks.index(sequence, head, 0) * len..] })
+        Some(Blocks {
+            window,
+            width: self.width,
+            transposed: self.transposed,
+            numbers: &memory[self.blocks.index(sequence, head, 0) * len..],
+        })
     }
 }

@@ -83,20 +83,22 @@ impl<'a, 's, T: Real> KeySide<'a, 's, T> {
         Chunks::new(windows.collect(), heads)
     }
 
-    fn table(problem: &Problem<'_, T>, chunks: &Chunks) -> BlockTable {
-        BlockTable::new(if problem.full() { &chunks.windows } else { &[] }, chunks.heads, problem.width)
+    fn table(problem: &Problem<'_, T>, chunks: &Chunks, transposed: bool) -> BlockTable {
+        BlockTable::new(if problem.full() { &chunks.windows } else { &[] }, chunks.heads, problem.width, transposed)
     }
 
     /// The memory that [`KeySide::new`] takes.
     pub fn memory(problem: &Problem<'_, T>, chunks: &Chunks, arena: &mut Arena<'s, T>) {
         Edges::memory(chunks, problem.mean(), arena);
-        arena.take(Self::table(problem, chunks).len::<T>());
+        arena.take(Self::table(problem, chunks, false).len::<T>());
     }
 
+    /// `transposed`: the keys' blocks are for [`tiles::bias_gradients`], not for [`tiles::means`].
     pub fn new(
         problem: &'s Problem<'a, T>,
         block: &'s Block,
         chunks: &'s Chunks,
+        transposed: bool,
         arena: &mut Arena<'s, T>,
         workers: &mut Workers<'_, T>,
     ) -> Self {
@@ -104,7 +106,7 @@ impl<'a, 's, T: Real> KeySide<'a, 's, T> {
             KeyItems::new(problem, &block.sequences(problem)[index], block.heads.start + head)
         };
         let edges = Edges::new(chunks, items, problem.mean(), arena, workers);
-        let table = Self::table(problem, chunks);
+        let table = Self::table(problem, chunks, transposed);
         let blocks = arena.take(table.len::<T>());
         table.fill(items, blocks, workers);
         Self { problem, block, chunks, edges, table, blocks }

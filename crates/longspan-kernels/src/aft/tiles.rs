@@ -11,11 +11,11 @@
 use std::ops::Range;
 
 use super::chunks::{CHUNK, Window};
-use super::items::{Items, REACH};
+use super::items::{BlockParts, Items, REACH, transpose};
 use super::log_sum::{AddWeighted, BiasGradient, Factored, Factors, JoinFactored, PARTS, ProjectRows, clear, join};
 use super::walk::{Biases, Outputs, walk};
 use crate::call::Arena;
-use crate::simd::block::{Transpose, exponentials};
+use crate::simd::block::exponentials;
 use crate::simd::product::Product;
 use crate::simd::{Real, dispatch};
 use crate::threads;
@@ -49,8 +49,8 @@ struct Work<'w, T> {
     running_max: &'w mut [T],
     factors: &'w mut [T],
     reference: &'w mut [T],
-    numerators: &'w mut [T],
-    denominators: &'w mut [T],
+    /// Numerators and denominators of items.
+    factored: &'w mut [T],
     /// Products, and factors turned round: two blocks of a tile's rows, or columns.
     products: &'w mut [T],
 }
@@ -66,8 +66,7 @@ impl<'w, T: Real> Work<'w, T> {
             running_max: arena.take(SIDE),
             factors: arena.take(SIDE),
             reference: arena.take(2 * width),
-            numerators: arena.take(REACH * width),
-            denominators: arena.take(REACH * width),
+            factored: arena.take(2 * REACH * width),
             products: arena.take(2 * REACH * width),
         }
     }
@@ -255,8 +254,9 @@ pub(super) fn means<T: Real>(
         let memory = (&mut *work.biases, &mut work.running_max[..count]);
         let BiasTile { weights, row, running_max, range } =
             bias_tile(biases, (outputs, from, to), kept, memory, work.turned);
-        let numerators = if with_numerators { &mut *work.numerators } else { &mut [] };
-        let place = Factors { reference: work.reference, numerators, denominators: work.denominators };
+        let (numerators, denominators) = work.factored.split_at_mut(REACH * width);
+        let numerators = if with_numerators { numerators } else { &mut [] };
+        let place = Factors { reference: work.reference, numerators, denominators };
         let (factored, depth) = factored(*items, from, columns, place, work.items);
         if range > widest() && depth > widest() {
             return false;
@@ -353,17 +353,19 @@ pub(super) fn bias_gradients<T: Real>(
         let memory = (&mut *work.biases, &mut work.running_max[..count]);
         let BiasTile { weights, row, running_max, range } =
             bias_tile(biases, (outputs.clone(), from, to), kept, memory, work.turned);
-        let place = Factors { reference: work.reference, numerators: work.numerators, denominators: work.denominators };
-        let (factored, depth) = factored(*items, from, columns, place, work.items);
+        let block = items.blocks().and_then(|blocks| blocks.get_transposed(from, columns));
+        let BlockParts { reference, factors: keys, range: depth } = block.unwrap_or_else(|| {
+            let (numerators, denominators) = work.factored.split_at_mut(REACH * width);
+            let to = Factors { reference: work.reference, numerators, denominators };
+            let range = items.factor(from, columns, to, work.items);
+            transpose(work.factored, work.products, width, columns);
+            BlockParts { reference: work.reference, factors: work.products, range }
+        });
         if range > widest() && depth > widest() {
             return false;
         }
-        let (values, ones) = work.products.split_at_mut(REACH * width);
-        for (from, to) in [(factored.numerators, values), (factored.denominators, ones)] {
-            dispatch(Transpose { from, from_row: width, rows: columns, columns: width, to, to_row: REACH });
-        }
-        dispatch(ProjectRows { rows, reference: factored.reference, biases: running_max, to: work.rows, factors });
-        let (rows, keys) = ((&*work.rows, 2 * width), (&*work.products, REACH));
+        dispatch(ProjectRows { rows, reference, biases: running_max, to: work.rows, factors });
+        let (rows, keys) = ((&*work.rows, 2 * width), (keys, REACH));
         Product::of(rows, keys, (work.turned, REACH), [count, columns, 2 * width]).compute();
         visit(outputs, from, to, &PairGradients { first, weights, row, terms: work.turned, factors });
         true

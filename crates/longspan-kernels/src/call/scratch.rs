@@ -6,6 +6,7 @@ use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 
 use crate::error::Error;
+use crate::memory::use_huge_pages;
 use crate::simd::Real;
 use crate::simd::rows::{LINE_BYTES, line, padded};
 
@@ -113,6 +114,7 @@ fn aligned<T: Real>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
     if buffer.len() < wanted {
         // Not `resize`: nothing of the old contents is worth a copy.
         *buffer = vec![T::ZERO; wanted];
+        use_huge_pages(buffer.as_ptr().cast(), size_of_val(buffer.as_slice()));
     }
     let start = line_start(buffer.as_ptr());
     &mut buffer[start..start + len]
