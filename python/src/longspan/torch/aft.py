@@ -30,10 +30,6 @@ class AftFull(Attention):
     device, dtype
         As in torch's modules.
 
-    Notes
-    -----
-    Call it, and go on token by token with `step`: see `Attention`, its base class.
-
     Examples
     --------
     >>> import torch
@@ -80,10 +76,6 @@ class AftLocal(Attention):
     device, dtype
         As in torch's modules.
 
-    Notes
-    -----
-    Call it, and go on token by token with `step`: see `Attention`, its base class.
-
     Examples
     --------
     >>> import torch
@@ -123,10 +115,6 @@ class AftSimple(Attention):
         Key/value heads, a divisor of ``num_heads``, which is the default.
     device, dtype
         As in torch's modules.
-
-    Notes
-    -----
-    Call it, and go on token by token with `step`: see `Attention`, its base class.
 
     Examples
     --------
@@ -171,8 +159,7 @@ class AftConv(Attention):
 
     Notes
     -----
-    A key of a head is one number: ``k`` is ``[B, Hkv, Lk, 1]``. Call it, and go on token by token with `step`: see `Attention`,
-    its base class.
+    A key of a head is one number: ``k`` is ``[B, Hkv, Lk, 1]``.
 
     Examples
     --------

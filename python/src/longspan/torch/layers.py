@@ -196,7 +196,6 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         out = self._residual(self._residual(token, 1, self._stepping(kept, state, positions)), 2, self._feed_forward)
         return out, kept[0]
 
-
     def _step_at_once(self, token: Tensor, state: State | TensorState | None) -> tuple[Tensor, State] | None:
         """A step as one call of native code, where the layer is as it was made and nobody has to see a part of it."""
         modules = self._modules

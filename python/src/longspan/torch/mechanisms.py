@@ -1,7 +1,8 @@
 """One module for each mechanism: attention over heads, with what it learns.
 
 All are made from ``(num_heads, head_dim)`` and options by name, and called with ``q``, ``k``, ``v`` as
-``[batch, head, token, feature]``; see `longspan.ops` for formulas and arguments. Projections are `MultiheadAttention`'s.
+``[batch, head, token, feature]``; see `longspan.ops` for formulas and arguments. `Attention.step`, of their base
+class, goes on token by token. Projections are `MultiheadAttention`'s.
 """
 
 from __future__ import annotations
@@ -37,10 +38,6 @@ class KernelizedAttention(Attention):
         Key/value heads, a divisor of ``num_heads``, which is the default.
     device, dtype
         As in torch's modules.
-
-    Notes
-    -----
-    Call it, and go on token by token with `step`: see `Attention`, its base class.
 
     Examples
     --------
@@ -85,10 +82,6 @@ class ShawAttention(Attention):
         Key/value heads, a divisor of ``num_heads``, which is the default.
     device, dtype
         As in torch's modules.
-
-    Notes
-    -----
-    Call it, and go on token by token with `step`: see `Attention`, its base class.
 
     Examples
     --------
@@ -147,10 +140,6 @@ class FourierAttention(Attention):
         Key/value heads, a divisor of ``num_heads``, which is the default.
     device, dtype
         As in torch's modules.
-
-    Notes
-    -----
-    Call it, and go on token by token with `step`: see `Attention`, its base class.
 
     Examples
     --------
@@ -241,10 +230,6 @@ class ToeplitzAttention(Attention):
     device, dtype
         As in torch's modules.
 
-    Notes
-    -----
-    Call it, and go on token by token with `step`: see `Attention`, its base class.
-
     Examples
     --------
     >>> import torch
@@ -298,10 +283,6 @@ class ShortConvolution(Attention):
     device, dtype
         As in torch's modules.
 
-    Notes
-    -----
-    Call it, and go on token by token with `step`: see `Attention`, its base class.
-
     Examples
     --------
     >>> import torch
@@ -344,10 +325,6 @@ class SoftmaxAttention(Attention):
         Key/value heads, a divisor of ``num_heads``, which is the default.
     device, dtype
         As in torch's modules.
-
-    Notes
-    -----
-    Call it, and go on token by token with `step`: see `Attention`, its base class.
 
     Examples
     --------
