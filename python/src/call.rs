@@ -326,6 +326,11 @@ struct Want {
     token_major: bool,
 }
 
+/// The sizes of a call as Python gives them, in the order of their names.
+fn dims_of([batch, heads, kv_heads, queries, keys, head_dim, value_dim]: [usize; 7]) -> Dims {
+    Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim }
+}
+
 #[pymethods]
 impl Mechanism {
     /// The mechanism ``name`` with ``options``, a JSON object; ``operation`` is how errors call it.
@@ -442,17 +447,8 @@ impl Mechanism {
     }
 
     /// The state before the first token of calls of these sizes.
-    #[pyo3(signature = (batch, heads, kv_heads, head_dim, value_dim))]
-    fn empty_state(
-        &self,
-        batch: usize,
-        heads: usize,
-        kv_heads: usize,
-        head_dim: usize,
-        value_dim: usize,
-    ) -> PyResult<State> {
-        let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
-        f32::kernel(&*self.kernel).empty_state(&dims).map(f32::wrap).map_err(|e| self.failed(e))
+    fn empty_state(&self, sizes: [usize; 7]) -> PyResult<State> {
+        f32::kernel(&*self.kernel).empty_state(&dims_of(sizes)).map(f32::wrap).map_err(|e| self.failed(e))
     }
 
     /// The state after two segments of tokens from the state of each, ``later`` computed from no tokens on.
@@ -504,40 +500,20 @@ impl Mechanism {
     }
 
     /// Names and shapes of the parameters for a call of these sizes.
-    #[pyo3(signature = (batch, heads, kv_heads, queries, keys, head_dim, value_dim))]
-    #[allow(clippy::too_many_arguments)]
-    fn parameter_shapes(
-        &self,
-        batch: usize,
-        heads: usize,
-        kv_heads: usize,
-        queries: usize,
-        keys: usize,
-        head_dim: usize,
-        value_dim: usize,
-    ) -> Vec<(&'static str, Vec<usize>)> {
-        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
-        f32::kernel(&*self.kernel).parameters(&dims).into_iter().map(|p| (p.name, p.shape.to_vec())).collect()
+    fn parameter_shapes(&self, sizes: [usize; 7]) -> Vec<(&'static str, Vec<usize>)> {
+        f32::kernel(&*self.kernel).parameters(&dims_of(sizes)).into_iter().map(|p| (p.name, p.shape.to_vec())).collect()
     }
 
     /// Which algorithm a call of these sizes runs, and why.
-    #[pyo3(signature = (batch, heads, kv_heads, queries, keys, head_dim, value_dim, is_causal, offset, with_backward))]
-    #[allow(clippy::too_many_arguments)]
     fn plan<'py>(
         &self,
         py: Python<'py>,
-        batch: usize,
-        heads: usize,
-        kv_heads: usize,
-        queries: usize,
-        keys: usize,
-        head_dim: usize,
-        value_dim: usize,
+        sizes: [usize; 7],
         is_causal: bool,
         offset: isize,
         with_backward: bool,
     ) -> PyResult<(&'static str, String, Bound<'py, PyList>)> {
-        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
+        let dims = dims_of(sizes);
         let mask = if is_causal { Mask::causal() } else { Mask::bidirectional() }.with_offset(offset);
         let plan = f32::kernel(&*self.kernel).plan(&dims, &mask);
         let purpose = if with_backward { Purpose::Training } else { Purpose::Inference };

@@ -67,7 +67,7 @@ def cached(name: str, options: str, operation: str, shaped: tuple[tuple[str, Any
 def features(feature_map: str, head_dim: int) -> int:
     """Features that a map makes of rows of ``head_dim`` numbers: as many as Fourier positions have angles."""
     native = cached("fourier", _options.as_object(feature_map=feature_map), "feature_map")
-    ((_, shape), *_) = native.parameter_shapes(1, 1, 1, 1, 1, head_dim, head_dim)
+    ((_, shape), *_) = native.parameter_shapes((1, 1, 1, 1, 1, head_dim, head_dim))
     return shape[1]
 
 

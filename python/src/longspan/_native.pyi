@@ -57,19 +57,16 @@ class Mechanism:
     def step(
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], parameters: tuple[NDArray[Any], ...], state: State | None = None,
     ) -> tuple[NDArray[Any], State]: ...  # fmt: skip
-    def empty_state(self, batch: int, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> State: ...
+    def empty_state(self, sizes: Sequence[int]) -> State: ...
     def combine(self, earlier: State, later: State, parameters: tuple[NDArray[Any], ...]) -> State: ...
     def kernel_seconds(
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], parameters: tuple[NDArray[Any], ...], is_causal: bool,
         repeats: int,
     ) -> list[float]: ...  # fmt: skip
-    def parameter_shapes(
-        self, batch: int, heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, value_dim: int
-    ) -> list[tuple[str, list[int]]]: ...
+    def parameter_shapes(self, sizes: Sequence[int]) -> list[tuple[str, list[int]]]: ...
     def plan(
-        self, batch: int, heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, value_dim: int, is_causal: bool,
-        offset: int, with_backward: bool,
-    ) -> tuple[str, str, list[Estimate]]: ...  # fmt: skip
+        self, sizes: Sequence[int], is_causal: bool, offset: int, with_backward: bool
+    ) -> tuple[str, str, list[Estimate]]: ...
 
 def encoder_layer_step(
     mechanism: Mechanism, x: NDArray[Any], weights: tuple[NDArray[Any] | None, ...], parameters: tuple[NDArray[Any], ...],

@@ -205,9 +205,7 @@ def explain(
     if mechanism == "aft-full":
         options = {"length": max(sizes["queries"], sizes["keys"], 1), **options}
     native = _named("explain", mechanism, sizes["kv_heads"], options)
-    algorithm, reason, estimates = native.plan(
-        **sizes, is_causal=is_causal, offset=offset, with_backward=with_backward
-    )
+    algorithm, reason, estimates = native.plan(tuple(sizes.values()), is_causal, offset, with_backward)
     return Plan(algorithm, reason, tuple(estimates))
 
 

@@ -228,7 +228,7 @@ def _state_shape(
     parameters = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
     q = np.broadcast_to(np.float32(0), (1, sizes[0], queries, sizes[2]))
     native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
-    state = native.empty_state(1, *sizes)
+    state = native.empty_state((1, *sizes[:2], 1, 1, *sizes[2:]))
     return state.mechanism, state.options, tuple(state.parts)
 
 

@@ -23,8 +23,8 @@ def _flops(
     q, k, v, *parameters = tensors
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
     algorithm, _, estimates = _calls.mechanism(mechanism, options, operation, parameters, q, offset).plan(
-        batch, heads, kv_heads, queries, keys, head_dim, v.shape[3], is_causal, offset, True
-    )  # fmt: skip
+        (batch, heads, kv_heads, queries, keys, head_dim, v.shape[3]), is_causal, offset, True
+    )
     return round(next(estimate["flops"] for estimate in estimates if estimate["algorithm"] == algorithm))
 
 
