@@ -23,21 +23,10 @@ _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def attend(
-    operation: str,
-    mechanism: str,
-    options: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    parameters: tuple[Any, ...],
-    is_causal: bool = False,
-    offset: int = 0,
-    key_padding_mask: Any = None,
-    cu_seqlens: Any = None,
-    initial_state: Any = None,
-    output_final_state: bool = False,
-    token_major: bool = False,
-) -> Any:
+    operation: str, mechanism: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...],
+    is_causal: bool = False, offset: int = 0, key_padding_mask: Any = None, cu_seqlens: Any = None, initial_state: Any = None,
+    output_final_state: bool = False, token_major: bool = False,
+) -> Any:  # fmt: skip
     """Runs `mechanism` on tensors; what `longspan.ops` calls when it is given some.
 
     With ``token_major`` the output lies as ``[batch, token, head, feature]`` and is seen transposed.
@@ -111,15 +100,9 @@ def step(
 
 
 def step_together(
-    operation: str,
-    mechanism: str,
-    options: str,
-    together: Tensor,
-    heads: tuple[int, int, int],
-    widths: tuple[int, int, int],
-    parameters: tuple[Tensor, ...],
-    state: Any,
-) -> tuple[Tensor, State] | None:
+    operation: str, mechanism: str, options: str, together: Tensor, heads: tuple[int, int, int], widths: tuple[int, int, int],
+    parameters: tuple[Tensor, ...], state: Any,
+) -> tuple[Tensor, State] | None:  # fmt: skip
     """One token whose queries, keys and values lie side by side, cut apart as an array: cutting a tensor and handing over three
     takes several times as long as the kernel. ``None`` where the step has to be one of tensors."""
     if not (state is None or type(state) is State) or not _simple((together, *parameters)) or forward_ad._current_level >= 0:
@@ -137,15 +120,9 @@ def step_together(
 
 
 def encoder_layer_step(
-    operation: str,
-    mechanism: str,
-    options: str,
-    token: Tensor,
-    weights: Sequence[Tensor | None],
-    parameters: tuple[Tensor, ...],
-    layer: tuple[tuple[int, int], tuple[float, float], str, bool],
-    state: Any,
-) -> tuple[Tensor, State] | None:
+    operation: str, mechanism: str, options: str, token: Tensor, weights: Sequence[Tensor | None],
+    parameters: tuple[Tensor, ...], layer: tuple[tuple[int, int], tuple[float, float], str, bool], state: Any,
+) -> tuple[Tensor, State] | None:  # fmt: skip
     """One token through a whole encoder layer in one call. ``None`` where it has to be one of tensors: other types than float32,
     gradients, a compiler, more rows than a few, of which torch's products are faster."""
     if token.dtype is not torch.float32 or token.dim() != 2 or len(token) > _FEW_ROWS:
