@@ -8,8 +8,8 @@ use super::vector::Vector;
 macro_rules! vector {
     (
         $name:ident, $register:ident, $element:ident, $lanes:literal, $bits:literal, $bias:literal,
-        $splat:ident, $load:ident, $store:ident, $add:ident, $sub:ident, $mul:ident, $div:ident, $fma:ident,
-        $greater:ident, $positive:ident, $select:ident, $abs:ident, $sqrt:ident, $sum:ident,
+        $splat:ident, $load:ident, $store:ident, $fma:ident, $greater:ident, $positive:ident, $select:ident, $sum:ident,
+        [$($unary:ident: $of_one:ident),*], [$($binary:ident: $of_two:ident),*],
         $to_bits:ident, $from_bits:ident, $add_bits:ident, $splat_bits:ident, $shift:ident,
         $transpose:item
     ) => {
@@ -38,26 +38,6 @@ macro_rules! vector {
                 unsafe { $store(to, self.0) }
             }
             #[inline(always)]
-            unsafe fn add(self, other: Self) -> Self {
-                // SAFETY: every processor of the target has the instructions.
-                Self(unsafe { $add(self.0, other.0) })
-            }
-            #[inline(always)]
-            unsafe fn sub(self, other: Self) -> Self {
-                // SAFETY: every processor of the target has the instructions.
-                Self(unsafe { $sub(self.0, other.0) })
-            }
-            #[inline(always)]
-            unsafe fn mul(self, other: Self) -> Self {
-                // SAFETY: every processor of the target has the instructions.
-                Self(unsafe { $mul(self.0, other.0) })
-            }
-            #[inline(always)]
-            unsafe fn div(self, other: Self) -> Self {
-                // SAFETY: every processor of the target has the instructions.
-                Self(unsafe { $div(self.0, other.0) })
-            }
-            #[inline(always)]
             unsafe fn mul_add(self, factor: Self, term: Self) -> Self {
                 // SAFETY: every processor of the target has the instructions.
                 Self(unsafe { $fma(term.0, self.0, factor.0) })
@@ -79,16 +59,6 @@ macro_rules! vector {
                 Self(unsafe { $select($positive(self.0), then.0, otherwise.0) })
             }
             #[inline(always)]
-            unsafe fn abs(self) -> Self {
-                // SAFETY: every processor of the target has the instructions.
-                Self(unsafe { $abs(self.0) })
-            }
-            #[inline(always)]
-            unsafe fn sqrt(self) -> Self {
-                // SAFETY: every processor of the target has the instructions.
-                Self(unsafe { $sqrt(self.0) })
-            }
-            #[inline(always)]
             unsafe fn power_of_two(self) -> Self {
                 // SAFETY: every processor of the target has the instructions.
                 Self(unsafe { $from_bits($shift::<$bits>($add_bits($to_bits(self.0), $splat_bits($bias)))) })
@@ -98,6 +68,16 @@ macro_rules! vector {
                 // SAFETY: every processor of the target has the instructions.
                 unsafe { $sum(self.0) }
             }
+            $(#[inline(always)]
+            unsafe fn $unary(self) -> Self {
+                // SAFETY: every processor of the target has the instructions.
+                Self(unsafe { $of_one(self.0) })
+            })*
+            $(#[inline(always)]
+            unsafe fn $binary(self, other: Self) -> Self {
+                // SAFETY: every processor of the target has the instructions.
+                Self(unsafe { $of_two(self.0, other.0) })
+            })*
             #[inline(always)]
             $transpose
         }
@@ -106,8 +86,8 @@ macro_rules! vector {
 
 vector! {
     F32x4, float32x4_t, f32, 4, 23, 127,
-    vdupq_n_f32, vld1q_f32, vst1q_f32, vaddq_f32, vsubq_f32, vmulq_f32, vdivq_f32, vfmaq_f32,
-    vcgtq_f32, vcgtzq_f32, vbslq_f32, vabsq_f32, vsqrtq_f32, vaddvq_f32,
+    vdupq_n_f32, vld1q_f32, vst1q_f32, vfmaq_f32, vcgtq_f32, vcgtzq_f32, vbslq_f32, vaddvq_f32,
+    [abs: vabsq_f32, sqrt: vsqrtq_f32], [add: vaddq_f32, sub: vsubq_f32, mul: vmulq_f32, div: vdivq_f32],
     vreinterpretq_u32_f32, vreinterpretq_f32_u32, vaddq_u32, vdupq_n_u32, vshlq_n_u32,
     unsafe fn transpose(from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
         // SAFETY: the caller has tiles of 4 rows of 4 numbers.
@@ -126,8 +106,8 @@ vector! {
 
 vector! {
     F64x2, float64x2_t, f64, 2, 52, 1023,
-    vdupq_n_f64, vld1q_f64, vst1q_f64, vaddq_f64, vsubq_f64, vmulq_f64, vdivq_f64, vfmaq_f64,
-    vcgtq_f64, vcgtzq_f64, vbslq_f64, vabsq_f64, vsqrtq_f64, vaddvq_f64,
+    vdupq_n_f64, vld1q_f64, vst1q_f64, vfmaq_f64, vcgtq_f64, vcgtzq_f64, vbslq_f64, vaddvq_f64,
+    [abs: vabsq_f64, sqrt: vsqrtq_f64], [add: vaddq_f64, sub: vsubq_f64, mul: vmulq_f64, div: vdivq_f64],
     vreinterpretq_u64_f64, vreinterpretq_f64_u64, vaddq_u64, vdupq_n_u64, vshlq_n_u64,
     unsafe fn transpose(from: *const f64, from_row: usize, to: *mut f64, to_row: usize) {
         // SAFETY: the caller has tiles of 2 rows of 2 numbers.
