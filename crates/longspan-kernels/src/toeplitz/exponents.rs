@@ -6,6 +6,7 @@ use super::problem::{Problem, TILE, Unit};
 use super::state::EXPONENT;
 use crate::call::{Arena, SharedRows};
 use crate::simd::Real;
+use crate::simd::block::floor;
 use crate::threads;
 
 /// How far the exponents of rows in one tile, or of keys in one piece, may lie apart: beyond it they are taken one row
@@ -309,8 +310,8 @@ impl<T: Real> Problem<'_, T> {
                 None => found = Some((top + T::from_f64(RISE), top)),
             }
         }
-        // Ignored keys alone must not raise the exponent of the sums that they enter: a finite number, so that no difference is NaN.
-        (most, found.map_or(T::from_f64(-1e30), |(_, highest)| highest))
+        // Ignored keys alone must not raise the exponent of the sums that they enter.
+        (most, found.map_or_else(floor, |(_, highest)| highest))
     }
 }
 
