@@ -144,7 +144,7 @@ impl Sides {
     /// Rows in blocks, if every chunk of keys takes the same.
     fn row_table<T: Real>(&self, problem: &Problem<'_, T>) -> BlockTable {
         let windows = if problem.full() { &self.keys_by_query.windows[..] } else { &[] };
-        BlockTable::new(windows, self.keys_by_query.heads, problem.width, false)
+        BlockTable::new(windows, self.keys_by_query.heads, problem.width)
     }
 
     /// Numbers of memory beside that of workers.
@@ -213,7 +213,7 @@ fn block<T: Real>(
     };
     let table = sides.row_table(problem);
     let blocks = arena.take(table.len::<T>());
-    table.fill(items, blocks, workers);
+    table.fill(items, false, blocks, workers);
     let blocks = &*blocks;
     let edges = Edges::new(keys_by_query, items, mean, &mut arena, workers);
 

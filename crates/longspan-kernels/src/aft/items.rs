@@ -1,7 +1,7 @@
 //! What is summed: items in order, each a mean.
 
 use super::chunks::{CHUNK, Chunks, Window, Workers};
-use super::log_sum::{FactorMeans, Factored, Factors, join, join_items};
+use super::log_sum::{FactorMeans, Factors, join, join_items};
 use crate::call::SharedRows;
 use crate::simd::block::Transpose;
 use crate::simd::rows::line;
@@ -55,24 +55,12 @@ pub(super) fn join_all<T: Real>(items: &impl Items<T>, from: isize, to: isize, s
 pub(super) struct Blocks<'a, T> {
     window: Window,
     width: usize,
-    transposed: bool,
     numbers: &'a [T],
 }
 
 impl<'a, T: Real> Blocks<'a, T> {
-    /// Some items and the largest range of their exponents, if they are a block, and blocks are not transposed.
-    pub fn get(&self, from: isize, count: usize) -> Option<(Factored<'a, T>, T)> {
-        let BlockParts { reference, factors, range } = self.parts(from, count).filter(|_| !self.transposed)?;
-        let (numerators, denominators) = factors.split_at(REACH * self.width);
-        Some((Factored { reference, numerators, denominators }, range))
-    }
-
-    /// The same of blocks that are transposed.
-    pub fn get_transposed(&self, from: isize, count: usize) -> Option<BlockParts<'a, T>> {
-        self.parts(from, count).filter(|_| self.transposed)
-    }
-
-    fn parts(&self, from: isize, count: usize) -> Option<BlockParts<'a, T>> {
+    /// Some items, if they are a block.
+    pub fn get(&self, from: isize, count: usize) -> Option<BlockParts<'a, T>> {
         let place = (from - self.window.first) as usize;
         if !place.is_multiple_of(REACH) || (self.window.end - from).min(REACH as isize) != count as isize {
             return None;
@@ -87,9 +75,9 @@ impl<'a, T: Real> Blocks<'a, T> {
 
 /// A block of items.
 pub(super) struct BlockParts<'a, T> {
-    /// The exponents of its channels, as of [`Factored`].
+    /// The exponents of its channels, as of [`Factored`](super::log_sum::Factored).
     pub reference: &'a [T],
-    /// Numerators and then denominators: [`REACH`] rows each, or transposed: rows of as many.
+    /// Numerators and then denominators: [`REACH`] rows each, or rows of as many where the table is transposed.
     pub factors: &'a [T],
     /// The largest range of exponents.
     pub range: T,
@@ -111,18 +99,17 @@ fn block_len<T>(width: usize) -> usize {
 /// Where the [`Blocks`] of the heads of some sequences stand.
 pub(super) struct BlockTable {
     width: usize,
-    transposed: bool,
     /// Blocks as chunks.
     blocks: Chunks,
 }
 
 impl BlockTable {
-    /// For the items of these windows, whose factors are `transposed` where products of rows with them are formed.
-    pub fn new(windows: &[Window], heads: usize, width: usize, transposed: bool) -> Self {
+    /// For the items of these windows.
+    pub fn new(windows: &[Window], heads: usize, width: usize) -> Self {
         let blocks = |window: &Window| ((window.end - window.first).max(0) as usize).div_ceil(REACH);
         let as_chunks = |window: &Window| Window { outputs: blocks(window) * CHUNK, ..*window };
         let blocks = Chunks::new(windows.iter().map(as_chunks).collect(), heads);
-        Self { width, transposed, blocks }
+        Self { width, blocks }
     }
 
     /// Numbers of memory.
@@ -130,10 +117,11 @@ impl BlockTable {
         self.blocks.tasks() * block_len::<T>(self.width)
     }
 
-    /// Forms every block of `items(sequence, head)`.
+    /// Forms every block of `items(sequence, head)`; `transposed` where products of rows with them are to be formed.
     pub fn fill<T: Real, I: Items<T>>(
         &self,
         items: impl Fn(usize, usize) -> I + Sync,
+        transposed: bool,
         memory: &mut [T],
         workers: &mut Workers<'_, T>,
     ) {
@@ -151,7 +139,7 @@ impl BlockTable {
             let to = Factors { reference, numerators, denominators };
             let count = (window.end - from).min(REACH as isize) as usize;
             range[0] = items(sequence, head).factor(from, count, to, work);
-            if self.transposed {
+            if transposed {
                 let rows = &mut work[..factors.len()];
                 rows.copy_from_slice(factors);
                 transpose(rows, factors, self.width, count);
@@ -162,11 +150,6 @@ impl BlockTable {
     /// The blocks of one head; none if the table is that of no sequence.
     pub fn of<'a, T: Real>(&self, memory: &'a [T], sequence: usize, head: usize) -> Option<Blocks<'a, T>> {
         let (window, len) = (*self.blocks.windows.get(sequence)?, block_len::<T>(self.width));
-        Some(Blocks {
-            window,
-            width: self.width,
-            transposed: self.transposed,
-            numbers: &memory[self.blocks.index(sequence, head, 0) * len..],
-        })
+        Some(Blocks { window, width: self.width, numbers: &memory[self.blocks.index(sequence, head, 0) * len..] })
     }
 }

@@ -83,14 +83,14 @@ impl<'a, 's, T: Real> KeySide<'a, 's, T> {
         Chunks::new(windows.collect(), heads)
     }
 
-    fn table(problem: &Problem<'_, T>, chunks: &Chunks, transposed: bool) -> BlockTable {
-        BlockTable::new(if problem.full() { &chunks.windows } else { &[] }, chunks.heads, problem.width, transposed)
+    fn table(problem: &Problem<'_, T>, chunks: &Chunks) -> BlockTable {
+        BlockTable::new(if problem.full() { &chunks.windows } else { &[] }, chunks.heads, problem.width)
     }
 
     /// The memory that [`KeySide::new`] takes.
     pub fn memory(problem: &Problem<'_, T>, chunks: &Chunks, arena: &mut Arena<'s, T>) {
         Edges::memory(chunks, problem.mean(), arena);
-        arena.take(Self::table(problem, chunks, false).len::<T>());
+        arena.take(Self::table(problem, chunks).len::<T>());
     }
 
     /// `transposed`: the keys' blocks are for [`tiles::bias_gradients`], not for [`tiles::means`].
@@ -106,9 +106,9 @@ impl<'a, 's, T: Real> KeySide<'a, 's, T> {
             KeyItems::new(problem, &block.sequences(problem)[index], block.heads.start + head)
         };
         let edges = Edges::new(chunks, items, problem.mean(), arena, workers);
-        let table = Self::table(problem, chunks, transposed);
+        let table = Self::table(problem, chunks);
         let blocks = arena.take(table.len::<T>());
-        table.fill(items, blocks, workers);
+        table.fill(items, transposed, blocks, workers);
         Self { problem, block, chunks, edges, table, blocks }
     }
 

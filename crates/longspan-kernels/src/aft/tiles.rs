@@ -171,8 +171,9 @@ fn factored<'a, T: Real>(
     to: Factors<'a, T>,
     work: &mut [T],
 ) -> (Factored<'a, T>, T) {
-    if let Some(block) = items.blocks().and_then(|blocks| blocks.get(from, count)) {
-        return block;
+    if let Some(BlockParts { reference, factors, range }) = items.blocks().and_then(|blocks| blocks.get(from, count)) {
+        let (numerators, denominators) = factors.split_at(factors.len() / 2);
+        return (Factored { reference, numerators, denominators }, range);
     }
     let Factors { reference, numerators, denominators } = to;
     let to = Factors { reference: &mut *reference, numerators: &mut *numerators, denominators: &mut *denominators };
@@ -310,7 +311,7 @@ impl<T: Real> PairGradients<'_, T> {
 
 /// Forms `Σ_channels p·(g·v − G·Y)` of every pair of a chunk's rows with an item that has a bias, and hands them to
 /// `visit(outputs, from, to, gradients)`; 0 where an output does not see an item. `rows` are those of the chunk as their keys see
-/// them; `bias_tiles` as for [`means`].
+/// them; `bias_tiles` as for [`means`]. Blocks of items are transposed.
 pub(super) fn bias_gradients<T: Real>(
     outputs: &Outputs<'_, T, impl Items<T>, impl Biases<T>>,
     rows: &[T],
@@ -353,7 +354,7 @@ pub(super) fn bias_gradients<T: Real>(
         let memory = (&mut *work.biases, &mut work.running_max[..count]);
         let BiasTile { weights, row, running_max, range } =
             bias_tile(biases, (outputs.clone(), from, to), kept, memory, work.turned);
-        let block = items.blocks().and_then(|blocks| blocks.get_transposed(from, columns));
+        let block = items.blocks().and_then(|blocks| blocks.get(from, columns));
         let BlockParts { reference, factors: keys, range: depth } = block.unwrap_or_else(|| {
             let (numerators, denominators) = work.factored.split_at_mut(REACH * width);
             let to = Factors { reference: work.reference, numerators, denominators };
