@@ -69,7 +69,5 @@ fn main() -> Result<(), Error> {
 }
 
 fn call<'a>(dims: Dims, q: &'a [f32], k: &'a [f32], v: &'a [f32], parameters: &'a [&'a [f32]]) -> Call<'a, f32> {
-    Call::new(dims, View::contiguous(q, dims.q()), View::contiguous(k, dims.k()), View::contiguous(v, dims.v()))
-        .with_parameters(parameters)
-        .with_mask(Mask::causal())
+    Call::row_major(dims, [q, k, v]).with_parameters(parameters).with_mask(Mask::causal())
 }

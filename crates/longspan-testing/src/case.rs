@@ -1,6 +1,6 @@
 //! One call: its sizes, its mask and the seed of its numbers; then the numbers.
 
-use longspan_kernels::{Call, Dims, Keys, Mask, Order, Parameter, State, View};
+use longspan_kernels::{Call, Dims, Keys, Mask, Order, Parameter, State};
 
 use crate::random::Random;
 use crate::subject::Number;
@@ -100,17 +100,6 @@ impl Case {
     }
 }
 
-fn key_shape(dims: &Dims, len: usize) -> [usize; 4] {
-    let [batch, heads, keys, head_dim] = dims.k();
-    [batch, heads, keys, len.checked_div(batch * heads * keys).unwrap_or(head_dim)]
-}
-
-/// A call on row-major q, k and v; keys may be narrower than [`Dims::head_dim`].
-pub fn row_major<'a, T: Number>(dims: Dims, [q, k, v]: [&'a [T]; 3]) -> Call<'a, T> {
-    let k = View::contiguous(k, key_shape(&dims, k.len()));
-    Call::new(dims, View::contiguous(q, dims.q()), k, View::contiguous(v, dims.v()))
-}
-
 /// The numbers of a call and the gradient of its output; row-major.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Inputs<T> {
@@ -178,13 +167,14 @@ impl<T: Number> Inputs<T> {
     /// Hands the call to `body`.
     pub fn call<R>(&self, case: &Case, initial_state: Option<&State<T>>, body: impl FnOnce(&Call<'_, T>) -> R) -> R {
         let parameters: Vec<&[T]> = self.parameters.iter().map(Vec::as_slice).collect();
-        let call = row_major(case.dims, [&self.q, &self.k, &self.v]).with_parameters(&parameters);
+        let call = Call::row_major(case.dims, [&self.q, &self.k, &self.v]).with_parameters(&parameters);
         body(&call.with_mask(case.mask()).with_initial_state(initial_state))
     }
 
     /// Shape of `k`: its last axis is narrower than [`Dims::head_dim`] where the mechanism's keys are.
     pub fn key_shape(&self, dims: &Dims) -> [usize; 4] {
-        key_shape(dims, self.k.len())
+        let [batch, heads, keys, head_dim] = dims.k();
+        [batch, heads, keys, self.k.len().checked_div(batch * heads * keys).unwrap_or(head_dim)]
     }
 
     /// Overwrites key and value `j` of one batch entry, all heads.

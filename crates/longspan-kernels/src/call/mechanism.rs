@@ -68,9 +68,14 @@ impl<'a, T> Call<'a, T> {
         Self { dims, q, k, v, parameters: &[], mask: Mask::bidirectional(), initial_state: None, outside: None }
     }
 
-    /// The same of row-major tensors, of the shapes that [`Dims`] gives.
+    /// The same of row-major tensors, of the shapes that [`Dims`] gives; keys are as wide as there are numbers for, since those of
+    /// some mechanisms are narrower.
     pub fn row_major(dims: Dims, [q, k, v]: [&'a [T]; 3]) -> Self {
-        Self::new(dims, View::contiguous(q, dims.q()), View::contiguous(k, dims.k()), View::contiguous(v, dims.v()))
+        let [batch, heads, keys, head_dim] = dims.k();
+        let rows = batch.saturating_mul(heads).saturating_mul(keys);
+        let width = k.len().checked_div(rows).unwrap_or(head_dim);
+        let k = View::contiguous(k, [batch, heads, keys, width]);
+        Self::new(dims, View::contiguous(q, dims.q()), k, View::contiguous(v, dims.v()))
     }
 
     /// Under another mask.

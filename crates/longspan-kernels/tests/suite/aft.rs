@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
-use longspan_kernels::{Aft, Dims, Kernel, Keys, Mask, Mechanism, Order, Output, Scratch, Token, ViewMut};
-use longspan_testing::case::row_major;
+use longspan_kernels::{Aft, Call, Dims, Kernel, Keys, Mask, Mechanism, Order, Output, Scratch, Token, ViewMut};
 use longspan_testing::execute::Backward;
 use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
 use longspan_testing::subject::{Assumptions, ParameterScale};
@@ -345,7 +344,7 @@ fn wrong_calls_are_refused() {
 fn row_means(variant: Variant, k: &[f32], v: &[f32], parameters: &[&[f32]], mask: Mask<'_>) -> Vec<f32> {
     let dims = Dims::square(1, 1, k.len(), 1);
     let q = vec![0.0; k.len()];
-    let call = row_major(dims, [&q, k, v]).with_parameters(parameters).with_mask(mask);
+    let call = Call::row_major(dims, [&q, k, v]).with_parameters(parameters).with_mask(mask);
     let mut out = vec![f32::NAN; k.len()];
     let output = Output::new(ViewMut::contiguous(&mut out, dims.out()));
     let aft = Aft { variant, gate: false };
@@ -473,7 +472,7 @@ fn plans_say_how_much_memory_a_call_takes() {
             let numbers = vec![0.5f32; length * head_dim];
             let parameters: Vec<Vec<f32>> = aft.parameters(&dims).iter().map(|w| vec![0.0; w.len()]).collect();
             let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
-            let call = row_major(dims, [&numbers, &numbers[..length * key_dim], &numbers]);
+            let call = Call::row_major(dims, [&numbers, &numbers[..length * key_dim], &numbers]);
             let call = call.with_parameters(&parameters).with_mask(mask);
             let mut out = vec![0.0; numbers.len()];
             let mut scratch = Scratch::new();

@@ -7,9 +7,9 @@ use longspan_kernels::layers::{
     Projected, StepBuffers, Weights,
 };
 use longspan_kernels::{
-    Aft, AnyKernel, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, Mechanism, Score, Scratch, Shaw, State, View,
+    Aft, AnyKernel, Call, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, Mechanism, Score, Scratch, Shaw, State,
+    View,
 };
-use longspan_testing::case::row_major;
 use longspan_testing::random::Random;
 
 use crate::layers::{EPSILON, dot, gated_norm, is_slope, linear, near, norm, numbers, threads_do_not_matter, wide};
@@ -162,7 +162,7 @@ impl Definition<'_> {
         let k = part(&source, keys, kv_heads, self.key_dim, first);
         let v = part(&source, keys, kv_heads, head_dim, first + kv_heads * self.key_dim);
         let learned: Vec<&[f64]> = weights[7..].iter().map(Vec::as_slice).collect();
-        let call = row_major(self.dims, [&q, &k, &v]).with_mask(self.mask).with_parameters(&learned);
+        let call = Call::row_major(self.dims, [&q, &k, &v]).with_mask(self.mask).with_parameters(&learned);
         let out = self.mechanism.reference(&call).unwrap().out;
         let mut merged = vec![0.0; out.len()];
         for (n, value) in out.iter().enumerate() {

@@ -1,10 +1,9 @@
 //! Fourier and rotary positions: the conformance suite, and what is peculiar to them.
 
 use longspan_kernels::{
-    Algorithm, Dims, Error, FeatureMap, Fourier, FourierNormalizer, Kernel, KernelizedAttention, Mask, Output,
+    Algorithm, Call, Dims, Error, FeatureMap, Fourier, FourierNormalizer, Kernel, KernelizedAttention, Mask, Output,
     Positions, Score, Scratch, State, Token, ViewMut, Wave,
 };
-use longspan_testing::case::row_major;
 use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
 use longspan_testing::suite::{over_kernelized as over, over_mechanisms};
 use longspan_testing::{
@@ -281,7 +280,7 @@ fn axes_beyond_all_bounds_are_refused() {
     let attention = with(Wave::Each, FourierNormalizer::OnePlus, Positions::Given { axes: usize::MAX });
     let one = &[1.0f32][..];
     let parameters = [one; 4];
-    let call = row_major(Dims::square(1, 1, 1, 1), [one; 3]).with_parameters(&parameters);
+    let call = Call::row_major(Dims::square(1, 1, 1, 1), [one; 3]).with_parameters(&parameters);
     let error = attention.check(&call.with_mask(Mask::causal())).expect_err("a rate for each axis").to_string();
     assert!(error.contains("fourier: a:"), "{error}");
 }

@@ -2,9 +2,8 @@
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, RelativeMap, Score, Shaw, Token,
+    Aft, Algorithm, Call, Dims, FeatureMap, Kernel, KernelizedAttention, Mask, RelativeMap, Score, Shaw, Token,
 };
-use longspan_testing::case::row_major;
 use longspan_testing::compare::close;
 use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
 use longspan_testing::suite::{over_extreme_keys, over_kernelized as over, over_mechanisms};
@@ -233,7 +232,7 @@ fn a_radius_beyond_all_bounds_is_refused() {
         for shared in [true, false] {
             let shaw = Shaw { shared, map: RelativeMap::Same, radius };
             let attention = KernelizedAttention { score: Score::Combined(shaw), ..Default::default() };
-            let call = row_major(Dims::square(1, 1, 1, 1), [&[1.0f32]; 3]).with_parameters(&[&[1.0]]);
+            let call = Call::row_major(Dims::square(1, 1, 1, 1), [&[1.0f32]; 3]).with_parameters(&[&[1.0]]);
             let call = call.with_mask(Mask::causal());
             let error = attention.check(&call).expect_err("a table of one row was taken");
             assert!(error.to_string().contains("relative") || error.to_string().contains("radius"), "{error}");
@@ -255,7 +254,7 @@ fn keys_given_as_states_are_refused_where_they_have_no_place() {
     kernel.step(&token, &mut full, &mut [0.0; 4]).unwrap();
     let call = |mechanism: &dyn Kernel<f32>, mask: Mask<'_>, outside| {
         let parameters = if mechanism.name() == "shaw" { parameters.as_slice() } else { &[] };
-        let call = row_major(dims, [&numbers[..24], &numbers[..48], &numbers[..48]]);
+        let call = Call::row_major(dims, [&numbers[..24], &numbers[..48], &numbers[..48]]);
         mechanism.check(&call.with_parameters(parameters).with_mask(mask).with_outside(outside))
     };
     let between = |offset| Mask::bidirectional().with_offset(offset);

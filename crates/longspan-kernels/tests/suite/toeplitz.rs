@@ -1,7 +1,6 @@
 //! The conformance suite over Toeplitz relative positions, and what is hard for them alone.
 
-use longspan_kernels::{Algorithm, Beyond, Bias, Dims, FeatureMap, Kernel, Mask, Mechanism, Toeplitz};
-use longspan_testing::case::row_major;
+use longspan_kernels::{Algorithm, Beyond, Bias, Call, Dims, FeatureMap, Kernel, Mask, Mechanism, Toeplitz};
 use longspan_testing::compare::close_gradients;
 use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
 use longspan_testing::random::Random;
@@ -249,7 +248,7 @@ fn tables_beyond_all_bounds_are_refused() {
         Bias::Grid { height: usize::MAX, width: 5 },
         Bias::Buckets { buckets: usize::MAX, max_distance: usize::MAX, bidirectional: false },
     ] {
-        let call = row_major(Dims::square(1, 1, 1, 1), [&[1.0f32]; 3]).with_parameters(&[&[1.0]]);
+        let call = Call::row_major(Dims::square(1, 1, 1, 1), [&[1.0f32]; 3]).with_parameters(&[&[1.0]]);
         let call = call.with_mask(Mask::causal());
         let toeplitz = Toeplitz::new(bias);
         let error = toeplitz.check(&call).expect_err("a table of one entry was taken");
