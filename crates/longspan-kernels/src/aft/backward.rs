@@ -3,7 +3,7 @@
 //! With a table of all biases the means' exponents and denominators are those that the forward kept (`forward::KEPT`); forming them anew
 //! would be a product of `2·head_dim` operations a pair. Windows form theirs anew.
 
-use super::chunks::{CHUNK, Chunks, Workers};
+use super::chunks::{Chunks, Window, Workers};
 use super::forward::read_kept;
 use super::gradients::{BLOCK_NUMBERS, Backward, GROUPS};
 use super::items::{BlockTable, Blocks, Items, REACH, join_all};
@@ -19,6 +19,7 @@ use crate::call::{Arena, Scratch, SharedRows};
 use crate::simd::product::Product;
 use crate::simd::rows::Columns;
 use crate::simd::{Real, dispatch};
+use crate::threads;
 
 /// Numbers that the sums of all groups may take, if there is to be more than one.
 const GROUP_NUMBERS: usize = 1 << 22;
@@ -47,10 +48,12 @@ impl<T: Real> Items<T> for RowItems<'_, T> {
     }
 }
 
-/// The sums of the gradients of biases: `planes` of rows. Tasks are groups of heads × parts of chunks.
+/// The sums of the gradients of biases: `planes` of rows. Tasks are groups of heads × parts of chunks × shares.
 struct Sums {
     groups: usize,
     parts: usize,
+    /// Of the blocks of keys of a table, which have gradients of their own.
+    shares: usize,
     planes: usize,
     rows: usize,
     columns: usize,
@@ -60,7 +63,7 @@ impl Sums {
     fn new<T: Real>(problem: &Problem<'_, T>, units: usize, chunks: usize) -> Self {
         let (rows, columns) = match &problem.bias {
             Bias::Zero | Bias::Kernel { .. } => {
-                return Self { groups: units.max(1), parts: chunks, planes: 0, rows: 0, columns: 0 };
+                return Self { groups: units.max(1), parts: chunks, shares: 1, planes: 0, rows: 0, columns: 0 };
             }
             // Rows of a table belong to one chunk each.
             Bias::Rows { table, columns, .. } => (table.len() / columns, *columns),
@@ -69,15 +72,21 @@ impl Sums {
             Bias::LowRank(factors) => {
                 let rows = 2 * factors.u.len() / factors.row;
                 let parts = (GROUP_NUMBERS / (rows * factors.row).max(1)).clamp(1, GROUPS).min(chunks);
-                return Self { groups: 1, parts, planes: parts, rows, columns: factors.row };
+                return Self { groups: 1, parts, shares: 1, planes: parts, rows, columns: factors.row };
             }
         };
         let groups = (GROUP_NUMBERS / (rows * columns).max(1)).clamp(1, GROUPS).min(units.max(1));
-        Self { groups, parts: chunks, planes: groups, rows, columns }
+        let blocks = if problem.full() { columns.div_ceil(REACH) } else { 1 };
+        let shares = (4 * threads::count()).div_ceil((groups * chunks).max(1)).min(blocks.max(1));
+        Self { groups, parts: chunks, shares, planes: groups, rows, columns }
     }
 
     fn plane(&self) -> usize {
         self.rows * self.columns
+    }
+
+    fn tasks(&self) -> usize {
+        self.groups * self.parts * self.shares
     }
 }
 
@@ -134,11 +143,14 @@ impl Sides {
 
     /// Numbers of a tile of gradients before they are multiplied by the factors of a low rank.
     fn low_rank_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        if matches!(problem.bias, Bias::LowRank(_)) { CHUNK * REACH } else { 0 }
+        let chunk_len = |window: &Window| window.chunk_len;
+        let longest = self.by_key.windows.iter().map(chunk_len).max().unwrap_or(0);
+        if matches!(problem.bias, Bias::LowRank(_)) { longest * REACH } else { 0 }
     }
 
-    fn tasks(&self, sums: &Sums) -> usize {
-        (sums.groups * sums.parts).max(self.keys_by_key.tasks()).max(self.by_key.tasks())
+    fn tasks<T: Real>(&self, problem: &Problem<'_, T>, sums: &Sums) -> usize {
+        let rows = self.units(problem) * self.most_chunks();
+        sums.tasks().max(self.keys_by_key.tasks()).max(rows)
     }
 
     /// Rows in blocks, if every chunk of keys takes the same.
@@ -167,7 +179,7 @@ pub(super) fn backward<T: Real>(call: &Backward<'_, T>, parameters: &mut [&mut [
     let sums = Sums::new(problem, largest(&|sides| sides.units(problem)), largest(&Sides::most_chunks));
     // A table that has but one sum is that sum.
     let direct = matches!(problem.bias, Bias::Table { .. }) && sums.planes == 1;
-    let (tasks, each) = (largest(&|sides| sides.tasks(&sums)), largest(&|sides| sides.work_len(problem)));
+    let (tasks, each) = (largest(&|sides| sides.tasks(problem, &sums)), largest(&|sides| sides.work_len(problem)));
     let own = largest(&|sides| sides.memory(problem));
     let sums_len = if direct { 0 } else { sums.planes * sums.plane() };
     let memory = Arena::<T>::measure(|arena| {
@@ -291,119 +303,150 @@ fn query_side<T: Real>(
     let (most_chunks, units) = (sides.most_chunks(), sides.units(problem));
     let heads = block.query_heads(problem);
     let rows = SharedRows::new(rows, [0, 0, mean]);
+    // Writes `dq` of a row, and the row as its keys see it.
+    let pull_back = |index: usize, local: usize, i: usize, mean_of_row: &[T]| {
+        let sequence = &block.sequences(problem)[index];
+        let head = block.heads.start * dims.group() + local;
+        let row = starts[index] + local * sequence.queries + i;
+        // SAFETY: every row belongs to one chunk of one head, and the slices end before the next visit of it.
+        let (dq, item) = unsafe {
+            let dq = call.dq.row(sequence.batch, head, sequence.query_start + i, dims.head_dim);
+            (dq, rows.row(0, 0, row, mean))
+        };
+        let own = call.rows(sequence, head, i, 1, 0);
+        dispatch(PullBackMean { mean: mean_of_row, rows: own, item: &mut *item, dq: Columns::single(dq) });
+        &*item
+    };
+    if problem.full() {
+        workers.run(units * most_chunks, |task, work| {
+            let (unit, chunk) = (task / most_chunks, task % most_chunks);
+            let (index, local) = (unit / heads, unit % heads);
+            let sequence = &block.sequences(problem)[index];
+            let mean_of_row = &mut work[..mean];
+            mean_of_row.fill(T::ZERO);
+            let (from, to) = by_key.windows[index].chunk(chunk);
+            for i in from..to {
+                let head = block.heads.start * dims.group() + local;
+                let kept = call.kept(sequence.batch, head, sequence.query_start + i);
+                read_kept(kept, dims.head_dim, mean_of_row);
+                pull_back(index, local, i, mean_of_row);
+            }
+        });
+    }
     let bias_tiles_len = sides.bias_tiles_len(problem);
-    let one = |group: usize, plane: usize, chunk: usize, work: &mut [T]| {
+    // A chunk of the heads of a group, which share what biases have in common, or a share of its blocks of keys.
+    let one = |group: usize, plane: usize, chunk: usize, share: (usize, usize), work: &mut [T]| {
         let (bias_tiles_memory, work) = work.split_at_mut(bias_tiles_len);
         let (tile, work) = work.split_at_mut(sides.low_rank_len(problem));
-        // Heads of one sequence have the same biases.
-        let mut bias_tiles = BiasTiles::new(bias_tiles_memory);
-        let mut bias_tiles_of = None;
-        for unit in group * units / sums.groups..(group + 1) * units / sums.groups {
-            let (index, local) = (unit / heads, unit % heads);
+        let (mut unit, end) = (group * units / sums.groups, (group + 1) * units / sums.groups);
+        while unit < end {
+            let (index, first) = (unit / heads, unit % heads);
+            let locals = first..heads.min(first + end - unit);
+            unit += locals.len();
             let window = &by_key.windows[index];
             if chunk >= window.chunks() {
                 continue;
             }
             let sequence = &block.sequences(problem)[index];
-            let (head, kv_head) = (block.heads.start * dims.group() + local, local / dims.group());
-            let items = keys.items(index, kv_head);
-            let outputs = keys.outputs(&items, index, kv_head, chunk);
+            let biases = QueryBiases { problem, sequence };
             let (from, to) = window.chunk(chunk);
-            let own_rows = call.rows(sequence, head, 0, sequence.queries, 0);
-            let first_row = starts[index] + local * sequence.queries;
-            if let Some(bias_tiles) = bias_tiles.as_mut().filter(|_| bias_tiles_of.replace(index) != Some(index)) {
-                bias_tiles.forget();
-            }
-            let visit = |i: usize, mean_of_row: &[T], near: isize, keys: &[T]| {
-                // SAFETY: every row belongs to one chunk of one head, and the slices end before the next visit of it.
-                let (dq, item) = unsafe {
-                    let token = sequence.query_start + i;
-                    (call.dq.row(sequence.batch, head, token, dims.head_dim), rows.row(0, 0, first_row + i, mean))
-                };
-                let (item, dq) = (&mut *item, Columns::single(dq));
-                dispatch(PullBackMean { mean: mean_of_row, rows: own_rows.row(i), item: &mut *item, dq });
-                if keys.is_empty() {
-                    return;
-                }
-                // SAFETY: the groups have planes of their own; a table's row belongs to one chunk of queries,
-                // whatever the head.
-                let to = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
-                let first = near - (i as isize + window.shift - window.back);
-                for (key, n) in keys.chunks_exact(mean).zip(0..) {
-                    let bias = outputs.biases.pair(i, near + n);
-                    to[(first + n) as usize] += dispatch(BiasGradient { row: item, key, bias });
-                }
-            };
-            if problem.full() {
-                let mean_of_row = &mut work[..mean];
-                mean_of_row.fill(T::ZERO);
-                for i in from..to {
-                    let token = sequence.query_start + i;
-                    read_kept(call.kept(sequence.batch, head, token), dims.head_dim, mean_of_row);
-                    visit(i, mean_of_row, 0, &[]);
-                }
-            } else {
-                tiles::means(&outputs, false, bias_tiles.as_mut(), work, visit);
-            }
-            let Some(bias_tiles) = bias_tiles.as_mut() else { continue };
-            // SAFETY: the chunk's rows are one after the other, and nothing writes them any more.
-            let own: &[T] = unsafe { rows.row(0, 0, first_row + from, (to - from) * mean) };
-            tiles::bias_gradients(&outputs, own, bias_tiles, work, |queries, from, to, pairs| {
-                if let Bias::LowRank(factors) = &problem.bias {
-                    // Queries before the first key have no row, and see nothing.
-                    let unseen = (-(queries.start as isize + window.shift)).clamp(0, queries.len() as isize) as usize;
-                    let queries = queries.start + unseen..queries.end;
-                    if queries.is_empty() {
+            let mut bias_tiles = BiasTiles::new(bias_tiles_memory, window.chunk_len).filter(|_| !problem.full());
+            for local in locals.clone().filter(|_| !problem.full()) {
+                let kv_head = local / dims.group();
+                let items = keys.items(index, kv_head);
+                let outputs = keys.outputs(&items, index, kv_head, chunk);
+                let visit = |i: usize, mean_of_row: &[T], near: isize, keys: &[T]| {
+                    let row = pull_back(index, local, i, mean_of_row);
+                    if keys.is_empty() {
                         return;
                     }
-                    for (i, line) in queries.clone().zip(tile.chunks_exact_mut(REACH)) {
-                        let line = &mut line[..(to - from) as usize];
-                        line.fill(T::ZERO);
-                        pairs.add_to(i, 0, line);
+                    // SAFETY: the groups have planes of their own; a table's row belongs to one chunk of queries,
+                    // whatever the head.
+                    let to = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
+                    let first = near - (i as isize + window.shift - window.back);
+                    for (key, n) in keys.chunks_exact(mean).zip(0..) {
+                        let bias = biases.pair(i, near + n);
+                        to[(first + n) as usize] += dispatch(BiasGradient { row, key, bias });
                     }
-                    let tile = &*tile;
-                    // SAFETY: a range has a plane of its own, and one task.
-                    let plane = unsafe { d_bias.row(0, plane, 0, sums.plane()) };
-                    let (d_u, d_z) = plane.split_at_mut(factors.u.len());
-                    let row = factors.row;
-                    let key = (from + problem.origin(sequence)) as usize * row;
-                    let query = problem.bias_row(sequence, queries.start) * row;
-                    let (rows, count) = (queries.len(), (to - from) as usize);
-                    let (u, z) = ((&factors.u[query..], row), (&factors.z[key..], row));
-                    for product in [
-                        Product::of((tile, REACH), z, (&mut d_u[query..], row), [rows, row, count]),
-                        Product::of_transposed((tile, REACH), u, (&mut d_z[key..], row), [count, row, rows]),
-                    ] {
-                        product.accumulate(true).compute();
+                };
+                tiles::means(&outputs, false, bias_tiles.as_mut(), work, visit);
+            }
+            if !problem.tiled() {
+                continue;
+            }
+            let of_head = |n: usize| {
+                let local = locals.start + n;
+                let first = starts[index] + local * sequence.queries + from;
+                // SAFETY: the chunk's rows are one after the other, and nothing writes them any more.
+                let own: &[T] = unsafe { rows.row(0, 0, first, (to - from) * mean) };
+                (keys.items(index, local / dims.group()), own)
+            };
+            let heads = (locals.len(), of_head);
+            tiles::bias_gradients(
+                (window, chunk, share),
+                &biases,
+                heads,
+                bias_tiles.as_mut(),
+                work,
+                |queries, from, to, pairs| {
+                    if let Bias::LowRank(factors) = &problem.bias {
+                        // Queries before the first key have no row, and see nothing.
+                        let unseen =
+                            (-(queries.start as isize + window.shift)).clamp(0, queries.len() as isize) as usize;
+                        let queries = queries.start + unseen..queries.end;
+                        if queries.is_empty() {
+                            return;
+                        }
+                        for (i, line) in queries.clone().zip(tile.chunks_exact_mut(REACH)) {
+                            let line = &mut line[..(to - from) as usize];
+                            line.fill(T::ZERO);
+                            pairs.add_to(i, 0, line);
+                        }
+                        let tile = &*tile;
+                        // SAFETY: a range has a plane of its own, and one task.
+                        let plane = unsafe { d_bias.row(0, plane, 0, sums.plane()) };
+                        let (d_u, d_z) = plane.split_at_mut(factors.u.len());
+                        let row = factors.row;
+                        let key = (from + problem.origin(sequence)) as usize * row;
+                        let query = problem.bias_row(sequence, queries.start) * row;
+                        let (rows, count) = (queries.len(), (to - from) as usize);
+                        let (u, z) = ((&factors.u[query..], row), (&factors.z[key..], row));
+                        for product in [
+                            Product::of((tile, REACH), z, (&mut d_u[query..], row), [rows, row, count]),
+                            Product::of_transposed((tile, REACH), u, (&mut d_z[key..], row), [count, row, rows]),
+                        ] {
+                            product.accumulate(true).compute();
+                        }
+                        return;
                     }
-                    return;
-                }
-                for i in queries {
-                    let (near, behind) = window.near(i);
-                    let (near, behind) = (near.max(from), behind.min(to));
-                    if near >= behind {
-                        continue;
+                    for i in queries {
+                        let (near, behind) = window.near(i);
+                        let (near, behind) = (near.max(from), behind.min(to));
+                        if near >= behind {
+                            continue;
+                        }
+                        let origin = match problem.bias {
+                            Bias::Table { .. } => -problem.origin(sequence),
+                            _ => i as isize + window.shift - window.back,
+                        };
+                        // SAFETY: as for the walk.
+                        let sums = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
+                        pairs.add_to(
+                            i,
+                            (near - from) as usize,
+                            &mut sums[(near - origin) as usize..(behind - origin) as usize],
+                        );
                     }
-                    let origin = match problem.bias {
-                        Bias::Table { .. } => -problem.origin(sequence),
-                        _ => i as isize + window.shift - window.back,
-                    };
-                    // SAFETY: as for the walk.
-                    let sums = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
-                    pairs.add_to(
-                        i,
-                        (near - from) as usize,
-                        &mut sums[(near - origin) as usize..(behind - origin) as usize],
-                    );
-                }
-            });
+                },
+            );
         }
     };
-    workers.run(sums.groups * sums.parts, |task, work| {
+    workers.run(sums.tasks(), |task, work| {
+        let (task, share) = (task / sums.shares, (task % sums.shares, sums.shares));
         let (group, range) = (task / sums.parts, task % sums.parts);
         let plane = if matches!(problem.bias, Bias::LowRank(_)) { range } else { group };
         for chunk in range * most_chunks / sums.parts..(range + 1) * most_chunks / sums.parts {
-            one(group, plane, chunk, work);
+            one(group, plane, chunk, share, work);
         }
     });
 }

@@ -1,18 +1,31 @@
 //! Outputs in chunks, and the windows of items that they see.
 
+use std::ops::Range;
+
 use crate::call::{Arena, Scratch};
 use crate::simd::Real;
 use crate::threads::{self, parallel};
 
-/// Outputs of one chunk. A chunk loads the keys of its windows anew, so it should be no shorter than usual windows; the
-/// means at its edges are kept, so they are a few per cent of the keys.
+/// Outputs of one chunk, unless each sees all items. A chunk loads the keys of its windows anew, so it should be no shorter than
+/// usual windows; the means at its edges are kept, so they are a few per cent of the keys.
 pub(super) const CHUNK: usize = 64;
+
+/// Outputs of one chunk where each sees all items: all of them pass by for each chunk, from the third cache, and as many products as a
+/// chunk has rows are formed with each; four times as many rows take 8 % less time. Chunks stay so many that threads share them.
+pub(super) fn long_chunk(outputs: usize) -> usize {
+    (outputs / 16).next_multiple_of(CHUNK).clamp(CHUNK, MOST)
+}
+
+/// Rows of the longest chunk.
+const MOST: usize = 256;
 
 /// Which items an output sees, and how: output `n` stands at item `n + shift`; the items from `back` before to `ahead`
 /// after count with a bias of their own, those before and after with none, or not at all.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Window {
     pub outputs: usize,
+    /// Outputs of one chunk.
+    pub chunk_len: usize,
     pub shift: isize,
     pub back: isize,
     pub ahead: isize,
@@ -48,13 +61,18 @@ impl Window {
         (if self.before { self.first } else { near }, if self.after { self.end.max(self.first) } else { behind })
     }
 
+    /// Whether all of some outputs see all of the items `from..to`.
+    pub fn all_see(&self, outputs: &Range<usize>, from: isize, to: isize) -> bool {
+        self.seen(outputs.end - 1).0 <= from && to <= self.seen(outputs.start).1
+    }
+
     pub fn chunks(&self) -> usize {
-        self.outputs.div_ceil(CHUNK)
+        self.outputs.div_ceil(self.chunk_len)
     }
 
     /// The outputs of a chunk.
     pub fn chunk(&self, index: usize) -> (usize, usize) {
-        (index * CHUNK, ((index + 1) * CHUNK).min(self.outputs))
+        (index * self.chunk_len, ((index + 1) * self.chunk_len).min(self.outputs))
     }
 }
 

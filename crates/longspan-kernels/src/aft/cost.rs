@@ -1,10 +1,10 @@
 //! What a call takes.
 
-use super::chunks::CHUNK;
+use super::chunks::{CHUNK, long_chunk};
 use super::items::REACH;
 use super::options::{Aft, Variant};
 use super::problem::TILED;
-use super::tiles::SIDE;
+use super::tiles::GRID;
 use crate::call::{Dims, Mask, Order};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 
@@ -55,7 +55,8 @@ pub(super) fn plan(aft: &Aft, dims: &Dims, mask: &Mask<'_>) -> Plan {
 /// Numbers of working memory that one head's forward pass takes on one thread, in doubles because sizes have not been checked here. A
 /// test holds it to what a call takes.
 fn scratch_numbers(aft: &Aft, dims: &Dims, causal: bool) -> f64 {
-    let (chunk, line) = (CHUNK as f64, 16.0);
+    let chunk = if let Variant::Full { .. } = aft.variant { long_chunk(dims.queries) } else { CHUNK };
+    let (chunk, line) = (chunk as f64, 16.0);
     let width = (dims.head_dim as f64 / line).ceil() * line;
     let mean = 4.0 * width;
     let chunks = |tokens: usize| (tokens as f64 / chunk).ceil();
@@ -64,10 +65,10 @@ fn scratch_numbers(aft: &Aft, dims: &Dims, causal: bool) -> f64 {
     let (keys, of_chunk) = (dims.keys as f64, chunk + reach);
     // The means at the edges of chunks.
     let edges = 2.0 * chunks(dims.queries) * mean;
-    let (tile, range) = (SIDE as f64, REACH as f64);
+    let (grid, range) = (GRID as f64, REACH as f64);
     let tiled = || {
-        let bias_tiles = (of_chunk.min(keys) / tile).ceil() * (tile * tile + tile + 2.0);
-        (tile + range) * mean + 2.0 * tile * range + 4.0 * range * width + bias_tiles + edges
+        let bias_tiles = (of_chunk.min(keys) / grid).ceil() * (grid * chunk + chunk + 2.0);
+        (chunk + range) * mean + 2.0 * chunk * range + 4.0 * range * width + bias_tiles + edges
     };
     match aft.variant {
         Variant::Simple => (chunk + 4.25) * mean,

@@ -77,17 +77,26 @@ impl<'a, T: Real> Blocks<'a, T> {
 pub(super) struct BlockParts<'a, T> {
     /// The exponents of its channels, as of [`Factored`](super::log_sum::Factored).
     pub reference: &'a [T],
-    /// Numerators and then denominators: [`REACH`] rows each, or rows of as many where the table is transposed.
+    /// Numerators and then denominators, [`REACH`] rows each; panels as of [`transpose`] where the table is transposed.
     pub factors: &'a [T],
     /// The largest range of exponents.
     pub range: T,
 }
 
-/// Turns `count` of [`REACH`] rows round, of numerators and then of denominators.
+/// Columns of a panel: four registers of the widest kind, so that a product reads a panel from the first cache whatever its depth.
+pub(super) const fn panel<T>() -> usize {
+    4 * line::<T>()
+}
+
+/// Turns `count` of [`REACH`] rows of numerators and as many of denominators round: into panels of [`panel`] columns, each with its
+/// numerators above its denominators.
 pub(super) fn transpose<T: Real>(from: &[T], to: &mut [T], width: usize, count: usize) {
-    let len = REACH * width;
-    for (from, to) in from.chunks_exact(len).zip(to.chunks_exact_mut(len)) {
-        dispatch(Transpose { from, from_row: width, rows: count, columns: width, to, to_row: REACH });
+    let (rows, len) = (panel::<T>(), panel::<T>() * width);
+    for (half, from) in from.chunks_exact(REACH * width).enumerate() {
+        for (from, to) in from.chunks_exact(len).zip(to.chunks_exact_mut(2 * len)).take(count.div_ceil(rows)) {
+            let to = &mut to[half * len..][..len];
+            dispatch(Transpose { from, from_row: width, rows, columns: width, to, to_row: rows });
+        }
     }
 }
 
@@ -107,7 +116,7 @@ impl BlockTable {
     /// For the items of these windows.
     pub fn new(windows: &[Window], heads: usize, width: usize) -> Self {
         let blocks = |window: &Window| ((window.end - window.first).max(0) as usize).div_ceil(REACH);
-        let as_chunks = |window: &Window| Window { outputs: blocks(window) * CHUNK, ..*window };
+        let as_chunks = |window: &Window| Window { outputs: blocks(window), chunk_len: 1, ..*window };
         let blocks = Chunks::new(windows.iter().map(as_chunks).collect(), heads);
         Self { width, blocks }
     }

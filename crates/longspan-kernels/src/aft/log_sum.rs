@@ -6,7 +6,6 @@
 //! rounding; its unit is `(floor, 0, 0, 0)`. A single key is the mean `(k, 0, v, 1)`.
 
 use crate::simd::block::floor;
-use crate::simd::rows::{get, put};
 use crate::simd::{Real, Vector, dispatch, exp_nonpositive, operation};
 
 /// Rows of a mean.
@@ -243,52 +242,26 @@ operation!(FactorMeans, |items: &'a [T], to: Factors<'a, T>| -> T {
     widest
 });
 
-// Brings rows as their keys see them to one exponent a row, for keys whose exponents are relative to `(X, B)` of their
-// channel: `e^{x+b+X+B−t}·n` and `−e^{x+b+X+B−t}·d` side by side, and `e^{t+bias}` for the largest exponents `t`.
-operation!(ProjectRows, |rows: &'a [T], reference: &'a [T], biases: &'a [T], to: &'a mut [T], factors: &'a mut [T]| {
+// Rows as their keys see them, for keys whose exponents are relative to `(X, B)` of their channel and biases relative to the largest
+// of a row: `e^{x+b+X+B+bias}·n` and `−e^{x+b+X+B+bias}·d` side by side.
+operation!(ProjectRows, |rows: &'a [T], reference: &'a [T], biases: &'a [T], to: &'a mut [T]| {
     let width = reference.len() / 2;
-    assert!(width.is_multiple_of(V::LANES) && rows.len() >= factors.len() * PARTS * width);
-    assert!(to.len() >= factors.len() * 2 * width && biases.len() == factors.len());
-    for (row, factor) in factors.iter_mut().enumerate() {
-        // SAFETY: every row has a register at each column by the assertions above.
-        unsafe {
-            let at = |n: usize, column: usize| V::load(rows.as_ptr().add((row * PARTS + n) * width + column));
-            let exponent = |column: usize| {
-                let x = at(0, column).add(V::load(reference.as_ptr().add(column)));
-                x.add(at(1, column).add(V::load(reference.as_ptr().add(width + column))))
-            };
-            let mut most = V::splat(floor());
-            for column in (0..width).step_by(V::LANES) {
-                most = exponent(column).max(most);
-            }
-            let most = most.largest().max(floor());
-            *factor = exp_nonpositive(V::splat(most + biases[row])).largest();
-            for column in (0..width).step_by(V::LANES) {
-                let weight = exp_nonpositive(exponent(column).sub(V::splat(most)));
+    assert!(width.is_multiple_of(V::LANES) && rows.len() >= biases.len() * PARTS * width);
+    assert!(to.len() >= biases.len() * 2 * width);
+    for (row, &bias) in biases.iter().enumerate() {
+        for column in (0..width).step_by(V::LANES) {
+            // SAFETY: every row has a register at each column by the assertions above.
+            unsafe {
+                let at = |n: usize| V::load(rows.as_ptr().add((row * PARTS + n) * width + column));
+                let reference = |n: usize| V::load(reference.as_ptr().add(n * width + column));
+                let x = at(0).add(reference(0));
+                let weight = exp_nonpositive(x.add(at(1).add(reference(1).add(V::splat(bias)))));
                 let to = to.as_mut_ptr().add(row * 2 * width + column);
-                at(2, column).mul(weight).store(to);
-                V::splat(T::ZERO).sub(at(3, column).mul(weight)).store(to.add(width));
+                at(2).mul(weight).store(to);
+                V::splat(T::ZERO).sub(at(3).mul(weight)).store(to.add(width));
             }
         }
     }
-});
-
-// `to ← to + factor·weights·terms`.
-operation!(AddWeighted, |to: &'a mut [T], weights: &'a [T], terms: &'a [T], factor: T| {
-    let len = to.len();
-    assert!(weights.len() >= len && terms.len() >= len);
-    by_registers!(len, 4, N, WHOLE, |column, left| {
-        for n in 0..N {
-            // SAFETY: all three have so many numbers from the column on by the assertion above.
-            unsafe {
-                let at = column + n * V::LANES;
-                let [weight, term] = [weights, terms].map(|from| get::<V, WHOLE>(from.as_ptr().add(at), left));
-                let place = to.as_mut_ptr().add(at);
-                let sum = weight.mul(V::splat(factor)).mul_add(term, get::<V, WHOLE>(place, left));
-                put::<V, WHOLE>(sum, place, left);
-            }
-        }
-    });
 });
 
 // The gradient of the bias of one pair: `Σ_channels p·(g·v − G·Y)`, from the row as its keys see it.

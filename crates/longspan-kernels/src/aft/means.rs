@@ -6,18 +6,21 @@ use super::chunks::{CHUNK, Chunks, Window, Workers};
 use super::items::BlockTable;
 use super::keys::KeyItems;
 use super::problem::{Block, Problem};
-use super::tiles::{self, BiasTiles, SIDE};
+use super::tiles::{self, BiasTiles};
 use super::walk::{Biases, Edges, Outputs, walk_len};
 use crate::call::{Arena, Sequence};
 use crate::simd::block::Transpose;
+use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
 /// The working memory of one task, behind its tiles of biases.
 pub(super) fn work_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> usize {
     let mean = problem.mean();
-    let walk = || chunks.windows.iter().map(|window| walk_len(window, mean)).max().unwrap_or(0);
-    let longest = if problem.tiled() { tiles::work_len::<T>(mean) } else { walk() };
+    let of = |window: &Window| {
+        if problem.tiled() { tiles::work_len::<T>(mean, window.chunk_len) } else { walk_len(window, mean) }
+    };
+    let longest = chunks.windows.iter().map(of).max().unwrap_or(0);
     longest.max((CHUNK + 2) * mean).next_multiple_of(64)
 }
 
@@ -56,7 +59,7 @@ impl HeadGroups {
         workers.run(self.tasks(), |task, work| {
             let (index, group, chunk) = self.tasks.task(task);
             let (bias_tiles, work) = work.split_at_mut(bias_tiles_len);
-            let mut bias_tiles = BiasTiles::new(bias_tiles);
+            let mut bias_tiles = BiasTiles::new(bias_tiles, self.tasks.windows[index].chunk_len);
             for head in group * self.heads / self.tasks.heads..(group + 1) * self.heads / self.tasks.heads {
                 body(index, head, chunk, bias_tiles.as_mut(), work);
             }
@@ -170,8 +173,9 @@ impl<T: Real> Biases<T> for KeyBiases<'_, T> {
 
     fn tile(&self, keys: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, spare: &mut [T]) {
         let first = keys.start as isize - self.lent;
-        self.queries.tile(from as usize..to as usize, first, first + keys.len() as isize, spare, SIDE, &mut []);
         let (rows, columns) = ((to - from) as usize, keys.len());
-        dispatch(Transpose { from: spare, from_row: SIDE, rows, columns, to: tile, to_row: row });
+        let from_row = padded::<T>(columns);
+        self.queries.tile(from as usize..to as usize, first, first + columns as isize, spare, from_row, &mut []);
+        dispatch(Transpose { from: spare, from_row, rows, columns, to: tile, to_row: row });
     }
 }

@@ -58,11 +58,6 @@ pub(super) struct OutputRows<'a, T> {
 }
 
 impl<T: Copy> OutputRows<'_, T> {
-    /// One of these rows.
-    pub fn row(self, n: usize) -> Self {
-        Self { q: self.q.map(|q| q.skip(n)), d_out: self.d_out.skip(n), out: self.out.skip(n), count: 1 }
-    }
-
     /// Whether all of them are there.
     pub fn are_there(&self, width: usize) -> bool {
         let gated = self.q.is_none_or(|q| covers(&q, self.count, width));

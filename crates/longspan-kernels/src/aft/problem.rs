@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::chunks::{CHUNK, Window};
+use super::chunks::{CHUNK, Window, long_chunk};
 use super::kernel;
 use super::log_sum::PARTS;
 use super::options::{Aft, Variant};
@@ -178,6 +178,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let (back, ahead) = self.aft.reach(self.causal);
         Window {
             outputs: sequence.queries,
+            chunk_len: self.chunk_len(sequence.queries),
             shift: self.call.mask.offset,
             back: back as isize,
             ahead: ahead as isize,
@@ -196,8 +197,10 @@ impl<'a, T: Real> Problem<'a, T> {
     /// How keys see queries: the same turned round, with those that the initial state lends.
     pub fn queries_of_keys(&self, sequence: &Sequence<'_>) -> Window {
         let (back, ahead) = self.aft.reach(self.causal);
+        let outputs = sequence.keys + self.lent(sequence);
         Window {
-            outputs: sequence.keys + self.lent(sequence),
+            outputs,
+            chunk_len: self.chunk_len(outputs),
             shift: -self.call.mask.offset - self.lent(sequence) as isize,
             back: ahead as isize,
             ahead: back as isize,
@@ -228,6 +231,11 @@ impl<'a, T: Real> Problem<'a, T> {
     /// Whether there is a bias for every pair, so that chunks of outputs share their items.
     pub fn full(&self) -> bool {
         matches!(self.bias, Bias::Table { .. } | Bias::LowRank(_))
+    }
+
+    /// How many of so many outputs are a chunk.
+    fn chunk_len(&self, outputs: usize) -> usize {
+        if self.full() { long_chunk(outputs) } else { CHUNK }
     }
 
     /// The position of key 0, where there is a table by position.

@@ -10,18 +10,18 @@
 
 use std::ops::Range;
 
-use super::chunks::{CHUNK, Window};
-use super::items::{BlockParts, Items, REACH, transpose};
-use super::log_sum::{AddWeighted, BiasGradient, Factored, Factors, JoinFactored, PARTS, ProjectRows, clear, join};
+use super::chunks::Window;
+use super::items::{BlockParts, Items, REACH, panel, transpose};
+use super::log_sum::{BiasGradient, Factored, Factors, JoinFactored, PARTS, ProjectRows, clear, join};
 use super::walk::{Biases, Outputs, walk};
 use crate::call::Arena;
-use crate::simd::block::exponentials;
+use crate::simd::block::{add_products, exponentials};
 use crate::simd::product::Product;
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
-/// Rows of the largest tile.
-pub(super) const SIDE: usize = CHUNK;
+/// A kept tile of biases begins so many columns after its chunk's first, or a multiple of that.
+pub(super) const GRID: usize = 64;
 
 /// A tile of so many rows and columns, or fewer, is not cut.
 const LEAF: usize = 8;
@@ -40,14 +40,18 @@ fn widest<T: Real>() -> T {
 
 /// Working memory of one task.
 struct Work<'w, T> {
-    /// The means of a chunk, or rows relative to a tile's keys.
-    rows: &'w mut [T],
-    items: &'w mut [T],
     /// A tile of biases, and one to turn it round in.
     biases: &'w mut [T],
     turned: &'w mut [T],
     running_max: &'w mut [T],
-    factors: &'w mut [T],
+    side: ItemWork<'w, T>,
+}
+
+/// What a tile's items take of it.
+struct ItemWork<'w, T> {
+    /// The means of a chunk, or rows relative to a tile's keys.
+    rows: &'w mut [T],
+    items: &'w mut [T],
     reference: &'w mut [T],
     /// Numerators and denominators of items.
     factored: &'w mut [T],
@@ -56,32 +60,69 @@ struct Work<'w, T> {
 }
 
 impl<'w, T: Real> Work<'w, T> {
-    fn new(arena: &mut Arena<'w, T>, mean: usize) -> Self {
+    fn new(arena: &mut Arena<'w, T>, mean: usize, chunk_len: usize) -> Self {
         let width = mean / PARTS;
         Self {
-            rows: arena.take(SIDE * mean),
-            items: arena.take(REACH * mean),
-            biases: arena.take(SIDE * REACH),
-            turned: arena.take(SIDE * REACH),
-            running_max: arena.take(SIDE),
-            factors: arena.take(SIDE),
-            reference: arena.take(2 * width),
-            factored: arena.take(2 * REACH * width),
-            products: arena.take(2 * REACH * width),
+            biases: arena.take(chunk_len * REACH),
+            turned: arena.take(chunk_len * REACH),
+            running_max: arena.take(chunk_len),
+            side: ItemWork {
+                rows: arena.take(chunk_len * mean),
+                items: arena.take(REACH * mean),
+                reference: arena.take(2 * width),
+                factored: arena.take(2 * REACH * width),
+                products: arena.take(2 * REACH * width),
+            },
         }
     }
 }
 
+impl<T: Real> ItemWork<'_, T> {
+    /// Writes `[e^{x_i + m + r_i}·(g/d, −G·Y/d)]·[e^{k_j − m}·(v_j, 1)]ᵀ` of a tile's rows and items, or adds it to the terms of
+    /// other heads that were `begun`. Returns whether the tile's exponents allow it.
+    fn add_terms(
+        &mut self,
+        tile: &BiasTile<'_, T>,
+        (items, from, columns): (&impl Items<T>, isize, usize),
+        rows: &[T],
+        begun: bool,
+        terms: &mut [T],
+    ) -> bool {
+        let width = self.reference.len() / 2;
+        let block = items.blocks().and_then(|blocks| blocks.get(from, columns));
+        let BlockParts { reference, factors: keys, range: depth } = block.unwrap_or_else(|| {
+            let (numerators, denominators) = self.factored.split_at_mut(REACH * width);
+            let to = Factors { reference: self.reference, numerators, denominators };
+            let range = items.factor(from, columns, to, self.items);
+            transpose(self.factored, self.products, width, columns);
+            BlockParts { reference: self.reference, factors: self.products, range }
+        });
+        if tile.range > widest() && depth > widest() {
+            return false;
+        }
+        dispatch(ProjectRows { rows, reference, biases: tile.running_max, to: self.rows });
+        let (depth, panel) = (2 * width, panel::<T>());
+        for (keys, first) in keys.chunks_exact(depth * panel).zip((0..columns).step_by(panel)) {
+            let sizes = [tile.running_max.len(), panel.min(columns - first), depth];
+            let product = Product::of((&*self.rows, depth), (keys, panel), (&mut terms[first..], REACH), sizes);
+            product.accumulate(begun).compute();
+        }
+        true
+    }
+}
+
 /// Numbers of working memory that [`means`] and [`bias_gradients`] take.
-pub(super) fn work_len<T: Real>(mean: usize) -> usize {
-    Arena::measure(|arena| Work::<T>::new(arena, mean))
+pub(super) fn work_len<T: Real>(mean: usize, chunk_len: usize) -> usize {
+    Arena::measure(|arena| Work::<T>::new(arena, mean, chunk_len))
 }
 
 /// `e^{w − r}` of a chunk's whole tiles, `r` the largest of each row: the biases of a table are the same for all heads, so that
 /// a walk over several heads forms them once.
 pub(super) struct BiasTiles<'w, T> {
+    /// Rows of a tile.
+    rows: usize,
     tiles: &'w mut [T],
-    /// For each [`SIDE`] columns, at the first of a tile: the largest of its rows,
+    /// For each [`GRID`] columns, at the first of a tile: the largest of its rows,
     running_max: &'w mut [T],
     /// the largest range of any of them,
     ranges: &'w mut [T],
@@ -90,13 +131,14 @@ pub(super) struct BiasTiles<'w, T> {
 }
 
 impl<'w, T: Real> BiasTiles<'w, T> {
-    /// Of nothing yet, in as much memory as [`bias_tiles_len`] says; `None` without any.
-    pub fn new(memory: &'w mut [T]) -> Option<Self> {
-        let count = memory.len().checked_sub(64)? / TILE_LEN;
+    /// Of nothing yet, for chunks of so many rows, in as much memory as [`bias_tiles_len`] says; `None` without any.
+    pub fn new(memory: &'w mut [T], rows: usize) -> Option<Self> {
+        let count = memory.len().checked_sub(64)? / grid_len(rows);
         let mut arena = Arena::new(memory);
         let mut bias_tiles = Self {
-            tiles: arena.take(count * SIDE * SIDE),
-            running_max: arena.take(count * SIDE),
+            rows,
+            tiles: arena.take(count * rows * GRID),
+            running_max: arena.take(count * rows),
             ranges: arena.take(count),
             lengths: arena.take(count),
         };
@@ -108,6 +150,17 @@ impl<'w, T: Real> BiasTiles<'w, T> {
     pub fn forget(&mut self) {
         self.lengths.fill(T::ZERO);
     }
+}
+
+/// Numbers that [`GRID`] columns of a [`BiasTiles`] take.
+fn grid_len(rows: usize) -> usize {
+    rows * GRID + rows + 2
+}
+
+/// Numbers of memory of a [`BiasTiles`] for the chunks of a window.
+pub(super) fn bias_tiles_len(window: &Window) -> usize {
+    let reach = (window.chunk_len + window.back as usize).saturating_add(window.ahead as usize);
+    reach.min((window.end - window.first).max(0) as usize).div_ceil(GRID) * grid_len(window.chunk_len) + 64
 }
 
 /// `e^{w − r}` of some outputs and items.
@@ -130,37 +183,28 @@ fn bias_tile<'a, T: Real>(
     spare: &mut [T],
 ) -> BiasTile<'a, T> {
     let (count, columns) = (outputs.len(), (to - from) as usize);
-    let Some((bias_tiles, place)) = kept.filter(|(_, place)| place.is_multiple_of(SIDE)) else {
+    let Some((bias_tiles, place)) = kept.filter(|(_, place)| place.is_multiple_of(GRID)) else {
         biases.tile(outputs, from, to, weights, REACH, spare);
         let range = exponentials(weights, REACH, columns, running_max);
         return BiasTile { weights, row: REACH, running_max, range };
     };
-    let (index, row) = (place / SIDE, columns.next_multiple_of(SIDE));
-    let BiasTiles { tiles, running_max, ranges, lengths } = bias_tiles;
-    let running_max = &mut running_max[index * SIDE..][..count];
-    let weights = &mut tiles[place * SIDE..][..SIDE * row];
+    let (index, row) = (place / GRID, columns.next_multiple_of(GRID));
+    let BiasTiles { rows, tiles, running_max, ranges, lengths } = bias_tiles;
+    let running_max = &mut running_max[index * *rows..][..count];
+    let weights = &mut tiles[place * *rows..][..*rows * row];
     if lengths[index] != T::from_f64(columns as f64) {
         biases.tile(outputs, from, to, weights, row, spare);
         ranges[index] = exponentials(weights, row, columns, running_max);
         // It lies where smaller ones may have been, or in a larger one.
-        for earlier in (index + 1).saturating_sub(REACH / SIDE)..index {
-            if lengths[earlier] > T::from_f64((place - earlier * SIDE) as f64) {
+        for earlier in (index + 1).saturating_sub(REACH / GRID)..index {
+            if lengths[earlier] > T::from_f64((place - earlier * GRID) as f64) {
                 lengths[earlier] = T::ZERO;
             }
         }
-        lengths[index..index + row / SIDE].fill(T::ZERO);
+        lengths[index..index + row / GRID].fill(T::ZERO);
         lengths[index] = T::from_f64(columns as f64);
     }
     BiasTile { weights, row, running_max, range: ranges[index] }
-}
-
-/// Numbers that [`SIDE`] columns of a [`BiasTiles`] take.
-const TILE_LEN: usize = SIDE * SIDE + SIDE + 2;
-
-/// Numbers of memory of a [`BiasTiles`] for the chunks of a window.
-pub(super) fn bias_tiles_len(window: &Window) -> usize {
-    let reach = (CHUNK + window.back as usize).saturating_add(window.ahead as usize);
-    reach.min((window.end - window.first).max(0) as usize).div_ceil(SIDE) * TILE_LEN + 64
 }
 
 /// Some items and the largest range of their exponents: a block of theirs, or formed in `to`.
@@ -190,13 +234,12 @@ fn cover(
     to: isize,
     tile: &mut impl FnMut(Range<usize>, isize, isize, bool) -> bool,
 ) {
-    let (first, last) = (window.seen(outputs.start), window.seen(outputs.end - 1));
-    let (from, to) = (from.max(first.0), to.min(last.1));
+    let (from, to) = (from.max(window.seen(outputs.start).0), to.min(window.seen(outputs.end - 1).1));
     if from >= to {
         return;
     }
     let (rows, columns) = (outputs.len(), (to - from) as usize);
-    let whole = last.0 <= from && to <= first.1;
+    let whole = window.all_see(&outputs, from, to);
     if whole && rows.min(columns) >= LEAST && tile(outputs.clone(), from, to, true) {
         return;
     }
@@ -207,8 +250,8 @@ fn cover(
         cover(window, outputs.start..middle, from, to, tile);
         cover(window, middle..outputs.end, from, to, tile);
     } else {
-        // Whole tiles of a bias_tiles, as long as there are some.
-        let half = if columns > SIDE { (columns / 2).next_multiple_of(SIDE) } else { columns / 2 };
+        // Tiles that are kept, as long as there are some.
+        let half = if columns > GRID { (columns / 2).next_multiple_of(GRID) } else { columns / 2 };
         let middle = from + half as isize;
         cover(window, outputs.clone(), from, middle, tile);
         cover(window, outputs, middle, to, tile);
@@ -228,11 +271,11 @@ pub(super) fn means<T: Real>(
     let Outputs { items, biases, window, chunk, edges } = outputs;
     let mean = edges.0.len();
     let width = mean / PARTS;
-    let work = Work::new(&mut Arena::new(work), mean);
+    let Work { biases: memory, turned, running_max, side } = Work::new(&mut Arena::new(work), mean, window.chunk_len);
     let (own, to) = window.chunk(*chunk);
     let (start, end) = window.range(own, to);
     let chunk_len = to - own;
-    let rows = &mut work.rows[..chunk_len * mean];
+    let rows = &mut side.rows[..chunk_len * mean];
     for row in rows.chunks_exact_mut(mean) {
         if window.before { row.copy_from_slice(edges.0) } else { clear(row) }
     }
@@ -240,9 +283,9 @@ pub(super) fn means<T: Real>(
         let (count, columns) = (outputs.len(), (to - from) as usize);
         let rows = &mut rows[(outputs.start - own) * mean..][..count * mean];
         if !whole {
-            biases.tile(outputs.clone(), from, to, work.biases, REACH, work.turned);
-            let block = items.load(from, columns, work.items);
-            for ((row, n), biases) in rows.chunks_exact_mut(mean).zip(outputs).zip(work.biases.chunks_exact(REACH)) {
+            biases.tile(outputs.clone(), from, to, memory, REACH, turned);
+            let block = items.load(from, columns, side.items);
+            for ((row, n), biases) in rows.chunks_exact_mut(mean).zip(outputs).zip(memory.chunks_exact(REACH)) {
                 let (low, high) = window.seen(n);
                 for item in low.max(from)..high.min(to) {
                     let column = (item - from) as usize;
@@ -252,17 +295,17 @@ pub(super) fn means<T: Real>(
             return true;
         }
         let kept = (outputs.len() == chunk_len).then_some((&mut *bias_tiles, (from - start) as usize));
-        let memory = (&mut *work.biases, &mut work.running_max[..count]);
+        let memory = (&mut *memory, &mut running_max[..count]);
         let BiasTile { weights, row, running_max, range } =
-            bias_tile(biases, (outputs, from, to), kept, memory, work.turned);
-        let (numerators, denominators) = work.factored.split_at_mut(REACH * width);
+            bias_tile(biases, (outputs, from, to), kept, memory, turned);
+        let (numerators, denominators) = side.factored.split_at_mut(REACH * width);
         let numerators = if with_numerators { numerators } else { &mut [] };
-        let place = Factors { reference: work.reference, numerators, denominators };
-        let (factored, depth) = factored(*items, from, columns, place, work.items);
+        let place = Factors { reference: side.reference, numerators, denominators };
+        let (factored, depth) = factored(*items, from, columns, place, side.items);
         if range > widest() && depth > widest() {
             return false;
         }
-        let (numerators, denominators) = work.products.split_at_mut(SIDE * width);
+        let (numerators, denominators) = side.products.split_at_mut(REACH * width);
         for (b, c) in [(factored.numerators, &mut *numerators), (factored.denominators, &mut *denominators)]
             .into_iter()
             .skip(usize::from(!with_numerators))
@@ -288,7 +331,7 @@ pub(super) fn means<T: Real>(
     }
 }
 
-/// `Σ_channels p·(g·v − G·Y)` of some pairs: rows of weights × rows of terms × a factor for each row.
+/// `Σ_channels p·(g·v − G·Y)` of some pairs, of one head or summed over some: rows of weights × rows of terms.
 pub(super) struct PairGradients<'a, T> {
     /// The first of the outputs.
     first: usize,
@@ -296,43 +339,65 @@ pub(super) struct PairGradients<'a, T> {
     /// From one row of weights to the next; rows of terms have [`REACH`].
     row: usize,
     terms: &'a [T],
-    factors: &'a [T],
 }
 
 impl<T: Real> PairGradients<'_, T> {
     /// Adds those of one output and as many items as `to` has room for, from a column on.
     pub fn add_to(&self, output: usize, column: usize, to: &mut [T]) {
         let row = output - self.first;
-        let [weights, terms] =
-            [(self.weights, self.row), (self.terms, REACH)].map(|(of, len)| &of[row * len + column..]);
-        dispatch(AddWeighted { to, weights, terms, factor: self.factors[row] })
+        let [x, y] = [(self.weights, self.row), (self.terms, REACH)].map(|(of, len)| &of[row * len + column..]);
+        add_products(x, y, to);
     }
 }
 
 /// Forms `Σ_channels p·(g·v − G·Y)` of every pair of a chunk's rows with an item that has a bias, and hands them to
-/// `visit(outputs, from, to, gradients)`; 0 where an output does not see an item. `rows` are those of the chunk as their keys see
-/// them; `bias_tiles` as for [`means`]. Blocks of items are transposed.
-pub(super) fn bias_gradients<T: Real>(
-    outputs: &Outputs<'_, T, impl Items<T>, impl Biases<T>>,
-    rows: &[T],
-    bias_tiles: &mut BiasTiles<'_, T>,
+/// `visit(outputs, from, to, gradients)`; 0 where an output does not see an item. `of` gives the items of each of so many `heads`,
+/// in transposed blocks, and the chunk's rows as these items see them. `bias_tiles` as for [`means`].
+///
+/// Tiles of whole chunks are summed over the heads, which have `e^{w − r}` in common. Of the blocks of items every `shares`-th is taken,
+/// from the `share`-th on.
+pub(super) fn bias_gradients<'r, T: Real, I: Items<T>>(
+    (window, chunk, (share, shares)): (&Window, usize, (usize, usize)),
+    biases: &impl Biases<T>,
+    (heads, of): (usize, impl Fn(usize) -> (I, &'r [T])),
+    mut bias_tiles: Option<&mut BiasTiles<'_, T>>,
     work: &mut [T],
     mut visit: impl FnMut(Range<usize>, isize, isize, &PairGradients<'_, T>),
 ) {
-    let Outputs { items, biases, window, chunk, edges } = outputs;
-    let mean = edges.0.len();
-    let width = mean / PARTS;
-    let work = Work::new(&mut Arena::new(work), mean);
-    let (own, to_own) = window.chunk(*chunk);
+    let (own, to_own) = window.chunk(chunk);
     let (start, end) = window.range(own, to_own);
-    let mut tile = |outputs: Range<usize>, from: isize, to: isize, whole: bool| {
+    let mean = of(0).1.len() / (to_own - own);
+    let Work { biases: memory, turned, running_max, mut side } =
+        Work::new(&mut Arena::new(work), mean, window.chunk_len);
+    // Takes a tile of some heads, as `cover` asks for it. Returns those that did not take it.
+    let mut tile = |heads: Range<usize>, outputs: Range<usize>, from: isize, to: isize, whole: bool| {
         let (first, count, columns) = (outputs.start, outputs.len(), (to - from) as usize);
-        let rows = &rows[(first - own) * mean..][..count * mean];
-        let factors = &mut work.factors[..count];
-        if !whole {
-            biases.tile(outputs.clone(), from, to, work.biases, REACH, work.turned);
-            let block = items.load(from, columns, work.items);
-            let pairs = rows.chunks_exact(mean).zip(outputs.clone()).zip(work.biases.chunks_exact_mut(REACH));
+        let rows_of = |rows: &'r [T]| &rows[(first - own) * mean..][..count * mean];
+        if whole {
+            let kept = bias_tiles.as_deref_mut().filter(|_| count == to_own - own);
+            let kept = kept.map(|tiles| (tiles, (from - start) as usize));
+            let memory = (&mut *memory, &mut running_max[..count]);
+            let tile = bias_tile(biases, (outputs.clone(), from, to), kept, memory, turned);
+            let (mut begun, mut left) = (false, Vec::new());
+            for head in heads {
+                let (items, rows) = of(head);
+                if side.add_terms(&tile, (&items, from, columns), rows_of(rows), begun, turned) {
+                    begun = true;
+                } else {
+                    left.push(head);
+                }
+            }
+            if begun {
+                let BiasTile { weights, row, .. } = tile;
+                visit(outputs, from, to, &PairGradients { first, weights, row, terms: turned });
+            }
+            return left;
+        }
+        for head in heads {
+            let (items, rows) = of(head);
+            biases.tile(outputs.clone(), from, to, memory, REACH, turned);
+            let block = items.load(from, columns, side.items);
+            let pairs = rows_of(rows).chunks_exact(mean).zip(outputs.clone()).zip(memory.chunks_exact_mut(REACH));
             for ((row, n), biases) in pairs {
                 let (low, high) = window.seen(n);
                 for (item, (to, key)) in (from..).zip(biases.iter_mut().zip(block.chunks_exact(mean))) {
@@ -340,39 +405,20 @@ pub(super) fn bias_gradients<T: Real>(
                     *to = if seen { dispatch(BiasGradient { row, key, bias: *to }) } else { T::ZERO };
                 }
             }
-            work.turned[..columns].fill(T::ONE);
-            factors.fill(T::ONE);
-            visit(
-                outputs,
-                from,
-                to,
-                &PairGradients { first, weights: work.turned, row: 0, terms: work.biases, factors },
-            );
-            return true;
+            turned[..columns].fill(T::ONE);
+            visit(outputs.clone(), from, to, &PairGradients { first, weights: turned, row: 0, terms: memory });
         }
-        let kept = (count == to_own - own).then_some((&mut *bias_tiles, (from - start) as usize));
-        let memory = (&mut *work.biases, &mut work.running_max[..count]);
-        let BiasTile { weights, row, running_max, range } =
-            bias_tile(biases, (outputs.clone(), from, to), kept, memory, work.turned);
-        let block = items.blocks().and_then(|blocks| blocks.get(from, columns));
-        let BlockParts { reference, factors: keys, range: depth } = block.unwrap_or_else(|| {
-            let (numerators, denominators) = work.factored.split_at_mut(REACH * width);
-            let to = Factors { reference: work.reference, numerators, denominators };
-            let range = items.factor(from, columns, to, work.items);
-            transpose(work.factored, work.products, width, columns);
-            BlockParts { reference: work.reference, factors: work.products, range }
-        });
-        if range > widest() && depth > widest() {
-            return false;
-        }
-        dispatch(ProjectRows { rows, reference, biases: running_max, to: work.rows, factors });
-        let (rows, keys) = ((&*work.rows, 2 * width), (keys, REACH));
-        Product::of(rows, keys, (work.turned, REACH), [count, columns, 2 * width]).compute();
-        visit(outputs, from, to, &PairGradients { first, weights, row, terms: work.turned, factors });
-        true
+        Vec::new()
     };
-    for from in (start..end).step_by(REACH) {
+    for from in (start..end).step_by(REACH).skip(share).step_by(shares) {
         threads::check();
-        cover(window, own..to_own, from, (from + REACH as isize).min(end), &mut tile);
+        let to = (from + REACH as isize).min(end);
+        let outputs = own..to_own;
+        let shared = window.all_see(&outputs, from, to) && outputs.len().min((to - from) as usize) >= LEAST;
+        let left = if shared { tile(0..heads, outputs.clone(), from, to, true) } else { (0..heads).collect() };
+        for head in left {
+            let mut tile = |outputs, from, to, whole| tile(head..head + 1, outputs, from, to, whole).is_empty();
+            cover(window, outputs.clone(), from, to, &mut tile);
+        }
     }
 }

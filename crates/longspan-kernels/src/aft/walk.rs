@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::chunks::{CHUNK, Chunks, Window, Workers};
+use super::chunks::{Chunks, Window, Workers};
 use super::items::{Items, join_all};
 use super::log_sum::{clear, join};
 use crate::call::{Arena, SharedRows};
@@ -89,8 +89,9 @@ impl<'a, T: Real> Edges<'a, T> {
 /// Numbers of working memory that [`walk`] takes.
 pub(super) fn walk_len(window: &Window, mean: usize) -> usize {
     let (back, ahead) = (window.back as usize, window.ahead as usize);
-    let range = (CHUNK + back + ahead).min((window.end - window.first).max(0) as usize).max(CHUNK);
-    (range + CHUNK + 3) * mean
+    let chunk = window.chunk_len;
+    let range = (chunk + back + ahead).min((window.end - window.first).max(0) as usize).max(chunk);
+    (range + chunk + 3) * mean
 }
 
 /// Biases of the pairs of outputs and items.
@@ -125,7 +126,7 @@ pub(super) fn walk<T: Real>(
     let (start, end) = window.range(from, to);
     let (before, work) = work.split_at_mut(mean);
     let (own, work) = work.split_at_mut(mean);
-    let (after, block) = work.split_at_mut((CHUNK + 1) * mean);
+    let (after, block) = work.split_at_mut((window.chunk_len + 1) * mean);
     let block = items.load(start, (end - start) as usize, block);
     let item = |n: isize| &block[(n - start) as usize * mean..][..mean];
 

@@ -60,6 +60,7 @@ impl Geometry {
         }
         let line = |_| Window {
             outputs: self.places,
+            chunk_len: CHUNK,
             shift: 0,
             back: self.back[1] as isize,
             ahead: (self.taps[1] - 1 - self.back[1]) as isize,
