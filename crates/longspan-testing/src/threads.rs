@@ -1,6 +1,6 @@
 //! The same bits on any number of threads.
 
-use crate::case::{Case, KeyMask};
+use crate::case::{Case, Inputs, KeyMask};
 use crate::compare::{Failure, same_bits};
 use crate::execute;
 use crate::subject::{Number, Subject};
@@ -13,15 +13,19 @@ pub(crate) fn pool(threads: usize) -> Result<rayon::ThreadPool, Failure> {
 
 /// Outputs, gradients and states on 1, 2, 3 and 8 threads.
 pub fn threads_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
-    let inputs = execute::random(subject, case).cast::<T>();
+    threads_do_not_matter_of(subject, case, &execute::random(subject, case).cast::<T>())
+}
+
+/// The same on given numbers.
+pub fn threads_do_not_matter_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
     let with_state = case.causal && case.offset == 0 && !matches!(case.keys, KeyMask::Packed { .. });
     let on = |threads: usize| -> Result<Vec<Vec<T>>, Failure> {
         pool(threads)?.install(|| {
-            let forward = execute::forward(subject, case, &inputs)?;
-            let mut all = execute::backward(subject, case, &inputs, &forward)?.gradients;
+            let forward = execute::forward(subject, case, inputs)?;
+            let mut all = execute::backward(subject, case, inputs, &forward)?.gradients;
             all.extend([forward.out, forward.denominators]);
             if with_state {
-                all.push(execute::forward_state(subject, case, &inputs, None)?.1.numbers().to_vec());
+                all.push(execute::forward_state(subject, case, inputs, None)?.1.numbers().to_vec());
             }
             Ok(all)
         })

@@ -67,8 +67,9 @@ fn scratch_numbers(aft: &Aft, dims: &Dims, causal: bool) -> f64 {
     let edges = 2.0 * chunks(dims.queries) * mean;
     let (grid, range) = (GRID as f64, REACH as f64);
     let tiled = || {
-        let bias_tiles = (of_chunk.min(keys) / grid).ceil() * (grid * chunk + chunk + 2.0);
-        (chunk + range) * mean + 2.0 * chunk * range + 4.0 * range * width + bias_tiles + edges
+        let bias_tiles = (of_chunk.min(keys) / grid).ceil() * (grid * chunk + 2.0 * chunk + 2.0);
+        let sums = 2.0 * chunk * width;
+        (chunk + range) * mean + sums + 2.0 * chunk * range + 4.0 * range * width + bias_tiles + edges
     };
     match aft.variant {
         Variant::Simple => (chunk + 4.25) * mean,

@@ -2,11 +2,12 @@
 
 use super::chunks::{CHUNK, Chunks, Window, Workers};
 use super::log_sum::{FactorMeans, Factors, join, join_items};
+use super::tiles::widest;
 use crate::call::SharedRows;
-use crate::simd::block::Transpose;
+use crate::simd::block::{Transpose, floor, multiply};
 use crate::simd::rows::line;
 use crate::simd::{Real, dispatch};
-use crate::threads;
+use crate::threads::{self, share};
 
 /// Items that are brought to one exponent at a time: the columns of the largest tile. References are changed, and rows joined, once
 /// a tile, which 64 columns show (a tenth of the backward); the factors of 256 items of 64 channels (128 kB of `f32`) stay in a
@@ -49,8 +50,8 @@ pub(super) fn join_all<T: Real>(items: &impl Items<T>, from: isize, to: isize, s
     }
 }
 
-/// Items of one head in blocks of [`REACH`], each brought to one exponent a channel: every chunk that sees all of a table's items takes
-/// the same blocks.
+/// Items of one head in blocks of [`REACH`], each brought to one exponent a channel, or all to the same: every chunk that sees all of
+/// a table's items takes the same blocks.
 #[derive(Clone, Copy)]
 pub(super) struct Blocks<'a, T> {
     window: Window,
@@ -70,6 +71,12 @@ impl<'a, T: Real> Blocks<'a, T> {
         let (reference, block) = block.split_at(2 * self.width);
         let (range, factors) = block.split_at(line::<T>());
         Some(BlockParts { reference, factors, range: range[0] })
+    }
+
+    /// The exponents of all blocks, where they are the same.
+    pub fn common(&self) -> Option<&'a [T]> {
+        let (reference, rest) = self.numbers.split_at_checked(2 * self.width)?;
+        (rest.get(1) == Some(&T::ONE)).then_some(reference)
     }
 }
 
@@ -100,7 +107,7 @@ pub(super) fn transpose<T: Real>(from: &[T], to: &mut [T], width: usize, count: 
     }
 }
 
-/// Numbers of a block: the exponents, their largest range, numerators and denominators.
+/// Numbers of a block: the exponents; their largest range, and 1 if those of all blocks are the same; numerators and denominators.
 fn block_len<T>(width: usize) -> usize {
     2 * width + line::<T>() + 2 * REACH * width
 }
@@ -147,6 +154,7 @@ impl BlockTable {
             let (numerators, denominators) = factors.split_at_mut(REACH * self.width);
             let to = Factors { reference, numerators, denominators };
             let count = (window.end - from).min(REACH as isize) as usize;
+            range[1] = T::ZERO;
             range[0] = items(sequence, head).factor(from, count, to, work);
             if transposed {
                 let rows = &mut work[..factors.len()];
@@ -154,6 +162,49 @@ impl BlockTable {
                 transpose(rows, factors, self.width, count);
             }
         });
+        if !transposed {
+            let windows = self.blocks.windows.len();
+            share(0..windows * self.blocks.heads, |task| {
+                let (sequence, head) = (task / self.blocks.heads, task % self.blocks.heads);
+                let (first, count) = (self.blocks.index(sequence, head, 0), self.blocks.windows[sequence].chunks());
+                // SAFETY: every head has one task, and the slice ends with it.
+                self.join(unsafe { memory.row(0, 0, first, count * len) });
+            });
+        }
+    }
+
+    /// Brings all blocks of a head to the largest exponent of each channel, if none is then farther below than [`widest`]: sums over
+    /// several need not be joined.
+    fn join<T: Real>(&self, blocks: &mut [T]) {
+        let (len, width) = (block_len::<T>(self.width), self.width);
+        let mut largest = vec![T::ZERO; 2 * width];
+        largest[..width].fill(floor());
+        for block in blocks.chunks_exact(len) {
+            for channel in 0..width {
+                let [x, b] = [channel, width + channel];
+                if (block[x] - largest[x]) + (block[b] - largest[b]) > T::ZERO {
+                    (largest[x], largest[b]) = (block[x], block[b]);
+                }
+            }
+        }
+        // How far a block's exponents are below.
+        let below = |block: &[T], channel: usize| {
+            (largest[channel] - block[channel]) + (largest[width + channel] - block[width + channel])
+        };
+        let depth =
+            |block: &[T]| (0..width).map(|channel| below(block, channel)).fold(T::ZERO, T::max) + block[2 * width];
+        if !blocks.chunks_exact(len).all(|block| depth(block) <= widest()) {
+            return;
+        }
+        let mut factors = vec![T::ZERO; width];
+        for block in blocks.chunks_exact_mut(len) {
+            let depth = depth(block);
+            factors.iter_mut().enumerate().for_each(|(channel, factor)| *factor = (-below(block, channel)).exp());
+            block[..2 * width].copy_from_slice(&largest);
+            (block[2 * width], block[2 * width + 1]) = (depth, T::ONE);
+            let rows = block[2 * width + line::<T>()..].chunks_exact_mut(width);
+            rows.for_each(|row| multiply(row, &factors));
+        }
     }
 
     /// The blocks of one head; none if the table is that of no sequence.

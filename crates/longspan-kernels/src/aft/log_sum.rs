@@ -201,6 +201,26 @@ operation!(JoinFactored, |to: &'a mut [T], from: Factored<'a, T>, biases: &'a [T
     }
 });
 
+// Brings numerators and denominators of rows from one exponent a row to a larger one.
+operation!(RaiseRows, |sums: [&'a mut [T]; 2], from: &'a [T], to: &'a [T]| {
+    let [numerators, denominators] = sums;
+    let width = numerators.len() / from.len().max(1);
+    assert!(width.is_multiple_of(V::LANES) && to.len() == from.len());
+    assert!(numerators.len() == from.len() * width && denominators.len() == numerators.len());
+    for (row, (from, to)) in from.iter().zip(to).enumerate().filter(|(_, (from, to))| from != to) {
+        // SAFETY: both have a register at each column of a row by the assertions above.
+        unsafe {
+            let factor = exp_nonpositive(V::splat(*from - *to));
+            for sums in [&mut *numerators, &mut *denominators] {
+                for column in (0..width).step_by(V::LANES) {
+                    let place = sums.as_mut_ptr().add(row * width + column);
+                    V::load(place).mul(factor).store(place);
+                }
+            }
+        }
+    }
+});
+
 // Brings means to one exponent a channel, the largest: `e^{x+b−X−B}·n`, if there is room for numerators,
 // `e^{x+b−X−B}·d`, and `(X, B)`. Returns the largest range of exponents of any channel: with those at the floor or below, which
 // stand for nothing, because a bias of theirs may be the largest of its row.

@@ -12,10 +12,10 @@ use std::ops::Range;
 
 use super::chunks::Window;
 use super::items::{BlockParts, Items, REACH, panel, transpose};
-use super::log_sum::{BiasGradient, Factored, Factors, JoinFactored, PARTS, ProjectRows, clear, join};
+use super::log_sum::{BiasGradient, Factored, Factors, JoinFactored, PARTS, ProjectRows, RaiseRows, clear, join};
 use super::walk::{Biases, Outputs, walk};
 use crate::call::Arena;
-use crate::simd::block::{add_products, exponentials};
+use crate::simd::block::{add_products, exponentials, floor};
 use crate::simd::product::Product;
 use crate::simd::{Real, dispatch};
 use crate::threads;
@@ -34,7 +34,7 @@ const LEAST: usize = 4;
 /// Exponentials below the least normal number are lost. Sums are relative to an exponent that is at most this much too
 /// large, and so is the sum of the means that the backward divides by: what is lost is then below `e^{2·widest}` times the
 /// least normal number, 10⁻¹⁷ of the largest term (`f32`).
-fn widest<T: Real>() -> T {
+pub(super) fn widest<T: Real>() -> T {
     T::from_f64(-0.275 * T::MIN_POSITIVE.to_f64().ln())
 }
 
@@ -44,7 +44,17 @@ struct Work<'w, T> {
     biases: &'w mut [T],
     turned: &'w mut [T],
     running_max: &'w mut [T],
+    sums: Sums<'w, T>,
     side: ItemWork<'w, T>,
+}
+
+/// Sums over tiles of a whole chunk whose items have one exponent a channel in common.
+struct Sums<'w, T> {
+    numerators: &'w mut [T],
+    denominators: &'w mut [T],
+    /// The largest bias of each row so far, which they are relative to.
+    running_max: &'w mut [T],
+    begun: bool,
 }
 
 /// What a tile's items take of it.
@@ -66,6 +76,12 @@ impl<'w, T: Real> Work<'w, T> {
             biases: arena.take(chunk_len * REACH),
             turned: arena.take(chunk_len * REACH),
             running_max: arena.take(chunk_len),
+            sums: Sums {
+                numerators: arena.take(chunk_len * width),
+                denominators: arena.take(chunk_len * width),
+                running_max: arena.take(chunk_len),
+                begun: false,
+            },
             side: ItemWork {
                 rows: arena.take(chunk_len * mean),
                 items: arena.take(REACH * mean),
@@ -73,6 +89,37 @@ impl<'w, T: Real> Work<'w, T> {
                 factored: arena.take(2 * REACH * width),
                 products: arena.take(2 * REACH * width),
             },
+        }
+    }
+}
+
+impl<T: Real> Sums<'_, T> {
+    /// Adds a tile's, of a block of items or what is left of them. Sums of which a row has a larger bias are joined to `rows` before.
+    fn add(&mut self, rows: &mut [T], reference: &[T], tile: &BiasTile<'_, T>, items: Factored<'_, T>, columns: usize) {
+        let (count, width) = (tile.running_max.len(), reference.len() / 2);
+        let later = self.running_max.iter().zip(tile.running_max).all(|(own, new)| own <= new);
+        if !later {
+            self.join(rows, reference, count);
+        }
+        let Self { numerators, denominators, running_max, begun } = self;
+        let sums = [numerators, denominators].map(|sums| &mut sums[..count * width]);
+        let running_max = &mut running_max[..count];
+        if *begun {
+            dispatch(RaiseRows { sums, from: running_max, to: tile.running_max });
+        }
+        running_max.copy_from_slice(tile.running_max);
+        for (b, c) in [(items.numerators, &mut *self.numerators), (items.denominators, &mut *self.denominators)] {
+            let product = Product::of((tile.weights, tile.row), (b, width), (c, width), [count, width, columns]);
+            product.accumulate(*begun).compute();
+        }
+        *begun = true;
+    }
+
+    /// Joins them to the first `count` rows, if there are any.
+    fn join(&mut self, rows: &mut [T], reference: &[T], count: usize) {
+        if std::mem::take(&mut self.begun) {
+            let from = Factored { reference, numerators: self.numerators, denominators: self.denominators };
+            dispatch(JoinFactored { to: rows, from, biases: &self.running_max[..count] });
         }
     }
 }
@@ -116,8 +163,8 @@ pub(super) fn work_len<T: Real>(mean: usize, chunk_len: usize) -> usize {
     Arena::measure(|arena| Work::<T>::new(arena, mean, chunk_len))
 }
 
-/// `e^{w − r}` of a chunk's whole tiles, `r` the largest of each row: the biases of a table are the same for all heads, so that
-/// a walk over several heads forms them once.
+/// `e^{w − r}` of a chunk's whole tiles, `r` the largest of each row, in blocks of [`REACH`] columns the largest so far: the biases of a
+/// table are the same for all heads, so that a walk over several heads forms them once.
 pub(super) struct BiasTiles<'w, T> {
     /// Rows of a tile.
     rows: usize,
@@ -128,6 +175,9 @@ pub(super) struct BiasTiles<'w, T> {
     ranges: &'w mut [T],
     /// and how many columns it has; 0 where no tile begins.
     lengths: &'w mut [T],
+    /// For each block of [`REACH`] columns: the largest of its rows up to its end. It stays when other tiles take the block's place, so
+    /// that a tile does not depend on which heads came before.
+    so_far: &'w mut [T],
 }
 
 impl<'w, T: Real> BiasTiles<'w, T> {
@@ -141,6 +191,7 @@ impl<'w, T: Real> BiasTiles<'w, T> {
             running_max: arena.take(count * rows),
             ranges: arena.take(count),
             lengths: arena.take(count),
+            so_far: arena.take(count.div_ceil(REACH / GRID) * rows),
         };
         bias_tiles.forget();
         Some(bias_tiles)
@@ -149,12 +200,13 @@ impl<'w, T: Real> BiasTiles<'w, T> {
     /// Before other biases come.
     pub fn forget(&mut self) {
         self.lengths.fill(T::ZERO);
+        self.so_far.fill(floor());
     }
 }
 
 /// Numbers that [`GRID`] columns of a [`BiasTiles`] take.
 fn grid_len(rows: usize) -> usize {
-    rows * GRID + rows + 2
+    rows * GRID + 2 * rows + 2
 }
 
 /// Numbers of memory of a [`BiasTiles`] for the chunks of a window.
@@ -185,16 +237,26 @@ fn bias_tile<'a, T: Real>(
     let (count, columns) = (outputs.len(), (to - from) as usize);
     let Some((bias_tiles, place)) = kept.filter(|(_, place)| place.is_multiple_of(GRID)) else {
         biases.tile(outputs, from, to, weights, REACH, spare);
+        running_max.fill(floor());
         let range = exponentials(weights, REACH, columns, running_max);
         return BiasTile { weights, row: REACH, running_max, range };
     };
     let (index, row) = (place / GRID, columns.next_multiple_of(GRID));
-    let BiasTiles { rows, tiles, running_max, ranges, lengths } = bias_tiles;
+    let BiasTiles { rows, tiles, running_max, ranges, lengths, so_far } = bias_tiles;
     let running_max = &mut running_max[index * *rows..][..count];
     let weights = &mut tiles[place * *rows..][..*rows * row];
     if lengths[index] != T::from_f64(columns as f64) {
         biases.tile(outputs, from, to, weights, row, spare);
+        running_max.fill(floor());
+        let block = place / REACH;
+        let whole = place.is_multiple_of(REACH) && columns == REACH;
+        if whole && block > 0 {
+            running_max.copy_from_slice(&so_far[(block - 1) * *rows..][..count]);
+        }
         ranges[index] = exponentials(weights, row, columns, running_max);
+        if whole {
+            so_far[block * *rows..][..count].copy_from_slice(running_max);
+        }
         // It lies where smaller ones may have been, or in a larger one.
         for earlier in (index + 1).saturating_sub(REACH / GRID)..index {
             if lengths[earlier] > T::from_f64((place - earlier * GRID) as f64) {
@@ -271,7 +333,9 @@ pub(super) fn means<T: Real>(
     let Outputs { items, biases, window, chunk, edges } = outputs;
     let mean = edges.0.len();
     let width = mean / PARTS;
-    let Work { biases: memory, turned, running_max, side } = Work::new(&mut Arena::new(work), mean, window.chunk_len);
+    let Work { biases: memory, turned, running_max, mut sums, side } =
+        Work::new(&mut Arena::new(work), mean, window.chunk_len);
+    let common = items.blocks().and_then(|blocks| blocks.common());
     let (own, to) = window.chunk(*chunk);
     let (start, end) = window.range(own, to);
     let chunk_len = to - own;
@@ -296,15 +360,20 @@ pub(super) fn means<T: Real>(
         }
         let kept = (outputs.len() == chunk_len).then_some((&mut *bias_tiles, (from - start) as usize));
         let memory = (&mut *memory, &mut running_max[..count]);
-        let BiasTile { weights, row, running_max, range } =
-            bias_tile(biases, (outputs, from, to), kept, memory, turned);
+        let tile = bias_tile(biases, (outputs, from, to), kept, memory, turned);
         let (numerators, denominators) = side.factored.split_at_mut(REACH * width);
         let numerators = if with_numerators { numerators } else { &mut [] };
         let place = Factors { reference: side.reference, numerators, denominators };
         let (factored, depth) = factored(*items, from, columns, place, side.items);
-        if range > widest() && depth > widest() {
+        if tile.range > widest() && depth > widest() {
             return false;
         }
+        let block = items.blocks().and_then(|blocks| blocks.get(from, columns));
+        if let Some(reference) = common.filter(|_| count == chunk_len && block.is_some()) {
+            sums.add(rows, reference, &tile, factored, columns);
+            return true;
+        }
+        let BiasTile { weights, row, running_max, .. } = tile;
         let (numerators, denominators) = side.products.split_at_mut(REACH * width);
         for (b, c) in [(factored.numerators, &mut *numerators), (factored.denominators, &mut *denominators)]
             .into_iter()
@@ -322,6 +391,9 @@ pub(super) fn means<T: Real>(
     for from in (start..end).step_by(REACH) {
         threads::check();
         cover(window, own..to, from, (from + REACH as isize).min(end), &mut tile);
+    }
+    if let Some(reference) = common {
+        sums.join(rows, reference, chunk_len);
     }
     for (n, row) in (own..to).zip(rows.chunks_exact_mut(mean)) {
         if window.after {
@@ -367,7 +439,7 @@ pub(super) fn bias_gradients<'r, T: Real, I: Items<T>>(
     let (own, to_own) = window.chunk(chunk);
     let (start, end) = window.range(own, to_own);
     let mean = of(0).1.len() / (to_own - own);
-    let Work { biases: memory, turned, running_max, mut side } =
+    let Work { biases: memory, turned, running_max, mut side, .. } =
         Work::new(&mut Arena::new(work), mean, window.chunk_len);
     // Takes a tile of some heads, as `cover` asks for it. Returns those that did not take it.
     let mut tile = |heads: Range<usize>, outputs: Range<usize>, from: isize, to: isize, whole: bool| {

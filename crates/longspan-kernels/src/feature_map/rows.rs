@@ -6,7 +6,7 @@ use super::squares::{self, Squares, SquaresBack};
 use super::{FeatureMap, HedgehogNorm, draw, scale};
 use crate::call::{Dims, Scratch, SharedRows, View};
 use crate::feature_map::elementwise::{LoadFeatures, Shift, copy_rows};
-use crate::simd::block::{add_row_dots, add_scaled, dot, exponentials, multiply, scale_by, transpose};
+use crate::simd::block::{add_row_dots, add_scaled, dot, exponentials, floor, multiply, scale_by, transpose};
 use crate::simd::product::Product;
 use crate::simd::rows::{Rows, padded};
 use crate::simd::{Real, dispatch};
@@ -169,6 +169,7 @@ impl<'a, T: Real> RowMap<'a, T> {
                     let line = &mut to[n * row..][..row];
                     // One row at a time, as tops may have room for one.
                     let at = n.min(row_max.len() - 1);
+                    row_max[at] = floor();
                     exponentials(line, row, features, &mut row_max[at..=at]);
                     let top = row_max[at];
                     if !top.is_finite() {

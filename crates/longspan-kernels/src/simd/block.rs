@@ -311,13 +311,13 @@ operation!(Exponentials, |block: &'a mut [T], row_length: usize, columns: usize,
         row[columns..].fill(first);
         // SAFETY: the row is a whole number of registers.
         unsafe {
-            let (mut most, mut least) = (V::splat(floor()), V::load(row.as_ptr()));
+            // Not below the floor: −∞ − −∞ is no number.
+            let (mut most, mut least) = (V::splat(top.max(floor())), V::load(row.as_ptr()));
             for column in (0..whole).step_by(V::LANES) {
                 let w = V::load(row.as_ptr().add(column));
                 (most, least) = (w.max(most), w.min(least));
             }
-            // Not below the floor: −∞ − −∞ is no number.
-            *top = most.largest().max(floor());
+            *top = most.largest();
             let bottom = -V::splat(V::Element::ZERO).sub(least).largest();
             widest = widest.max(*top - bottom);
             let top = V::splat(*top);
@@ -330,8 +330,8 @@ operation!(Exponentials, |block: &'a mut [T], row_length: usize, columns: usize,
     widest
 });
 
-/// Replaces every row `w` of a block by `e^{w − max w}` and puts the maxima into `row_max`. Returns the largest range of
-/// any row.
+/// Replaces every row `w` of a block by `e^{w − m}`, `m` the largest of it and of what stands in `row_max`, and puts `m` there. Returns
+/// how far any number is below its `m`.
 pub(crate) fn exponentials<T: Real>(block: &mut [T], row_length: usize, columns: usize, row_max: &mut [T]) -> T {
     dispatch(Exponentials { block, row_length, columns, row_max })
 }

@@ -19,7 +19,7 @@ macro_rules! vector {
         impl Vector for $name {
             type Element = $element;
             const LANES: usize = $lanes;
-            // 32 registers: 16 accumulators, four of B and the broadcast fit.
+            // 32 registers: 24 accumulators, four of B and the broadcast fit.
             const BLOCK_COLUMNS: usize = 4;
 
             #[inline(always)]

@@ -3,9 +3,12 @@
 use super::rows::Ahead;
 use super::{Real, Vector, dispatch, operation};
 
-/// Rows of one block of the matrix product. With four columns of AVX-512 registers that is 16 accumulators, which
+/// Rows of one block of the matrix product, at the least. With four columns of AVX-512 registers that is 16 accumulators, which
 /// hide the latency of two fused products a cycle, and needs two loads for every four of them.
 pub(crate) const BLOCK_ROWS: usize = 4;
+
+/// Rows of a block while there are so many: 24 accumulators of 32 registers, or 12 of 16, and five loads for every twelve.
+pub(crate) const TALL_ROWS: usize = 6;
 
 /// Bytes of B in a block of the depth. With 64 kB in one piece, from the second cache, products were a fifth to a third slower.
 const B_BYTES: usize = 32 << 10;
@@ -214,12 +217,16 @@ unsafe fn blocks<V: Vector, const ROWS: usize>(
         let begun = p.accumulate || deep_from > 0;
         // What is done on the way is done once.
         let (outer, ahead) = if deep_from == 0 { (outer, ahead) } else { (None, &[][..]) };
-        for row in (0..p.rows).step_by(ROWS) {
+        let mut next = 0;
+        while next < p.rows {
+            let row = next;
+            let tall = ROWS == BLOCK_ROWS && V::BLOCK_COLUMNS > 1 && p.rows - row >= TALL_ROWS;
+            next = p.rows.min(row + if tall { TALL_ROWS } else { ROWS });
             for ahead in ahead {
                 // SAFETY: forwarded to the caller.
-                unsafe { ahead.fetch::<V>(row / ROWS, p.rows.div_ceil(ROWS)) };
+                unsafe { ahead.fetch::<V>(row..next, p.rows) };
             }
-            let last = (row + ROWS - 1).min(p.rows - 1);
+            let last = next - 1;
             let (depth_from, depth_to) = p.a_band.columns(row, last, p.depth);
             let depth = (depth_from.max(deep_from), depth_to.min(deep_to));
             if deep_from > 0 && depth.0 >= depth.1 {
@@ -230,7 +237,11 @@ unsafe fn blocks<V: Vector, const ROWS: usize>(
             // SAFETY: rows, columns and depth lie in the slices by the caller's assertions.
             unsafe {
                 by_whole_registers!(from, to, V::BLOCK_COLUMNS, N, |column| {
-                    tile::<V, N, ROWS>(p, outer, (row, last), depth, begun, column);
+                    if tall {
+                        tile::<V, N, TALL_ROWS>(p, outer, (row, last), depth, begun, column);
+                    } else {
+                        tile::<V, N, ROWS>(p, outer, (row, last), depth, begun, column);
+                    }
                 });
             };
         }

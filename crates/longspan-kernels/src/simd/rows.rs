@@ -51,10 +51,10 @@ impl<T> Ahead<T> {
         Self { start, stride, count, width }
     }
 
-    /// Asks for the `part`-th of `parts` parts.
+    /// Asks for a part of the rows, as large as `part` is of `0..whole`.
     #[inline(always)]
-    pub unsafe fn fetch<V: Vector<Element = T>>(&self, part: usize, parts: usize) {
-        for row in part * self.count / parts..(part + 1) * self.count / parts {
+    pub unsafe fn fetch<V: Vector<Element = T>>(&self, part: Range<usize>, whole: usize) {
+        for row in part.start * self.count / whole..part.end * self.count / whole {
             let start = self.start.wrapping_add(row * self.stride);
             for column in (0..self.width).step_by(line::<T>()) {
                 // SAFETY: the caller has the instructions.

@@ -12,8 +12,8 @@ pub trait Vector: Copy {
     type Element: Real;
     /// Numbers in a register. It divides a cache line.
     const LANES: usize;
-    /// Columns of registers in one block of the matrix product; with [`BLOCK_ROWS`](super::product::BLOCK_ROWS) rows the
-    /// accumulators, one row of B and one broadcast must fit the register file.
+    /// Columns of registers in one block of the matrix product; with [`TALL_ROWS`](super::product::TALL_ROWS) rows the accumulators,
+    /// one row of B and one broadcast must fit the register file, if there is more than one column.
     const BLOCK_COLUMNS: usize;
 
     unsafe fn splat(x: Self::Element) -> Self;

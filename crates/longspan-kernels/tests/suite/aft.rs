@@ -233,12 +233,14 @@ fn is_accurate(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(
     accuracy::gradient_in_f32_of(subject, case, inputs)
 }
 
-/// Biases and the keys of the heads in the middle range too far for one tile: these heads cut theirs, and others take the same biases whole.
+/// Biases and the keys of the heads in the middle range too far for one tile: these heads cut theirs, and others take the same biases
+/// whole. Chunks are of 64 rows, and of 128 where there are 1,100.
 #[test]
 fn heads_may_cut_their_tiles_apart() {
-    let dims = Dims { batch: 1, heads: 4, kv_heads: 4, queries: 330, keys: 330, head_dim: 6, value_dim: 6 };
-    let cases = [true, false].map(|causal| Case { seed: 21, ..Case::new(dims, causal) });
-    let ranks = [None, Some(3)].map(|rank| subject(Aft::new(Variant::Full { length: 330, rank })));
+    let cases = [(330, true), (330, false), (1100, true), (1100, false)].into_iter().flat_map(|(length, causal)| {
+        let case = Case { seed: 21, ..Case::new(Dims::square(1, 4, length, 6), causal) };
+        [None, Some(3)].map(|rank| (subject(Aft::new(Variant::Full { length, rank })), case.clone()))
+    });
     let check: Check = |subject, case| {
         let dims = &case.dims;
         let mut inputs = execute::random(subject, case);
@@ -248,9 +250,11 @@ fn heads_may_cut_their_tiles_apart() {
             *k = f64::from((*k + level) as f32);
         }
         inputs.parameters.iter_mut().flatten().for_each(|w| *w = f64::from((8.0 * *w) as f32));
+        threads::threads_do_not_matter_of(subject, case, &inputs.cast::<f32>())?;
         is_accurate(subject, case, &inputs)
     };
-    assert_all(check, ranks.iter().flat_map(|subject| cases.iter().map(move |case| (subject, case))));
+    let cases: Vec<_> = cases.collect();
+    assert_all(check, cases.iter().map(|(subject, case)| (subject, case)));
 }
 
 /// Chunks of AFT-conv whose weights may all be relative to one exponent beside others whose may not, and rows that stand where no
