@@ -19,10 +19,13 @@ use crate::call::{Arena, Scratch, SharedRows};
 use crate::simd::product::Product;
 use crate::simd::rows::Columns;
 use crate::simd::{Real, dispatch};
-use crate::threads;
+use crate::threads::{self, share_many};
 
 /// Numbers that the sums of all groups may take, if there is to be more than one.
 const GROUP_NUMBERS: usize = 1 << 22;
+
+/// Tasks that a table's gradients are dealt into at the least, if there are so many heads.
+const TASKS: usize = 64;
 
 /// As [`BLOCK_NUMBERS`], where heads have a table of biases in common: so many that it need not be read anew for each of them.
 const SHARING_NUMBERS: usize = 1 << 23;
@@ -75,9 +78,15 @@ impl Sums {
                 return Self { groups: 1, parts, shares: 1, planes: parts, rows, columns: factors.row };
             }
         };
-        let groups = (GROUP_NUMBERS / (rows * columns).max(1)).clamp(1, GROUPS).min(units.max(1));
-        let blocks = if problem.full() { columns.div_ceil(REACH) } else { 1 };
-        let shares = (4 * threads::count()).div_ceil((groups * chunks).max(1)).min(blocks.max(1));
+        // A table's blocks are shares of work, so that it needs no more groups than leave some for all threads.
+        let (blocks, wanted) = match problem.bias {
+            Bias::Table { .. } => {
+                (columns.div_ceil(REACH).max(1), TASKS.div_ceil((chunks * columns.div_ceil(REACH)).max(1)))
+            }
+            _ => (1, GROUPS),
+        };
+        let groups = (GROUP_NUMBERS / (rows * columns).max(1)).min(wanted).clamp(1, GROUPS).min(units.max(1));
+        let shares = (4 * threads::count()).div_ceil((groups * chunks).max(1)).min(blocks);
         Self { groups, parts: chunks, shares, planes: groups, rows, columns }
     }
 
@@ -190,7 +199,7 @@ pub(super) fn backward<T: Real>(call: &Backward<'_, T>, parameters: &mut [&mut [
     let mut workers = Workers::new(tasks, each, &mut arena);
     let (planes, memory) = (arena.take(sums_len), arena.take(own));
     let d_bias = if direct { &mut *parameters[0] } else { &mut *planes };
-    d_bias.fill(T::ZERO);
+    share_many(d_bias.len(), d_bias.chunks_mut(1 << 16), |piece| piece.fill(T::ZERO));
     for sides in &blocks {
         let d_bias = SharedRows::new(&mut *d_bias, [0, sums.plane(), sums.columns]);
         block(call, sides, (&sums, d_bias), memory, &mut workers);
