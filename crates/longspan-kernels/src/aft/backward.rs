@@ -78,16 +78,21 @@ impl Sums {
                 return Self { groups: 1, parts, shares: 1, planes: parts, rows, columns: factors.row };
             }
         };
+        // A chunk has the same rows of the table in every sequence, or one task takes all.
+        let place = |sequence| (problem.origin(sequence), problem.keys_of_queries(sequence).chunk_len);
+        let aligned = problem.sequences.windows(2).all(|two| place(&two[0]) == place(&two[1]));
+        let parts = if aligned { chunks } else { 1 };
         // A table's blocks are shares of work, so that it needs no more groups than leave some for all threads.
         let (blocks, wanted) = match problem.bias {
             Bias::Table { .. } => {
-                (columns.div_ceil(REACH).max(1), TASKS.div_ceil((chunks * columns.div_ceil(REACH)).max(1)))
+                let blocks = columns.div_ceil(REACH).max(1);
+                (blocks, TASKS.div_ceil((parts * blocks).max(1)))
             }
             _ => (1, GROUPS),
         };
         let groups = (GROUP_NUMBERS / (rows * columns).max(1)).min(wanted).clamp(1, GROUPS).min(units.max(1));
-        let shares = (4 * threads::count()).div_ceil((groups * chunks).max(1)).min(blocks);
-        Self { groups, parts: chunks, shares, planes: groups, rows, columns }
+        let shares = (4 * threads::count()).div_ceil((groups * parts).max(1)).min(blocks);
+        Self { groups, parts, shares, planes: groups, rows, columns }
     }
 
     fn plane(&self) -> usize {
@@ -359,7 +364,8 @@ fn query_side<T: Real>(
             let sequence = &block.sequences(problem)[index];
             let biases = QueryBiases { problem, sequence };
             let (from, to) = window.chunk(chunk);
-            let mut bias_tiles = BiasTiles::new(bias_tiles_memory, window.chunk_len).filter(|_| !problem.full());
+            let mut bias_tiles =
+                if problem.full() { None } else { BiasTiles::new(bias_tiles_memory, window.chunk_len) };
             for local in locals.clone().filter(|_| !problem.full()) {
                 let kv_head = local / dims.group();
                 let items = keys.items(index, kv_head);
@@ -438,13 +444,10 @@ fn query_side<T: Real>(
                             Bias::Table { .. } => -problem.origin(sequence),
                             _ => i as isize + window.shift - window.back,
                         };
-                        // SAFETY: as for the walk.
-                        let sums = unsafe { d_bias.row(0, plane, problem.bias_row(sequence, i), sums.columns) };
-                        pairs.add_to(
-                            i,
-                            (near - from) as usize,
-                            &mut sums[(near - origin) as usize..(behind - origin) as usize],
-                        );
+                        let columns = (near - origin) as usize..(behind - origin) as usize;
+                        // SAFETY: as for the walk, and these columns belong to one share.
+                        let mut to = unsafe { d_bias.columns([0, plane, problem.bias_row(sequence, i)], 1, columns) };
+                        pairs.add_to(i, (near - from) as usize, to.row(0));
                     }
                 },
             );

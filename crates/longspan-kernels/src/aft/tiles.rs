@@ -44,12 +44,12 @@ struct Work<'w, T> {
     biases: &'w mut [T],
     turned: &'w mut [T],
     running_max: &'w mut [T],
-    sums: Sums<'w, T>,
+    sums: ChunkSums<'w, T>,
     side: ItemWork<'w, T>,
 }
 
 /// Sums over tiles of a whole chunk whose items have one exponent a channel in common.
-struct Sums<'w, T> {
+struct ChunkSums<'w, T> {
     numerators: &'w mut [T],
     denominators: &'w mut [T],
     /// The largest bias of each row so far, which they are relative to.
@@ -76,7 +76,7 @@ impl<'w, T: Real> Work<'w, T> {
             biases: arena.take(chunk_len * REACH),
             turned: arena.take(chunk_len * REACH),
             running_max: arena.take(chunk_len),
-            sums: Sums {
+            sums: ChunkSums {
                 numerators: arena.take(chunk_len * width),
                 denominators: arena.take(chunk_len * width),
                 running_max: arena.take(chunk_len),
@@ -93,8 +93,8 @@ impl<'w, T: Real> Work<'w, T> {
     }
 }
 
-impl<T: Real> Sums<'_, T> {
-    /// Adds a tile's, of a block of items or what is left of them. Sums of which a row has a larger bias are joined to `rows` before.
+impl<T: Real> ChunkSums<'_, T> {
+    /// Adds a tile of a block of items. Where a row's bias was larger before, the sums are joined to `rows` first and begun anew.
     fn add(&mut self, rows: &mut [T], reference: &[T], tile: &BiasTile<'_, T>, items: Factored<'_, T>, columns: usize) {
         let (count, width) = (tile.running_max.len(), reference.len() / 2);
         let later = self.running_max.iter().zip(tile.running_max).all(|(own, new)| own <= new);

@@ -237,10 +237,16 @@ fn is_accurate(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> Result<(
 /// whole. Chunks are of 64 rows, and of 128 where there are 1,100.
 #[test]
 fn heads_may_cut_their_tiles_apart() {
-    let cases = [(330, true), (330, false), (1100, true), (1100, false)].into_iter().flat_map(|(length, causal)| {
-        let case = Case { seed: 21, ..Case::new(Dims::square(1, 4, length, 6), causal) };
-        [None, Some(3)].map(|rank| (subject(Aft::new(Variant::Full { length, rank })), case.clone()))
-    });
+    let of = |length, rank, causal, keys| {
+        let case = Case { seed: 21, keys, ..Case::new(Dims::square(1, 4, length, 6), causal) };
+        (subject(Aft::new(Variant::Full { length, rank })), case)
+    };
+    let calls = [(330, true), (330, false), (1100, true), (1100, false)].into_iter();
+    let cases = calls.flat_map(|(length, causal)| [None, Some(3)].map(|rank| of(length, rank, causal, KeyMask::All)));
+    // Chunks of both lengths, over the same rows of the table.
+    let bounds = vec![0, 1030, 1330];
+    let packed = of(1330, None, true, KeyMask::Packed { queries: bounds.clone(), keys: bounds });
+    let cases: Vec<_> = cases.chain([packed]).collect();
     let check: Check = |subject, case| {
         let dims = &case.dims;
         let mut inputs = execute::random(subject, case);
@@ -253,7 +259,6 @@ fn heads_may_cut_their_tiles_apart() {
         threads::threads_do_not_matter_of(subject, case, &inputs.cast::<f32>())?;
         is_accurate(subject, case, &inputs)
     };
-    let cases: Vec<_> = cases.collect();
     assert_all(check, cases.iter().map(|(subject, case)| (subject, case)));
 }
 
