@@ -1,6 +1,6 @@
 //! What a call takes.
 
-use super::chunks::{CHUNK, long_chunk};
+use super::chunks::{CHUNK, chunk_len};
 use super::items::REACH;
 use super::options::{Aft, Variant};
 use super::problem::TILED;
@@ -55,8 +55,7 @@ pub(super) fn plan(aft: &Aft, dims: &Dims, mask: &Mask<'_>) -> Plan {
 /// Numbers of working memory that one head's forward pass takes on one thread, in doubles because sizes have not been checked here. A
 /// test holds it to what a call takes.
 fn scratch_numbers(aft: &Aft, dims: &Dims, causal: bool) -> f64 {
-    let chunk = if let Variant::Full { .. } = aft.variant { long_chunk(dims.queries) } else { CHUNK };
-    let (chunk, line) = (chunk as f64, 16.0);
+    let (chunk, line) = (chunk_len(aft, dims.queries) as f64, 16.0);
     let width = (dims.head_dim as f64 / line).ceil() * line;
     let mean = 4.0 * width;
     let chunks = |tokens: usize| (tokens as f64 / chunk).ceil();

@@ -168,14 +168,14 @@ impl BlockTable {
                 let (sequence, head) = (task / self.blocks.heads, task % self.blocks.heads);
                 let (first, count) = (self.blocks.index(sequence, head, 0), self.blocks.windows[sequence].chunks());
                 // SAFETY: every head has one task, and the slice ends with it.
-                self.join(unsafe { memory.row(0, 0, first, count * len) });
+                self.share_exponents(unsafe { memory.row(0, 0, first, count * len) });
             });
         }
     }
 
     /// Brings all blocks of a head to the largest exponent of each channel, if none is then farther below than [`widest`]: sums over
     /// several need not be joined.
-    fn join<T: Real>(&self, blocks: &mut [T]) {
+    fn share_exponents<T: Real>(&self, blocks: &mut [T]) {
         let (len, width) = (block_len::<T>(self.width), self.width);
         let mut largest = vec![T::ZERO; 2 * width];
         largest[..width].fill(floor());

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::chunks::{CHUNK, Window, long_chunk};
+use super::chunks::{CHUNK, Window, chunk_len};
 use super::kernel;
 use super::log_sum::PARTS;
 use super::options::{Aft, Variant};
@@ -178,7 +178,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let (back, ahead) = self.aft.reach(self.causal);
         Window {
             outputs: sequence.queries,
-            chunk_len: self.chunk_len(sequence.queries),
+            chunk_len: chunk_len(self.aft, sequence.queries),
             shift: self.call.mask.offset,
             back: back as isize,
             ahead: ahead as isize,
@@ -200,7 +200,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let outputs = sequence.keys + self.lent(sequence);
         Window {
             outputs,
-            chunk_len: self.chunk_len(outputs),
+            chunk_len: chunk_len(self.aft, outputs),
             shift: -self.call.mask.offset - self.lent(sequence) as isize,
             back: ahead as isize,
             ahead: back as isize,
@@ -231,11 +231,6 @@ impl<'a, T: Real> Problem<'a, T> {
     /// Whether there is a bias for every pair, so that chunks of outputs share their items.
     pub fn full(&self) -> bool {
         matches!(self.bias, Bias::Table { .. } | Bias::LowRank(_))
-    }
-
-    /// How many of so many outputs are a chunk.
-    fn chunk_len(&self, outputs: usize) -> usize {
-        if self.full() { long_chunk(outputs) } else { CHUNK }
     }
 
     /// The position of key 0, where there is a table by position.

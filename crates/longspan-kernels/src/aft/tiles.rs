@@ -185,7 +185,7 @@ impl<'w, T: Real> BiasTiles<'w, T> {
     pub fn new(memory: &'w mut [T], rows: usize) -> Option<Self> {
         let count = memory.len().checked_sub(64)? / grid_len(rows);
         let mut arena = Arena::new(memory);
-        let mut bias_tiles = Self {
+        let bias_tiles = Self {
             rows,
             tiles: arena.take(count * rows * GRID),
             running_max: arena.take(count * rows),
@@ -193,14 +193,9 @@ impl<'w, T: Real> BiasTiles<'w, T> {
             lengths: arena.take(count),
             so_far: arena.take(count.div_ceil(REACH / GRID) * rows),
         };
-        bias_tiles.forget();
+        bias_tiles.lengths.fill(T::ZERO);
+        bias_tiles.so_far.fill(floor());
         Some(bias_tiles)
-    }
-
-    /// Before other biases come.
-    pub fn forget(&mut self) {
-        self.lengths.fill(T::ZERO);
-        self.so_far.fill(floor());
     }
 }
 
@@ -271,13 +266,12 @@ fn bias_tile<'a, T: Real>(
 
 /// Some items and the largest range of their exponents: a block of theirs, or formed in `to`.
 fn factored<'a, T: Real>(
-    items: &'a impl Items<T>,
-    from: isize,
-    count: usize,
+    block: Option<BlockParts<'a, T>>,
+    (items, from, count): (&impl Items<T>, isize, usize),
     to: Factors<'a, T>,
     work: &mut [T],
 ) -> (Factored<'a, T>, T) {
-    if let Some(BlockParts { reference, factors, range }) = items.blocks().and_then(|blocks| blocks.get(from, count)) {
+    if let Some(BlockParts { reference, factors, range }) = block {
         let (numerators, denominators) = factors.split_at(factors.len() / 2);
         return (Factored { reference, numerators, denominators }, range);
     }
@@ -364,12 +358,13 @@ pub(super) fn means<T: Real>(
         let (numerators, denominators) = side.factored.split_at_mut(REACH * width);
         let numerators = if with_numerators { numerators } else { &mut [] };
         let place = Factors { reference: side.reference, numerators, denominators };
-        let (factored, depth) = factored(*items, from, columns, place, side.items);
+        let block = items.blocks().and_then(|blocks| blocks.get(from, columns));
+        let common = common.filter(|_| count == chunk_len && block.is_some());
+        let (factored, depth) = factored(block, (*items, from, columns), place, side.items);
         if tile.range > widest() && depth > widest() {
             return false;
         }
-        let block = items.blocks().and_then(|blocks| blocks.get(from, columns));
-        if let Some(reference) = common.filter(|_| count == chunk_len && block.is_some()) {
+        if let Some(reference) = common {
             sums.add(rows, reference, &tile, factored, columns);
             return true;
         }
