@@ -12,7 +12,7 @@ use crate::isolation::masked_part;
 use crate::random::Random;
 use crate::streaming::{pieces, relative_to};
 use crate::subject::{Number, Subject};
-use crate::threads::pool;
+use crate::threads::on_threads;
 
 /// A state whose numbers are all `fill`.
 fn filled<T: Number>(like: &State<T>, fill: T) -> Result<State<T>, Failure> {
@@ -174,8 +174,7 @@ pub fn gradients_pass_through_states_of<T: Number>(
 pub fn threads_do_not_matter_to_state_gradients<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let inputs = execute::random(subject, case).cast::<T>();
     let middle = case.dims.keys / 3;
-    let on =
-        |threads| pool(threads)?.install(|| in_pieces(subject, case, &inputs, &[0..middle, middle..case.dims.keys]));
+    let on = |threads| on_threads(threads, || in_pieces(subject, case, &inputs, &[0..middle, middle..case.dims.keys]));
     let one = on(1)?;
     for threads in [2, 8] {
         same_gradients(&format!("on {threads} threads"), &on(threads)?, &one)?;

@@ -1,14 +1,39 @@
 //! The same bits on any number of threads.
 
+use longspan_kernels::threads::{Team, on_team};
+use rayon::ThreadPoolBuilder;
+
 use crate::case::{Case, Inputs, KeyMask};
 use crate::compare::{Failure, same_bits};
 use crate::execute;
 use crate::subject::{Number, Subject};
 
-/// A pool of so many threads.
-pub(crate) fn pool(threads: usize) -> Result<rayon::ThreadPool, Failure> {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    pool.map_err(|error| Failure(format!("no pool of {threads} threads: {error}")))
+/// Runs `work` with kernels on so many threads of a pool; where `LONGSPAN_RACES` is set on threads that are started for each piece of
+/// their work: a detector of data races sees where these begin and end (`.ci/races`).
+pub fn on_threads<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
+    if std::env::var_os("LONGSPAN_RACES").is_some() {
+        return on_team(Box::leak(Box::new(Started(threads))), work);
+    }
+    let pool = ThreadPoolBuilder::new().num_threads(threads).build();
+    pool.unwrap_or_else(|error| panic!("no pool of {threads} threads: {error}")).install(work)
+}
+
+/// Has as many threads as it says, started for each piece of work.
+struct Started(usize);
+
+impl Team for Started {
+    fn size(&self) -> usize {
+        self.0
+    }
+
+    fn run(&self, members: usize, work: &(dyn Fn() + Sync)) {
+        std::thread::scope(|scope| {
+            let others: Vec<_> = (1..members).map(|_| scope.spawn(work)).collect();
+            work();
+            // A scope alone would wait for them without the system's `join`, which is what the detector knows.
+            others.into_iter().for_each(|other| other.join().expect("members do not panic"));
+        });
+    }
 }
 
 /// Outputs, gradients and states on 1, 2, 3 and 8 threads.
@@ -20,7 +45,7 @@ pub fn threads_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resul
 pub fn threads_do_not_matter_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Result<(), Failure> {
     let with_state = case.causal && case.offset == 0 && !matches!(case.keys, KeyMask::Packed { .. });
     let on = |threads: usize| -> Result<Vec<Vec<T>>, Failure> {
-        pool(threads)?.install(|| {
+        on_threads(threads, || {
             let forward = execute::forward(subject, case, inputs)?;
             let mut all = execute::backward(subject, case, inputs, &forward)?.gradients;
             all.extend([forward.out, forward.denominators]);

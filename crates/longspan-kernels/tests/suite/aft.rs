@@ -464,7 +464,6 @@ fn a_shift_of_all_keys_changes_nothing() {
 /// The cost model's working memory is what a call of one head takes on one thread.
 #[test]
 fn plans_say_how_much_memory_a_call_takes() {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool of one thread");
     for (variant, length, causal) in [
         (Variant::Simple, 500, true),
         (Variant::Full { length: 500, rank: None }, 500, false),
@@ -486,7 +485,7 @@ fn plans_say_how_much_memory_a_call_takes() {
             let mut out = vec![0.0; numbers.len()];
             let mut scratch = Scratch::new();
             let output = Output::new(ViewMut::contiguous(&mut out, dims.out()));
-            pool.install(|| aft.forward(&call, output, &mut scratch)).expect("a call that makes sense");
+            threads::on_threads(1, || aft.forward(&call, output, &mut scratch)).expect("a call that makes sense");
             let said = aft.plan(&dims, &mask).estimates[0].scratch_bytes;
             let taken = scratch.bytes() as f64;
             assert!((said / taken - 1.0).abs() < 0.02, "{variant:?}, {head_dim} channels: {said} bytes, not {taken}");

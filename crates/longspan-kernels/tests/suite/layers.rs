@@ -6,7 +6,7 @@ use longspan_kernels::layers::{
     Activation, AdamW, CrossEntropy, Dropout, Embedding, GatedNorm, GatedNormWeights, Linear, Norm, NormWeights,
 };
 use longspan_testing::random::Random;
-use rayon::ThreadPoolBuilder;
+use longspan_testing::threads::on_threads;
 
 pub const EPSILON: f32 = 1e-5;
 
@@ -73,10 +73,9 @@ pub fn norm(x: &[f64], gamma: &[f64], beta: &[f64], centred: bool) -> Vec<f64> {
 
 /// Checks that `all` gives the same on 1, 2, 3 and 8 threads of a pool, and on the caller's thread alone.
 pub fn threads_do_not_matter<R: PartialEq + Send>(all: impl Fn() -> R + Send + Sync) {
-    let on = |threads| ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(&all);
-    let one = on(1);
+    let one = on_threads(1, &all);
     for threads in [2, 3, 8] {
-        assert!(on(threads) == one, "{threads} threads");
+        assert!(on_threads(threads, &all) == one, "{threads} threads");
     }
     assert!(longspan_kernels::threads::alone(&all) == one, "the caller's thread");
 }
@@ -205,7 +204,7 @@ fn an_embedding_is_its_definition_with_its_gradient() {
         near("forward", &call.forward().unwrap(), &define(&wide(&table)), 1e-6);
         let d_out = numbers(&mut random, count * width);
         let cotangent = wide(&d_out);
-        let one = ThreadPoolBuilder::new().num_threads(1).build().unwrap().install(|| call.backward(&d_out).unwrap());
+        let one = on_threads(1, || call.backward(&d_out).unwrap());
         assert_eq!(call.backward(&d_out).unwrap(), one);
         is_slope("dE", &one, &table, 1e-5, |table| dot(&define(table), &cotangent));
     }
