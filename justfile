@@ -16,6 +16,10 @@ bench program="attention" *options:
 neon:
     bash .ci/neon
 
+# The kernels' tests under a sanitizer: `thread` for data races, `address` for memory beyond an allocation
+sanitize kind="thread":
+    bash .ci/sanitize {{kind}}
+
 # The documentation of all crates, opened in a browser
 docs:
     cargo doc --release --workspace --no-deps --open

@@ -9,7 +9,7 @@ use crate::execute;
 use crate::subject::{Number, Subject};
 
 /// Runs `work` with kernels on so many threads of a pool; where `LONGSPAN_RACES` is set on threads that are started for each piece of
-/// their work: a detector of data races sees where these begin and end (`.ci/races`).
+/// their work: a detector of data races sees where these begin and end (`.ci/sanitize`).
 pub fn on_threads<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
     if std::env::var_os("LONGSPAN_RACES").is_some() {
         return on_team(Box::leak(Box::new(Started(threads))), work);

@@ -393,7 +393,7 @@ fn query_side<T: Real>(
                 let local = locals.start + n;
                 let first = starts[index] + local * sequence.queries + from;
                 // SAFETY: the chunk's rows are one after the other, and nothing writes them any more.
-                let own: &[T] = unsafe { rows.row(0, 0, first, (to - from) * mean) };
+                let own = unsafe { rows.read(0, 0, first, (to - from) * mean) };
                 (keys.items(index, local / dims.group()), own)
             };
             let heads = (locals.len(), of_head);

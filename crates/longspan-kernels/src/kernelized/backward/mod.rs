@@ -88,21 +88,18 @@ pub(super) fn backward<T: Real>(
     {
         let places = SharedRows::new(&mut *all_row_sums, [row_sums.len(), 0, 1]);
         let gradients = SharedRows::new(&mut *table_gradients, [per_unit_table, group * entry, 0]);
-        let shifts = SharedRows::new(&mut *shifts, [per_unit_shifts, 0, 0]);
+        let shifts = SharedRows::new(&mut *shifts, [per_unit_shifts, 0, 1]);
         visit_rows(
             problem,
             memory,
             table,
             &|unit, segment| {
-                // SAFETY: a unit's segment has one visitor at a time; its exponents are written row by row, each row by
-                // the segment that it belongs to.
-                let (table, shifts) = unsafe {
-                    (gradients.row(unit, segment, 0, group * entry), shifts.row(unit, 0, 0, per_unit_shifts))
-                };
+                // SAFETY: a unit's segment has one visitor at a time.
+                let table = unsafe { gradients.row(unit, segment, 0, group * entry) };
                 table.fill(T::ZERO);
                 // SAFETY: as above; a unit's segments come in turn where one place serves them.
                 let sums = unsafe { row_sums.place(&places, unit, segment) };
-                QueryGradients { source, sink, table, shifts, has_state: false, sums }
+                QueryGradients { source, sink, table, shifts: (shifts, unit), has_state: false, sums }
             },
             None,
             scratch,

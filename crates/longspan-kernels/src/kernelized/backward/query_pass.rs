@@ -6,6 +6,7 @@ use super::super::taylor::add_columns;
 use super::super::tile::{Buffers, Piece, combine_states, linear_width, near_columns};
 use super::row_sums;
 use super::source::{GradientSink, Source};
+use crate::call::SharedRows;
 use crate::kernelized::running_sum::RunningDots;
 use crate::simd::block::{add_scaled, multiply, scale_by, store, transpose};
 use crate::simd::product::{Band, Product, zero_outside};
@@ -19,8 +20,8 @@ pub(super) struct QueryGradients<'a, 's, T> {
     /// Of this unit and segment, for each head of the unit: of the relative table, `[table width, head_width]`, and the
     /// sums for the parameters of Fourier positions and of the map.
     pub table: &'s mut [T],
-    /// The common exponent of each row's piece, for the walk over the keys; under an exponential map only.
-    pub shifts: &'s mut [T],
+    /// The common exponent of each row's piece, for the walk over the keys, and which unit's; under an exponential map only.
+    pub shifts: (SharedRows<'a, T>, usize),
     /// Whether the last piece had a state; its transpose stays in the buffers.
     pub has_state: bool,
     /// The sums that keys read, where every key reads those of all rows.
@@ -37,7 +38,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         let near = near_columns(problem);
         let sequence = &unit.sequence;
         if problem.exponential {
-            self.shifts[piece.row..piece.row + piece.rows].fill(scales.shift);
+            let (shifts, unit) = self.shifts;
+            // SAFETY: each row belongs to one segment and piece, so to one task.
+            unsafe { shifts.row(unit, 0, piece.row, piece.rows) }.fill(scales.shift);
         }
 
         // Sᵀ and Vᵀ are wanted by every head; without a mask every piece has the same Sᵀ.
