@@ -1,7 +1,7 @@
 //! The working memory of the walk over the keys.
 
 use super::super::features::Lift;
-use super::super::problem::Problem;
+use super::super::problem::{Problem, Unit};
 use super::super::tile::linear_width;
 use crate::call::Arena;
 use crate::simd::Real;
@@ -79,6 +79,14 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
             dv: arena.take(chunk * value),
             running: arena.take(value),
             lift: Lift::new(problem, window, [false, true], arena),
+        }
+    }
+
+    /// Begins with a unit.
+    pub fn start(&mut self, unit: &Unit<'_, T>, problem: &Problem<'_, T>) {
+        self.lift.start(problem, unit);
+        for (n, power) in self.powers.iter_mut().rev().enumerate() {
+            *power = unit.decay(n);
         }
     }
 }

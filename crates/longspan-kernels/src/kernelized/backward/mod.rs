@@ -30,12 +30,12 @@ use stages::KeyMemory;
 
 use super::features::PositionSink;
 use super::problem::{Problem, Unit};
-use super::row_pass::{Memory, cut_count, first_row, visit_rows};
+use super::row_pass::{Memory, cut_count, first_row, visit_rows, visit_unit};
 use super::summary::places;
 use crate::call::{self, Arena, Cotangent, Scratch, SharedRows, State};
 use crate::simd::Real;
 use crate::simd::rows::padded;
-use crate::threads;
+use crate::threads::{self, parallel};
 pub(super) use table::reduce_table;
 
 /// Computes every gradient of a call.
@@ -85,36 +85,26 @@ pub(super) fn backward<T: Real>(
 
     let per_unit_rows = row_sums.len().max(1);
     all_row_sums.chunks_exact_mut(per_unit_rows).for_each(|unit| row_sums.clear(unit));
-    {
-        let places = SharedRows::new(&mut *all_row_sums, [row_sums.len(), 0, 1]);
-        let gradients = SharedRows::new(&mut *table_gradients, [per_unit_table, group * entry, 0]);
-        let shifts = SharedRows::new(&mut *shifts, [per_unit_shifts, 0, 1]);
-        visit_rows(
-            problem,
-            memory,
-            table,
-            &|unit, segment| {
-                // SAFETY: a unit's segment has one visitor at a time.
-                let table = unsafe { gradients.row(unit, segment, 0, group * entry) };
-                table.fill(T::ZERO);
-                // SAFETY: as above; a unit's segments come in turn where one place serves them.
-                let sums = unsafe { row_sums.place(&places, unit, segment) };
-                QueryGradients { source, sink, table, shifts: (shifts, unit), has_state: false, sums }
-            },
-            None,
-            scratch,
-        );
-    }
-    for (index, memory) in all_row_sums.chunks_exact_mut(per_unit_rows).enumerate() {
-        row_sums.join(problem, &problem.unit(index), row_segments(index), memory);
-    }
-    let all_row_sums = &*all_row_sums;
+    let row_places = SharedRows::new(&mut *all_row_sums, [row_sums.len(), 0, 1]);
+    let gradients = SharedRows::new(&mut *table_gradients, [per_unit_table, group * entry, 0]);
+    let shifts = SharedRows::new(&mut *shifts, [per_unit_shifts, 0, 1]);
+    let visitor = |unit: usize, segment: usize| {
+        // SAFETY: a unit's segment has one visitor at a time.
+        let table = unsafe { gradients.row(unit, segment, 0, group * entry) };
+        table.fill(T::ZERO);
+        // SAFETY: as above; a unit's segments come in turn where one place serves them.
+        let sums = unsafe { row_sums.place(&row_places, unit, segment) };
+        QueryGradients { source, sink, table, shifts: (shifts, unit), has_state: false, sums }
+    };
     let places = d_initial.map(|state| {
         state.numbers_mut().fill(T::ZERO);
         places(state)
     });
     let walk = |index: usize| {
         let unit = problem.unit(index);
+        // SAFETY: a unit's keys are walked over once all its rows have been visited, which wrote these.
+        let (shifts, all_rows) =
+            unsafe { (shifts.read(index, 0, 0, per_unit_shifts), row_places.read(index, 0, 0, row_sums.len())) };
         KeyWalk {
             index,
             sums,
@@ -123,15 +113,30 @@ pub(super) fn backward<T: Real>(
             table,
             source,
             sink,
-            shifts: &shifts[index * per_unit_shifts..][..per_unit_shifts],
-            row_sums: all_row_sums.chunks_exact(per_unit_rows).nth(index).map(|unit| row_sums.total(unit)),
+            shifts,
+            row_sums: (!all_rows.is_empty()).then(|| row_sums.total(all_rows)),
             rows: true,
             initial: problem.call.initial_state.map(|state| unit.head(state)),
             d_initial: places.as_ref().map(|places| &places[index]),
             d_final: cotangent.final_state.map(|state| unit.head(state)),
         }
     };
-    keys.run(problem, &walk, scratch);
+    if memory.split(problem) || KeyMemory::split(problem) {
+        visit_rows(problem, memory, table, &visitor, None, scratch);
+        for index in 0..units {
+            // SAFETY: no visitor is left.
+            let sums = unsafe { row_places.row(index, 0, 0, row_sums.len()) };
+            row_sums.join(problem, &problem.unit(index), row_segments(index), sums);
+        }
+        keys.run(problem, &walk, scratch);
+    } else {
+        // One task takes the rows and then the keys of a unit, and finds them in its cache.
+        let per_worker = memory.worker_len(problem).max(keys.per_worker);
+        parallel(units, scratch, per_worker, |index, scratch| {
+            visit_unit(problem, memory, table, &visitor, index, scratch);
+            keys.unit(&walk(index), scratch);
+        });
+    }
     let query_sums = |index: usize, n: usize| {
         let unit = &table_gradients[index * per_unit_table..][..per_unit_table];
         let entries = (0..row_segments(index)).map(move |segment| &unit[(segment * group + n) * entry..][..entry]);

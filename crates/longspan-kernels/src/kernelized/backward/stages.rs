@@ -1,6 +1,6 @@
 //! The walk over the keys in stages, one after the other or side by side.
 
-use super::super::problem::{Problem, Unit};
+use super::super::problem::Problem;
 use super::super::row_pass::{cut, cut_count};
 use super::super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::super::tile::Sizes;
@@ -75,7 +75,7 @@ pub(super) struct KeyMemory {
     layout: Layout,
     summary: usize,
     chunk: usize,
-    per_worker: usize,
+    pub per_worker: usize,
 }
 
 impl KeyMemory {
@@ -97,7 +97,8 @@ impl KeyMemory {
         problem.sequences.iter().map(|s| count(s.queries) + 4 + count(s.keys)).max().unwrap_or(0)
     }
 
-    fn split<T: Real>(problem: &Problem<'_, T>) -> bool {
+    /// Whether stages of a unit are walked side by side.
+    pub fn split<T: Real>(problem: &Problem<'_, T>) -> bool {
         problem.units() < threads::count() && Self::most_stages(problem) > 6
     }
 
@@ -106,6 +107,24 @@ impl KeyMemory {
         shared + workers * self.per_worker
     }
 
+    /// Walks over the keys of a unit whose stages come one after the other.
+    pub fn unit<T: Real>(&self, walk: &KeyWalk<'_, '_, T>, scratch: &mut [T]) {
+        let &Self { layout, summary, chunk, .. } = self;
+        let mut arena = Arena::new(scratch);
+        let mut buffers = KeyBuffers::new(walk.problem, chunk, &mut arena);
+        let mut carry = Carry::new(layout, arena.take(summary), arena.take(summary));
+        let mut local = Summary::new(layout, arena.take(summary));
+        buffers.start(&walk.unit, walk.problem);
+        let plan = stages(walk);
+        for (n, &stage) in plan.iter().enumerate() {
+            carry.pass(&walk.unit, stage.idle);
+            walk.visit(stage, Some(carry.high.view()), &mut local, &mut buffers);
+            walk.leave(stage, n + 1 == plan.len(), &mut carry, local.view());
+        }
+        walk.finish(&mut buffers);
+    }
+
+    /// Walks over the keys of all units.
     pub fn run<'w, 'a, T: Real>(
         &self,
         problem: &'w Problem<'a, T>,
@@ -114,28 +133,8 @@ impl KeyMemory {
     ) {
         let &Self { layout, summary, chunk, per_worker } = self;
         let units = problem.units();
-        let start = |unit: &Unit<'_, T>, buffers: &mut KeyBuffers<'_, T>| {
-            buffers.lift.start(problem, unit);
-            for (n, power) in buffers.powers.iter_mut().rev().enumerate() {
-                *power = unit.decay(n);
-            }
-        };
         if !Self::split(problem) {
-            parallel(units, scratch, per_worker, |index, scratch| {
-                let mut arena = Arena::new(scratch);
-                let mut buffers = KeyBuffers::new(problem, chunk, &mut arena);
-                let mut carry = Carry::new(layout, arena.take(summary), arena.take(summary));
-                let mut local = Summary::new(layout, arena.take(summary));
-                let walk = walk(index);
-                start(&walk.unit, &mut buffers);
-                let plan = stages(&walk);
-                for (n, &stage) in plan.iter().enumerate() {
-                    carry.pass(&walk.unit, stage.idle);
-                    walk.visit(stage, Some(carry.high.view()), &mut local, &mut buffers);
-                    walk.leave(stage, n + 1 == plan.len(), &mut carry, local.view());
-                }
-                walk.finish(&mut buffers);
-            });
+            parallel(units, scratch, per_worker, |index, scratch| self.unit(&walk(index), scratch));
             return;
         }
         let most = Self::most_stages(problem);
@@ -149,7 +148,7 @@ impl KeyMemory {
                 let mut buffers = KeyBuffers::new(problem, chunk, &mut Arena::new(scratch));
                 let (index, n) = tasks[task];
                 let walk = walk(index);
-                start(&walk.unit, &mut buffers);
+                buffers.start(&walk.unit, problem);
                 // SAFETY: each (unit, stage) is one task's own.
                 let mut local = Summary::new(layout, unsafe { states.row(index, 0, n, summary) });
                 walk.visit(plans[index][n], None, &mut local, &mut buffers);
@@ -176,7 +175,7 @@ impl KeyMemory {
             let mut local = Summary::new(layout, arena.take(summary));
             let (index, n) = tasks[task];
             let walk = walk(index);
-            start(&walk.unit, &mut buffers);
+            buffers.start(&walk.unit, problem);
             let state = SummaryRef::new(layout, &shared[(index * most + n) * summary..][..summary]);
             walk.visit(plans[index][n], Some(state), &mut local, &mut buffers);
         });

@@ -100,6 +100,19 @@ pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
     });
 }
 
+/// The same of one unit alone, where segments do not run side by side.
+pub(super) fn visit_unit<T: Real, V: Visitor<T>>(
+    problem: &Problem<'_, T>,
+    memory: Memory,
+    table: Option<Table<'_, T>>,
+    make: &(impl Fn(usize, usize) -> V + Sync),
+    index: usize,
+    scratch: &mut [T],
+) {
+    let mut worker = memory.worker(problem, &mut Arena::new(scratch));
+    Visit { problem, memory, table, make, last: None }.unit(index, &mut worker);
+}
+
 /// Rows of each of a unit's segments but the last.
 fn segment_step(segments: &[Segment]) -> usize {
     segments.first().map_or(1, |first| first.to - first.from)
