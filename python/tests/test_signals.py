@@ -21,6 +21,14 @@ def qkv(tokens, heads):
     return tuple(rng.standard_normal((1, heads, tokens, 64), dtype=np.float32) for _ in range(3))
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """Programs that a shell starts in the background ignore Ctrl-C; here it interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(params=[0, 1, 3])
 def threads(request):
     longspan.set_num_threads(request.param)

@@ -8,10 +8,10 @@ use crate::compare::{Failure, same_bits};
 use crate::execute;
 use crate::subject::{Number, Subject};
 
-/// Runs `work` with kernels on so many threads of a pool; where `LONGSPAN_RACES` is set on threads that are started for each piece of
-/// their work: a detector of data races sees where these begin and end (`.ci/sanitize`).
+/// Runs `work` with kernels on so many threads of a pool; for a detector of data races, on threads that are started for each piece of
+/// their work, since it sees where these begin and end (`.ci/sanitize`).
 pub fn on_threads<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
-    if std::env::var_os("LONGSPAN_RACES").is_some() {
+    if cfg!(longspan_races) {
         return on_team(Box::leak(Box::new(Started(threads))), work);
     }
     let pool = ThreadPoolBuilder::new().num_threads(threads).build();

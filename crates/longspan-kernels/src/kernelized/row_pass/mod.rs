@@ -40,10 +40,7 @@ pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
     let call = Visit { problem, memory, table, make, last };
 
     if !split {
-        parallel(units, scratch, per_worker, |index, scratch| {
-            let mut worker = memory.worker(problem, &mut Arena::new(scratch));
-            call.unit(index, &mut worker);
-        });
+        parallel(units, scratch, per_worker, |index, scratch| call.unit(index, scratch));
         return;
     }
     let plans: Vec<Vec<Segment>> = (0..units).map(|index| segments(problem, &problem.unit(index))).collect();
@@ -109,8 +106,7 @@ pub(super) fn visit_unit<T: Real, V: Visitor<T>>(
     index: usize,
     scratch: &mut [T],
 ) {
-    let mut worker = memory.worker(problem, &mut Arena::new(scratch));
-    Visit { problem, memory, table, make, last: None }.unit(index, &mut worker);
+    Visit { problem, memory, table, make, last: None }.unit(index, scratch);
 }
 
 /// Rows of each of a unit's segments but the last.
@@ -207,12 +203,13 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
     }
 
     /// One unit from its first segment to its last.
-    fn unit(&self, index: usize, worker: &mut Worker<'_, T>) {
+    fn unit(&self, index: usize, scratch: &mut [T]) {
         let problem = self.problem;
         let walk = self.walk(index);
         let unit = &walk.unit;
         self.visit_unseen_rows(index);
-        let Worker { buffers, running, carry: [high, low], local, far, checkpoints } = worker;
+        let mut worker = self.memory.worker(problem, &mut Arena::new(scratch));
+        let Worker { buffers, running, carry: [high, low], local, far, checkpoints } = &mut worker;
         buffers.start(problem, unit);
         let mut carry = self.carry(unit, [high, low], local);
         let mut local = Summary::new(self.memory.layout, local);
