@@ -223,7 +223,8 @@ fn long() -> Vec<(Subject, Case)> {
     all.map(|(variant, case)| (subject(Aft::new(variant)), case)).collect()
 }
 
-/// Sequences whose chunks are of different lengths, over the same rows of a table.
+/// Sequences whose chunks are of 128 and of 64 rows, over the same rows of a table; so large a table that all heads of both share one sum
+/// of its gradient.
 fn unequal() -> (Subject, Case) {
     let bounds = vec![0, 1150, 1500];
     let keys = KeyMask::Packed { queries: bounds.clone(), keys: bounds };

@@ -83,8 +83,7 @@ pub(super) fn backward<T: Real>(
     let sums = SharedRows::new(&mut *key_sums, [per_unit_sums, problem.sums_len(), 0]);
     let source = Source { cotangent };
 
-    let per_unit_rows = row_sums.len().max(1);
-    all_row_sums.chunks_exact_mut(per_unit_rows).for_each(|unit| row_sums.clear(unit));
+    all_row_sums.chunks_exact_mut(row_sums.len().max(1)).for_each(|unit| row_sums.clear(unit));
     let row_places = SharedRows::new(&mut *all_row_sums, [row_sums.len(), 0, 1]);
     let gradients = SharedRows::new(&mut *table_gradients, [per_unit_table, group * entry, 0]);
     let shifts = SharedRows::new(&mut *shifts, [per_unit_shifts, 0, 1]);
