@@ -183,7 +183,8 @@ impl<'a, T: Real> Problem<'a, T> {
             back: back as isize,
             ahead: ahead as isize,
             before: true,
-            after: !self.causal,
+            // A table's windows hold all items.
+            after: !self.causal && !self.full(),
             first: -(self.ring.min(self.past(sequence).unwrap_or(self.ring)) as isize),
             end: sequence.keys as isize,
         }
@@ -204,8 +205,8 @@ impl<'a, T: Real> Problem<'a, T> {
             shift: -self.call.mask.offset - self.lent(sequence) as isize,
             back: ahead as isize,
             ahead: back as isize,
-            before: !self.causal,
-            after: true,
+            before: !self.causal && !self.full(),
+            after: !self.full(),
             first: 0,
             end: sequence.queries as isize,
         }

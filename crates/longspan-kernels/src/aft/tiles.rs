@@ -110,7 +110,7 @@ impl<T: Real> ChunkSums<'_, T> {
         running_max.copy_from_slice(tile.running_max);
         for (b, c) in [(items.numerators, &mut *self.numerators), (items.denominators, &mut *self.denominators)] {
             let product = Product::of((tile.weights, tile.row), (b, width), (c, width), [count, width, columns]);
-            product.accumulate(*begun).compute();
+            product.accumulate(*begun).b_goes_on().compute();
         }
         *begun = true;
     }
@@ -152,7 +152,7 @@ impl<T: Real> ItemWork<'_, T> {
         for (keys, first) in keys.chunks_exact(depth * panel).zip((0..columns).step_by(panel)) {
             let sizes = [tile.running_max.len(), panel.min(columns - first), depth];
             let product = Product::of((&*self.rows, depth), (keys, panel), (&mut terms[first..], REACH), sizes);
-            product.accumulate(begun).compute();
+            product.accumulate(begun).b_goes_on().compute();
         }
         true
     }

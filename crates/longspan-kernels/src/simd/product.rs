@@ -10,9 +10,6 @@ pub(crate) const BLOCK_ROWS: usize = 4;
 /// Rows of a block while there are so many: 24 accumulators of 32 registers, or 12 of 16, and five loads for every twelve.
 pub(crate) const TALL_ROWS: usize = 6;
 
-/// Bytes of B in a block of the depth. With 64 kB in one piece, from the second cache, products were a fifth to a third slower.
-const B_BYTES: usize = 32 << 10;
-
 /// `C = A·B` or `C += A·B` over blocks.
 pub(crate) struct Product<'a, T> {
     /// Element `(i, p)` is `a[i·a_row + p·a_column]`: either stride may be 1, so a transposed block needs no copy.
@@ -29,6 +26,8 @@ pub(crate) struct Product<'a, T> {
     /// Columns of A, rows of B.
     pub depth: usize,
     pub accumulate: bool,
+    /// Whether B of the next product stands behind this one.
+    pub b_goes_on: bool,
     /// Which elements of A can be other than 0.
     pub a_band: Band,
     /// Which elements of C are wanted. Others may be written or left.
@@ -46,8 +45,8 @@ impl<'a, T> Product<'a, T> {
         [rows, columns, depth]: [usize; 3],
     ) -> Self {
         let (a_band, c_band) = (Band::ALL, Band::ALL);
-        let accumulate = false;
-        Self { a, a_row, a_column: 1, b, b_row, c, c_row, rows, columns, depth, accumulate, a_band, c_band }
+        let (accumulate, b_goes_on) = (false, false);
+        Self { a, a_row, a_column: 1, b, b_row, c, c_row, rows, columns, depth, accumulate, b_goes_on, a_band, c_band }
     }
 
     /// `C = AᵀB`, where `A` is given as it stands.
@@ -65,6 +64,12 @@ impl<'a, T> Product<'a, T> {
     #[inline]
     pub fn accumulate(self, accumulate: bool) -> Self {
         Self { accumulate, ..self }
+    }
+
+    /// With B of the next product behind this one.
+    #[inline]
+    pub fn b_goes_on(self) -> Self {
+        Self { b_goes_on: true, ..self }
     }
 
     /// With zeros in A outside a band.
@@ -211,12 +216,15 @@ unsafe fn blocks<V: Vector, const ROWS: usize>(
     outer: Outer<'_, V::Element>,
     ahead: &[Ahead<V::Element>],
 ) {
-    let deep = (B_BYTES / size_of::<V::Element>() / columns).max(16);
+    let deep = (V::B_BYTES / size_of::<V::Element>() / columns).max(16);
     for deep_from in (0..p.depth.max(1)).step_by(deep) {
         let deep_to = (deep_from + deep).min(p.depth);
         let begun = p.accumulate || deep_from > 0;
         // What is done on the way is done once.
         let (outer, ahead) = if deep_from == 0 { (outer, ahead) } else { (None, &[][..]) };
+        // The next rows of B, on their way from the third cache while these are multiplied.
+        let left = if p.b_goes_on { deep } else { deep.min(p.depth - deep_to) };
+        let b_ahead = Ahead::to_write(p.b.as_ptr().wrapping_add(deep_to * p.b_row), p.b_row, left, columns);
         let mut next = 0;
         while next < p.rows {
             let row = next;
@@ -225,6 +233,10 @@ unsafe fn blocks<V: Vector, const ROWS: usize>(
             for ahead in ahead {
                 // SAFETY: forwarded to the caller.
                 unsafe { ahead.fetch::<V>(row..next, p.rows) };
+            }
+            if left > 0 {
+                // SAFETY: as above.
+                unsafe { b_ahead.fetch::<V>(row..next, p.rows) };
             }
             let last = next - 1;
             let (depth_from, depth_to) = p.a_band.columns(row, last, p.depth);
