@@ -15,10 +15,8 @@ pub trait Vector: Copy {
     /// Columns of registers in one block of the matrix product; with [`TALL_ROWS`](super::product::TALL_ROWS) rows the accumulators,
     /// one row of B and one broadcast must fit the register file, if there is more than one column.
     const BLOCK_COLUMNS: usize;
-    /// Bytes of B in a block of a product's depth, which stay in the first cache while rows of A and C pass by. With 64 kB in one piece,
-    /// from the second cache, products were a fifth to a third slower. Of a first cache of 32 kB, which is all that many processors
-    /// without AVX-512 have, half leaves room for the others: products of depth 256 are 4 to 7 % faster than with all of it.
-    const B_BYTES: usize = 32 << 10;
+    /// Whether most processors that choose these registers have a first cache of 32 kB and a second one of 512 kB or less.
+    const SMALL_CACHES: bool = false;
 
     unsafe fn splat(x: Self::Element) -> Self;
     unsafe fn load(from: *const Self::Element) -> Self;

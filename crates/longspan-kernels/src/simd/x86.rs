@@ -42,7 +42,7 @@ unsafe fn first_of_eight(count: usize) -> __m256i {
 /// One implementation: the intrinsics that differ only by their names, and the rest written out.
 macro_rules! vector {
     (
-        $name:ident, $register:ident, $element:ident, $lanes:literal, $columns:literal, $b_bytes:expr,
+        $name:ident, $register:ident, $element:ident, $lanes:literal, $columns:literal, $small_caches:literal,
         $splat:ident, $load:ident, $store:ident, $fma:ident, $sqrt:ident, [$($binary:ident: $of_two:ident),*],
         $($rest:item)*
     ) => {
@@ -53,7 +53,7 @@ macro_rules! vector {
             type Element = $element;
             const LANES: usize = $lanes;
             const BLOCK_COLUMNS: usize = $columns;
-            const B_BYTES: usize = $b_bytes;
+            const SMALL_CACHES: bool = $small_caches;
 
             #[inline(always)]
             unsafe fn splat(x: $element) -> Self {
@@ -96,7 +96,7 @@ macro_rules! vector {
 }
 
 vector! {
-    F32x16, __m512, f32, 16, 4, 32 << 10,
+    F32x16, __m512, f32, 16, 4, false,
     _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_sqrt_ps,
     [add: _mm512_add_ps, sub: _mm512_sub_ps, mul: _mm512_mul_ps, div: _mm512_div_ps,
      max: _mm512_max_ps, min: _mm512_min_ps],
@@ -207,7 +207,7 @@ vector! {
 }
 
 vector! {
-    F64x8, __m512d, f64, 8, 4, 32 << 10,
+    F64x8, __m512d, f64, 8, 4, false,
     _mm512_set1_pd, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_fmadd_pd, _mm512_sqrt_pd,
     [add: _mm512_add_pd, sub: _mm512_sub_pd, mul: _mm512_mul_pd, div: _mm512_div_pd,
      max: _mm512_max_pd, min: _mm512_min_pd],
@@ -249,7 +249,7 @@ vector! {
 }
 
 vector! {
-    F32x8, __m256, f32, 8, 2, 16 << 10,
+    F32x8, __m256, f32, 8, 2, true,
     _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_sqrt_ps,
     [add: _mm256_add_ps, sub: _mm256_sub_ps, mul: _mm256_mul_ps, div: _mm256_div_ps,
      max: _mm256_max_ps, min: _mm256_min_ps],
@@ -312,7 +312,7 @@ vector! {
 }
 
 vector! {
-    F64x4, __m256d, f64, 4, 2, 16 << 10,
+    F64x4, __m256d, f64, 4, 2, true,
     _mm256_set1_pd, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_fmadd_pd, _mm256_sqrt_pd,
     [add: _mm256_add_pd, sub: _mm256_sub_pd, mul: _mm256_mul_pd, div: _mm256_div_pd,
      max: _mm256_max_pd, min: _mm256_min_pd],
