@@ -183,7 +183,7 @@ impl<'a, T: Real> Problem<'a, T> {
             back: back as isize,
             ahead: ahead as isize,
             before: true,
-            // A table's windows hold all items.
+            // The windows of a full table hold all items.
             after: !self.causal && !self.full(),
             first: -(self.ring.min(self.past(sequence).unwrap_or(self.ring)) as isize),
             end: sequence.keys as isize,

@@ -293,7 +293,7 @@ impl<T> SharedRows<'_, T> {
     /// `count` rows from a token on that are written soon.
     pub fn ahead(&self, batch: usize, head: usize, token: usize, count: usize, width: usize) -> Ahead<T> {
         let start = batch * self.strides[0] + head * self.strides[1] + token * self.strides[2];
-        Ahead::to_write(self.data.wrapping_add(start), self.strides[2], count, width)
+        Ahead::starting_at(self.data.wrapping_add(start), self.strides[2], count, width)
     }
 
     /// `width` numbers of one row.

@@ -228,7 +228,7 @@ unsafe fn blocks<V: Vector, const ROWS: usize>(
         let begun = p.accumulate || deep_from > 0;
         // What is done on the way is done once.
         let (outer, ahead) = if deep_from == 0 { (outer, ahead) } else { (None, &[][..]) };
-        let b_ahead = Ahead::to_write(p.b.as_ptr().wrapping_add(deep_to * p.b_row), p.b_row, deep, columns);
+        let b_ahead = Ahead::starting_at(p.b.as_ptr().wrapping_add(deep_to * p.b_row), p.b_row, deep, columns);
         let mut next = 0;
         while next < p.rows {
             let row = next;

@@ -27,7 +27,7 @@ pub(crate) fn padded<T>(len: usize) -> usize {
     len.next_multiple_of(line::<T>())
 }
 
-/// Rows of a caller's tensor that are read or written soon. A product asks for them a few lines at a time, so that memory
+/// Rows that are read or written soon. A product asks for them a few lines at a time, so that memory
 /// answers while the processor multiplies; taken in one go they would make it wait for as long as a chunk's product takes.
 #[derive(Clone, Copy)]
 pub(crate) struct Ahead<T> {
@@ -46,8 +46,8 @@ impl<T> Ahead<T> {
         Self { start, stride: rows.stride, count: there(to) - there(from), width }
     }
 
-    /// `count` rows that are written.
-    pub fn to_write(start: *const T, stride: usize, count: usize, width: usize) -> Self {
+    /// `count` rows from an address on, at which nothing need be.
+    pub fn starting_at(start: *const T, stride: usize, count: usize, width: usize) -> Self {
         Self { start, stride, count, width }
     }
 
@@ -76,7 +76,7 @@ impl<'a, T: Copy> Fetching<'a, T> {
     /// All rows of a list, in so many times.
     pub fn new(rest: &'a [Ahead<T>], times: usize) -> Self {
         let rows = rest.iter().map(|ahead| ahead.count).sum::<usize>();
-        let own = Ahead::to_write(std::ptr::null(), 0, 0, 0);
+        let own = Ahead::starting_at(std::ptr::null(), 0, 0, 0);
         Self { own, rest, quota: rows.div_ceil(times.max(1)) }
     }
 
