@@ -515,7 +515,7 @@ impl Mechanism {
     ) -> PyResult<(&'static str, String, Bound<'py, PyList>)> {
         let dims = dims_of(sizes);
         let mask = if is_causal { Mask::causal() } else { Mask::bidirectional() }.with_offset(offset);
-        let plan = f32::kernel(&*self.kernel).plan(&dims, &mask);
+        let plan = f32::kernel(&*self.kernel).plan(&dims, &mask).map_err(|error| self.failed(error))?;
         let purpose = if with_backward { Purpose::Training } else { Purpose::Inference };
         let (algorithm, reason) = (plan.algorithm(purpose), plan.reason(purpose));
         let estimates = PyList::empty(py);

@@ -59,7 +59,9 @@ impl Inputs<'_> {
         let kernel = mechanism.kernel();
         py.detach(|| {
             let kernel = T::kernel(kernel);
-            let seconds = seconds(&kernel.plan(&call.dims, &call.mask)).unwrap_or(f64::INFINITY);
+            // A call that makes no sense is refused by the work itself.
+            let plan = kernel.plan(&call.dims, &call.mask).ok();
+            let seconds = plan.as_ref().and_then(seconds).unwrap_or(f64::INFINITY);
             let mut scratch = T::scratch().take().unwrap_or_default();
             let result = signals::run(seconds, || work(kernel, &call, &mut scratch));
             T::scratch().set(Some(scratch));

@@ -272,8 +272,8 @@ pub fn measure(entries: &[Entry], settings: &GoalSettings, watch: Watch<'_>) -> 
     for runner in runners {
         let Some(spread) = Spread::of(&runner.times) else { continue };
         let algorithm = runner.candidate.algorithm;
-        let plan = runner.candidate.single(dims.queries).plan(&dims, &Mask::causal());
-        let flops = plan.estimates.iter().find(|estimate| estimate.algorithm == algorithm).map_or(0.0, |e| e.flops);
+        let plan = runner.candidate.single(dims.queries).plan(&dims, &Mask::causal()).ok();
+        let flops = plan.as_ref().and_then(|plan| plan.of(algorithm)).map_or(0.0, |estimate| estimate.flops);
         let by = |rate: f64| spread.median / (flops / rate + rates.copy_seconds);
         goals.push(Goal {
             mechanism: runner.candidate.name.to_owned(),

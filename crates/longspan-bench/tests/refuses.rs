@@ -47,7 +47,7 @@ impl Mechanism for Broken {
     fn parameters(&self, dims: &Dims) -> Parameters {
         self.inner.parameters(dims)
     }
-    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, KernelError> {
         self.inner.plan(dims, mask)
     }
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, KernelError> {

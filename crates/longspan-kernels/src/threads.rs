@@ -19,13 +19,13 @@ use crate::simd::Real;
 
 /// Threads that can be asked to do the same thing at once.
 pub trait Team: Sync {
-    /// Threads that it has, with the one that asks; at least 1.
+    /// Threads that it has, with the one that asks. [`on_team`] asks once.
     fn size(&self) -> usize;
 
-    /// Calls `work` once on each of up to `members` threads, at least on one and no more than there are, and returns when all
-    /// calls have.
+    /// Calls `work` once on each of up to `members` threads, and returns when all calls have.
     ///
-    /// `work` does not panic.
+    /// `work` does not panic. Any thread that calls it works until nothing is left, so fewer calls are slower and never wrong; without
+    /// any the caller does all of the work.
     fn run(&self, members: usize, work: &(dyn Fn() + Sync));
 }
 
@@ -33,7 +33,8 @@ pub trait Team: Sync {
 enum Threads {
     /// The current rayon pool's.
     Pool,
-    Team(&'static dyn Team),
+    /// A team and its size: a call lays out its memory by the number of threads, so that must not change meanwhile.
+    Team(&'static dyn Team, usize),
     /// Only this one.
     Alone,
 }
@@ -52,7 +53,10 @@ thread_local! {
 /// Runs `work`, whose kernels end soon after `stop` said so: then `None`, and outputs and states hold any numbers.
 ///
 /// The thread that calls this one asks to the end, also while it waits for others of a [`Team`]. A step of one token never ends
-/// early.
+/// early. Kernels that rayon runs on this thread while one of ours waits for its pool are not stopped; those that it runs while
+/// `work` itself waits (in `rayon::join`, say) are, so let `work` be one call.
+///
+/// A call ends early by unwinding. In a program that is built with `panic = "abort"` nothing is stopped: the call runs to its end.
 pub fn until<R>(stop: Stop, work: impl FnOnce() -> R) -> Option<R> {
     match catch_unwind(AssertUnwindSafe(|| with_stop(Some(stop), work))) {
         Ok(result) => Some(result),
@@ -81,6 +85,9 @@ fn current_stop() -> Option<Stop> {
 /// Ends the call that this thread works for, by unwinding, if it is to end. What takes long asks between any two chunks.
 #[inline]
 pub(crate) fn check() {
+    if cfg!(panic = "abort") {
+        return;
+    }
     // While the caller's code answers there is nothing to ask: it may call kernels itself.
     if let Some(stop) = STOP.take() {
         let ends = stop();
@@ -91,9 +98,15 @@ pub(crate) fn check() {
     }
 }
 
+/// More threads than any machine has: memory is laid out for each.
+const MOST_THREADS: usize = 1 << 12;
+
 /// Runs `work`, whose kernels run on a team.
-pub fn on_team<R>(team: &'static dyn Team, work: impl FnOnce() -> R) -> R {
-    on(Threads::Team(team), work)
+pub fn on_team<R>(team: &dyn Team, work: impl FnOnce() -> R) -> R {
+    let size = team.size().clamp(1, MOST_THREADS);
+    // SAFETY: `on` takes the reference out of this thread's storage again before it returns or unwinds, and nothing copies it elsewhere.
+    let team = unsafe { std::mem::transmute::<&dyn Team, &'static dyn Team>(team) };
+    on(Threads::Team(team, size), work)
 }
 
 /// Runs `work`, whose kernels run on this thread alone: for calls that are over before another thread would be awake.
@@ -116,7 +129,7 @@ fn on<R>(threads: Threads, work: impl FnOnce() -> R) -> R {
 pub(crate) fn count() -> usize {
     match THREADS.get() {
         Threads::Pool => rayon::current_num_threads(),
-        Threads::Team(team) => team.size().max(1),
+        Threads::Team(_, size) => size,
         Threads::Alone => 1,
     }
 }
@@ -131,8 +144,11 @@ fn on_members(members: usize, work: impl Fn() + Sync) {
     let work = || with_stop(stop.clone(), &work);
     match threads {
         Threads::Alone => work(),
-        Threads::Pool => (0..members).into_par_iter().with_max_len(1).for_each(|_| work()),
-        Threads::Team(team) => {
+        // What else rayon runs on this thread while it waits is not to be stopped.
+        Threads::Pool => {
+            with_stop(None, || (0..members).into_par_iter().with_max_len(1).for_each(|_| work()));
+        }
+        Threads::Team(team, _) => {
             let panic = Mutex::new(None);
             let (begun, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
             let caller = thread::current().id();
@@ -148,6 +164,9 @@ fn on_members(members: usize, work: impl Fn() + Sync) {
                     ask_until(stop, || ended.load(Ordering::Relaxed) == begun.load(Ordering::Relaxed));
                 }
             });
+            if begun.into_inner() == 0 {
+                return alone(work);
+            }
             if let Some(payload) = panic.into_inner().unwrap_or_else(PoisonError::into_inner) {
                 resume_unwind(payload);
             }
@@ -301,6 +320,17 @@ mod tests {
         }
     }
 
+    /// Leaves all work undone, and says another size each time.
+    struct Idle(AtomicUsize);
+
+    impl Team for Idle {
+        fn size(&self) -> usize {
+            self.0.fetch_add(1, Ordering::Relaxed)
+        }
+
+        fn run(&self, _: usize, _: &(dyn Fn() + Sync)) {}
+    }
+
     /// Gives one thread, whatever it was asked for.
     struct Busy;
 
@@ -349,6 +379,49 @@ mod tests {
         alone(everything_runs_once);
         on_team(&Started(3), everything_runs_once);
         on_team(&Busy, everything_runs_once);
+        on_team(&Idle(AtomicUsize::new(4)), everything_runs_once);
+    }
+
+    #[test]
+    fn a_team_is_asked_for_its_size_once() {
+        for size in [0, 1, 7, usize::MAX] {
+            on_team(&Idle(AtomicUsize::new(size)), || {
+                assert_eq!(count(), size.clamp(1, MOST_THREADS));
+                assert_eq!(count(), size.clamp(1, MOST_THREADS));
+            });
+        }
+    }
+
+    #[test]
+    fn what_rayon_runs_while_a_call_waits_is_not_stopped() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let (done, begun, stop) = (AtomicUsize::new(0), AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
+        let asked = Arc::clone(&stop);
+        let (done, begun) = (&done, &begun);
+        let deadline = Instant::now() + Duration::from_secs(20);
+        pool.scope(|scope| {
+            let caller = thread::current().id();
+            until(Arc::new(move || asked.load(Ordering::Relaxed) == 1), || {
+                share(0..2, |_| {
+                    if thread::current().id() == caller {
+                        // Then this thread has nothing left, waits for the other, and takes its jobs.
+                        while begun.load(Ordering::Relaxed) == 0 && Instant::now() < deadline {
+                            thread::yield_now();
+                        }
+                        return;
+                    }
+                    stop.store(1, Ordering::Relaxed);
+                    for _ in 0..8 {
+                        scope.spawn(|_| share(0..8, |_| _ = done.fetch_add(1, Ordering::Relaxed)));
+                    }
+                    begun.store(1, Ordering::Relaxed);
+                    while done.load(Ordering::Relaxed) < 64 && Instant::now() < deadline {
+                        thread::yield_now();
+                    }
+                });
+            });
+        });
+        assert_eq!(done.load(Ordering::Relaxed), 64);
     }
 
     #[test]

@@ -16,7 +16,7 @@ pub fn poison_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Resu
     same_gradients("on poisoned memory", &dirty_back, &clean_back)?;
     // A call need not ask for denominators, and scratch of another call can be reused.
     let out = execute::output_alone(subject, case, &inputs, &mut Scratch::filled(17, execute::nan()))?;
-    let plan = T::mechanism(subject).plan(&case.dims, &case.mask());
+    let plan = T::mechanism(subject).plan(&case.dims, &case.mask())?;
     let one_algorithm = plan.algorithm(Purpose::Inference) == plan.algorithm(Purpose::Training);
     // Where inference and training run different algorithms, other tests check either.
     if one_algorithm {

@@ -127,7 +127,7 @@ impl Mechanism for Broken {
         self.sound.parameters(dims)
     }
 
-    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
         self.sound.plan(dims, mask)
     }
 

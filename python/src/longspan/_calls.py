@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,11 @@ from ._native import State
 
 def first_distance(q: Any, offset: Any) -> int | None:
     """Distance of a Toeplitz table's first entry; what is no call is refused later, by name."""
-    return 1 - q.shape[2] - offset if len(getattr(q, "shape", ())) == 4 and isinstance(offset, int) else None
+    try:
+        offset = offset if isinstance(offset, int) else operator.index(offset)
+    except TypeError:
+        return None
+    return 1 - q.shape[2] - offset if len(getattr(q, "shape", ())) == 4 else None
 
 
 #: Options that follow from the shapes of a mechanism's parameters. An operator's options, a text, cannot hold them: under

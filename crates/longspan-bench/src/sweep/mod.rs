@@ -154,8 +154,8 @@ impl Series<'_> {
             return 0.0;
         }
         let mask = Mask { order: order.order(), ..Mask::default() };
-        let plan = self.candidate.automatic(reach(dims.queries, pass)).plan(dims, &mask);
-        let estimate = plan.estimates.iter().find(|estimate| estimate.algorithm == self.candidate.algorithm);
+        let plan = self.candidate.automatic(reach(dims.queries, pass)).plan(dims, &mask).ok();
+        let estimate = plan.as_ref().and_then(|plan| plan.of(self.candidate.algorithm));
         estimate.map_or(0.0, |estimate| estimate.seconds(pass.purpose())) / rayon::current_num_threads() as f64
     }
 }
@@ -326,8 +326,8 @@ fn measure(
         let Some(seconds) = Spread::of(&timed.times) else { continue };
         let mask = Mask { order: order.order(), ..Mask::default() };
         let algorithm = timed.series.candidate.algorithm;
-        let plan = timed.series.candidate.automatic(reach(length, pass)).plan(&dims, &mask);
-        let estimate = plan.estimates.iter().find(|estimate| estimate.algorithm == algorithm);
+        let plan = timed.series.candidate.automatic(reach(length, pass)).plan(&dims, &mask).ok();
+        let estimate = plan.as_ref().and_then(|plan| plan.of(algorithm));
         let flops = estimate.filter(|_| pass == Pass::Forward).map(|estimate| estimate.flops);
         timed.series.alive = true;
         timed.series.history.push((seconds.median, timed.extra_bytes));

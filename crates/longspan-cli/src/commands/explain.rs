@@ -102,7 +102,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         bail!("--algorithm {algorithm}: {name} has only {}; leave it out to take the fastest", known.join(", "));
     }
     let mask = if arguments.causal { Mask::causal() } else { Mask::bidirectional() };
-    let plan = kernel.plan(&dims, &mask);
+    let plan = kernel.plan(&dims, &mask)?;
     let options = serde_json::to_value(&config)?;
     let mut out = std::io::stdout().lock();
     if arguments.json {

@@ -55,7 +55,7 @@ use state_gradient::Links;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    State, StateShape, Token, ViewMut, check_gradients, check_output, kernels,
+    State, StateShape, Token, ViewMut, check_gradients, check_output, check_sizes, kernels,
 };
 use crate::error::Error;
 use crate::plan::{Algorithm, Plan};
@@ -112,8 +112,10 @@ impl Mechanism for Aft {
         [dims.batch, dims.heads, dims.queries, each]
     }
 
-    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
-        cost::plan(self, dims, mask)
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
+        check_sizes(self, dims, mask)?;
+        self.check_options(dims)?;
+        Ok(cost::plan(self, dims, mask))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {

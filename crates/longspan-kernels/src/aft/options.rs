@@ -1,6 +1,6 @@
 //! The options of the mechanism, and what follows from them alone.
 
-use crate::call::{Dims, Mechanism};
+use crate::call::{Dims, Mechanism, optional_id};
 use crate::error::{Error, expect};
 
 /// Where the bias `w_ij` of a pair comes from.
@@ -53,6 +53,21 @@ pub enum Variant {
         /// As for [`Variant::Conv`], over all taps of a head; `w` is `[heads, taps in height, taps in width]`.
         normalized: bool,
     },
+}
+
+impl Variant {
+    /// The numbers by which the variant goes into the fingerprint of a state.
+    pub(super) fn state_id(self) -> [u64; 6] {
+        match self {
+            Self::Full { length, rank } => [1, length as u64, optional_id(rank), 0, 0, 0],
+            Self::Local { window, length } => [2, window as u64, optional_id(length), 0, 0, 0],
+            Self::Simple => [3, 0, 0, 0, 0, 0],
+            Self::Conv { taps, normalized } => [4, taps as u64, u64::from(normalized), 0, 0, 0],
+            Self::Conv2d { image: [height, width], taps: [rows, columns], normalized } => {
+                [5, height as u64, width as u64, rows as u64, columns as u64, u64::from(normalized)]
+            }
+        }
+    }
 }
 
 /// The attention-free transformer.

@@ -118,7 +118,7 @@ pub(super) fn shape(aft: &Aft, dims: &Dims) -> Result<StateShape, Error> {
     let ring = aft.ring();
     let (width, key_dim) = (dims.head_dim, aft.key_dim(dims));
     let parts = [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS];
-    Ok(StateShape::new(aft.name(), fingerprint(&aft.variant), dims, parts).in_lines(MARKS_PART))
+    Ok(StateShape::new(aft.name(), fingerprint(aft.variant.state_id()), dims, parts).in_lines(MARKS_PART))
 }
 
 /// The state before the first token.

@@ -231,7 +231,10 @@ pub trait Mechanism: Debug + Send + Sync {
     }
 
     /// Which algorithm a call will run, and why.
-    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan;
+    ///
+    /// # Errors
+    /// Sizes, a mask or options that make no sense.
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error>;
 
     /// The definition, straight from the formula, O(queries · keys), in f64. Takes no initial state.
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error>;
@@ -425,6 +428,12 @@ pub(crate) fn check_call<T: Real>(mechanism: &dyn Mechanism, call: &Call<'_, T>)
         )?;
     }
     Ok(())
+}
+
+/// Checks what every plan asks of sizes and mask.
+pub(crate) fn check_sizes(mechanism: &dyn Mechanism, dims: &Dims, mask: &Mask<'_>) -> Result<(), Error> {
+    dims.check(mechanism.name())?;
+    mask.check(mechanism.name(), dims)
 }
 
 /// Refuses states of keys outside a call where they have no use. The states themselves are the mechanism's.

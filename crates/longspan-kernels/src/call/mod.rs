@@ -1,5 +1,6 @@
 //! The words of a call: sizes and views of tensors, masks, what goes in and comes out, states, working memory. Knows no mechanism.
 
+mod downscaled;
 mod mask;
 mod mechanism;
 mod reference;
@@ -8,6 +9,7 @@ mod shape;
 mod sink;
 mod state;
 
+pub(crate) use downscaled::Downscaled;
 pub(crate) use mask::Sequence;
 pub use mask::{Keys, Mask, Order};
 pub(crate) use mechanism::*;
@@ -21,5 +23,5 @@ pub(crate) use scratch::{Arena, Lines, StepMemory, zeros};
 pub(crate) use shape::SharedRows;
 pub use shape::{Dims, View, ViewMut};
 pub(crate) use sink::{GradientSink, Sink};
-pub(crate) use state::{PARTS, fingerprint, is_count};
+pub(crate) use state::{PARTS, check_count, fingerprint, is_count, optional_id};
 pub use state::{State, StateShape};

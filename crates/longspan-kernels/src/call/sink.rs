@@ -7,25 +7,29 @@ use crate::simd::Real;
 #[derive(Clone, Copy)]
 pub(crate) struct Sink<'a, T> {
     pub out: SharedRows<'a, T>,
-    /// `[batch, heads, queries]` as rows of one number.
+    /// In the shape of [`Mechanism::denominators`](super::Mechanism::denominators).
     pub denominators: Option<SharedRows<'a, T>>,
 }
 
 impl<'a, T: Real> Sink<'a, T> {
-    /// For the checked places of an output.
-    pub fn new(out: &'a mut ViewMut<'_, T>, denominators: Option<&'a mut [T]>, dims: &Dims) -> Self {
-        let strides = [dims.heads * dims.queries, dims.queries, 1];
+    /// For the checked places of an output, with denominators of this shape.
+    pub fn new(
+        out: &'a mut ViewMut<'_, T>,
+        denominators: Option<&'a mut [T]>,
+        [_, heads, queries, each]: [usize; 4],
+    ) -> Self {
+        let strides = [heads * queries * each, queries * each, each];
         Self { out: out.shared(), denominators: denominators.map(|numbers| SharedRows::new(numbers, strides)) }
     }
 
-    /// Writes the denominator of one row, if they are wanted.
+    /// Writes the denominator of one row, or all that stands for it, if they are wanted.
     ///
     /// # Safety
     /// No other thread writes it.
-    pub unsafe fn set_denominator(&self, [batch, head, token]: [usize; 3], denominator: T) {
+    pub unsafe fn set_denominator(&self, [batch, head, token]: [usize; 3], denominator: &[T]) {
         if let Some(denominators) = self.denominators {
             // SAFETY: forwarded to the caller.
-            unsafe { denominators.row(batch, head, token, 1)[0] = denominator };
+            unsafe { denominators.row(batch, head, token, denominator.len()) }.copy_from_slice(denominator);
         }
     }
 }

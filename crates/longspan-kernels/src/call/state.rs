@@ -1,9 +1,8 @@
 //! The state of a prefix: all that later tokens need to know of earlier ones, of a size that does not grow.
 
 use std::fmt;
-use std::hash::{Hash, Hasher};
 
-use super::{Dims, Lines};
+use super::{Dims, Lines, Mechanism};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 use crate::simd::rows::line;
@@ -11,8 +10,11 @@ use crate::simd::rows::line;
 /// Parts that one head's state may have.
 pub(crate) const PARTS: usize = 6;
 
-/// The layout of states. It rises with every change of what their numbers mean.
-const VERSION: u32 = 1;
+/// The layout of states. It rises with every change of what their numbers or fingerprints mean.
+const VERSION: u32 = 2;
+
+/// What the bytes of a state begin with.
+const MAGIC: [u8; 8] = *b"longspan";
 
 /// Whose state it is, and its sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -90,40 +92,24 @@ pub(crate) fn is_count<T: Real>(mark: T, below: usize) -> bool {
     mark >= 0.0 && mark < below as f64 && mark.fract() == 0.0
 }
 
-/// The fingerprint of options: the same on every machine, unlike the standard library's hashes.
-pub(crate) fn fingerprint(options: &impl Hash) -> u64 {
-    let mut hasher = Fingerprint(0xcbf2_9ce4_8422_2325);
-    options.hash(&mut hasher);
-    hasher.finish()
+/// Refuses a state whose marks would count to `most` in numbers of type `T`, which hold whole numbers up to a limit alone: 2²⁴ in
+/// `f32`, 2⁵³ in `f64`.
+pub(crate) fn check_count<T: Real>(operation: &'static str, argument: &'static str, most: usize) -> Result<(), Error> {
+    let limit = (2.0 / T::EPSILON.to_f64()) as usize;
+    let expected = || format!("at most {limit}, since a state of {} counts no further", std::any::type_name::<T>());
+    expect(most <= limit, operation, argument, expected, || most.to_string())
 }
 
-struct Fingerprint(u64);
+/// The fingerprint of options, given as numbers that never change their meaning: stored states carry it.
+pub(crate) fn fingerprint(options: impl IntoIterator<Item = u64>) -> u64 {
+    // The multiplier of SplitMix64: each number reaches all bits of the product, and the rotation brings the high ones down.
+    let add = |all: u64, x: u64| (all ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    options.into_iter().fold(0xcbf2_9ce4_8422_2325, add)
+}
 
-impl Hasher for Fingerprint {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&byte| self.write_u64(byte.into()));
-    }
-
-    fn write_u8(&mut self, x: u8) {
-        self.write_u64(x.into());
-    }
-
-    fn write_u64(&mut self, x: u64) {
-        // The multiplier of SplitMix64: each number reaches all bits of the product, and the rotation brings the high ones down.
-        self.0 = (self.0 ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
-    }
-
-    fn write_usize(&mut self, x: usize) {
-        self.write_u64(x as u64);
-    }
-
-    fn write_isize(&mut self, x: isize) {
-        self.write_u64(x as u64);
-    }
+/// The number by which a fingerprint stands for a size that may be missing.
+pub(crate) fn optional_id(size: Option<usize>) -> u64 {
+    size.map_or(0, |size| (size as u64).wrapping_add(1))
 }
 
 impl<T: Real> State<T> {
@@ -157,6 +143,72 @@ impl<T: Real> State<T> {
         let got = || numbers.len().to_string();
         expect(numbers.len() == expected, "state", "numbers", || format!("{expected} for {shape}"), got)?;
         Ok(Self { shape, numbers: Lines::copy(&numbers)? })
+    }
+
+    /// The state as bytes, the same on every machine: what [`from_bytes`](Self::from_bytes) takes.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let StateShape { mechanism, version, options, batch, kv_heads, parts } = self.shape;
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend([size_of::<T>() as u8, mechanism.len() as u8]);
+        bytes.extend(mechanism.as_bytes());
+        bytes.extend(version.to_le_bytes());
+        bytes.extend(options.to_le_bytes());
+        [batch, kv_heads].into_iter().chain(parts).for_each(|size| bytes.extend((size as u64).to_le_bytes()));
+        for &x in self.numbers.iter() {
+            match size_of::<T>() {
+                4 => bytes.extend((x.to_f64() as f32).to_le_bytes()),
+                _ => bytes.extend(x.to_f64().to_le_bytes()),
+            }
+        }
+        bytes
+    }
+
+    /// A state of a mechanism from the bytes that [`to_bytes`](Self::to_bytes) gave. The call that takes it looks at options, sizes and
+    /// numbers.
+    ///
+    /// # Errors
+    /// Bytes that are no state, of another mechanism or number type, or too few or too many.
+    pub fn from_bytes(mechanism: &(impl Mechanism + ?Sized), bytes: &[u8]) -> Result<Self, Error> {
+        let name = mechanism.name();
+        let refuse =
+            |expected: String, got: String| Error::Argument { operation: name, argument: "state", expected, got };
+        let mut rest = bytes;
+        let mut take = |len: usize| {
+            let (part, others) = rest.split_at_checked(len)?;
+            rest = others;
+            Some(part)
+        };
+        let mut header = || {
+            let (magic, [width, name_len]) = (take(MAGIC.len())?, [take(1)?[0], take(1)?[0]]);
+            let own = take(name_len.into())?.to_vec();
+            let version = u32::from_le_bytes(take(4)?.try_into().ok()?);
+            let mut number = || Some(u64::from_le_bytes(take(8)?.try_into().ok()?));
+            let options = number()?;
+            let mut sizes = [0usize; 2 + PARTS];
+            for size in &mut sizes {
+                *size = usize::try_from(number()?).ok()?;
+            }
+            (magic == MAGIC).then_some((width, own, version, options, sizes))
+        };
+        let no_state = || refuse("the bytes of a state".into(), format!("{} bytes that are none", bytes.len()));
+        let (width, own, version, options, [batch, kv_heads, parts @ ..]) = header().ok_or_else(no_state)?;
+        if own != name.as_bytes() {
+            return Err(refuse(format!("a state of {name}"), format!("one of {}", String::from_utf8_lossy(&own))));
+        }
+        if usize::from(width) != size_of::<T>() {
+            let bits = |width: usize| format!("numbers of {} bits", 8 * width);
+            return Err(refuse(bits(size_of::<T>()), bits(width.into())));
+        }
+        let (numbers, after) = rest.as_chunks::<4>();
+        let numbers: Vec<T> = if width == 4 {
+            numbers.iter().map(|&bytes| T::from_f64(f32::from_le_bytes(bytes).into())).collect()
+        } else {
+            rest.as_chunks::<8>().0.iter().map(|&bytes| T::from_f64(f64::from_le_bytes(bytes))).collect()
+        };
+        if !after.is_empty() || rest.len() != numbers.len() * usize::from(width) {
+            return Err(no_state());
+        }
+        Self::from_numbers(StateShape { mechanism: name, version, options, batch, kv_heads, parts }, numbers)
     }
 
     /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
@@ -241,25 +293,44 @@ impl<T: Real> State<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Bias, FeatureMap, Toeplitz};
+    use crate::{Bias, FeatureMap};
 
+    /// Recorded: stored states are refused, or taken for others, if one of these changes without a new version.
     #[test]
-    fn fingerprints_are_the_same_on_every_machine() {
-        // Recorded: stored states are refused if one of these changes without a new version.
-        assert_eq!(fingerprint(&(FeatureMap::EluPlusOne, 7usize)), RECORDED);
+    fn fingerprints_never_change() {
+        let maps = FeatureMap::ALL.map(|map| fingerprint(map.state_id()));
+        assert_eq!(maps, RECORDED);
     }
 
-    /// Of `elu+1` and 7.
-    const RECORDED: u64 = 7_435_369_552_699_073_851;
+    const RECORDED: [u64; 10] = [
+        10_503_129_088_700_852_409,
+        6_342_557_989_662_952_870,
+        4_118_896_678_497_993_264,
+        11_114_080_345_882_286_197,
+        8_890_419_034_717_326_591,
+        4_729_847_936_216_297_964,
+        13_337_741_657_047_245_803,
+        6_683_006_617_190_434_504,
+        11_741_280_497_238_658_416,
+        11_130_329_239_520_353_716,
+    ];
 
     #[test]
     fn options_tell_states_apart() {
-        let maps: Vec<u64> = FeatureMap::ALL.iter().map(fingerprint).collect();
-        for (n, own) in maps.iter().enumerate() {
-            assert!(!maps[n + 1..].contains(own), "{:?}", FeatureMap::ALL[n]);
+        let biases = [
+            Bias::clipped(3),
+            Bias::clipped(4),
+            Bias::symmetric(4),
+            Bias::Buckets { buckets: 4, max_distance: 7, bidirectional: false },
+            Bias::Buckets { buckets: 4, max_distance: 7, bidirectional: true },
+            Bias::Grid { height: 4, width: 7 },
+        ];
+        let hedgehog = |name: &str| name.parse::<FeatureMap>().unwrap().state_id();
+        let others = ["hedgehog:8", "hedgehog:8:exp", "prf:8", "prf:seed=8", "nprf:8", "dpfp:8"].map(hedgehog);
+        let maps = FeatureMap::ALL.map(FeatureMap::state_id).into_iter().chain(others).map(fingerprint);
+        let all: Vec<u64> = maps.chain(biases.map(|bias| fingerprint(bias.state_id()))).collect();
+        for (n, own) in all.iter().enumerate() {
+            assert!(!all[n + 1..].contains(own), "{n}");
         }
-        let biases = [Bias::clipped(3), Bias::clipped(4), Bias::symmetric(4)].map(Toeplitz::new);
-        let biases = biases.map(|toeplitz| fingerprint(&toeplitz.bias));
-        assert!(biases[0] != biases[1] && biases[1] != biases[2]);
     }
 }

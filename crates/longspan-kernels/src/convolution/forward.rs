@@ -60,7 +60,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                 let out = unsafe { sink.out.row(sequence.batch, head, token, dims.value_dim) };
                 set_products(&sums[at * row..], queries.row(at, dims.head_dim), out);
                 // SAFETY: as above.
-                unsafe { sink.set_denominator([sequence.batch, head, token], T::ONE) };
+                unsafe { sink.set_denominator([sequence.batch, head, token], &[T::ONE]) };
             }
         }
     });

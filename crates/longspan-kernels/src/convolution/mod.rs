@@ -15,7 +15,8 @@ use problem::Problem;
 
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter,
-    Parameters, Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, kernels,
+    Parameters, Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes,
+    kernels,
 };
 use crate::error::{Error, expect};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
@@ -69,7 +70,9 @@ impl Mechanism for ShortConvolution {
         [Parameter::new("taps", [dims.kv_heads, self.width, dims.head_dim])].into_iter().collect()
     }
 
-    fn plan(&self, dims: &Dims, _: &Mask<'_>) -> Plan {
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
+        check_sizes(self, dims, mask)?;
+        check_options(self, dims)?;
         let (heads, width) = ((dims.batch * dims.heads) as f64, dims.head_dim as f64);
         let taps = dims.queries as f64 * self.width as f64 * width;
         let counts = [
@@ -84,7 +87,7 @@ impl Mechanism for ShortConvolution {
             work: Work::new(heads, Rate::ConvolutionCall, counts),
             automatic: true,
         };
-        Plan::new(Algorithm::Auto, vec![estimate])
+        Ok(Plan::new(Algorithm::Auto, vec![estimate]))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
@@ -103,7 +106,7 @@ impl Compute for ShortConvolution {
         let problem = Problem::new(self, call)?;
         check_output(self, call, &to)?;
         let Output { mut out, denominators, final_state } = to;
-        let sink = Sink::new(&mut out, denominators, &problem.dims);
+        let sink = Sink::new(&mut out, denominators, self.denominators(&problem.dims));
         forward::forward(&problem, sink, scratch);
         if let Some(to) = final_state {
             forward::final_state(&problem, to);

@@ -8,7 +8,7 @@ use crate::simd::Real;
 /// The sizes of the state for calls of these sizes, which were checked.
 pub(super) fn shape(convolution: &ShortConvolution, dims: &Dims) -> StateShape {
     let products = convolution.before().saturating_mul(dims.head_dim);
-    StateShape::new(convolution.name(), fingerprint(&convolution.width), dims, [products, 0, 1, 0, 0, 0])
+    StateShape::new(convolution.name(), fingerprint([convolution.width as u64]), dims, [products, 0, 1, 0, 0, 0])
 }
 
 /// How many tokens a state that was checked has seen, up to those that it holds.

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use smallvec::smallvec;
 
-use crate::call::{Dims, Parameter, Parameters};
+use crate::call::{Dims, Parameter, Parameters, optional_id};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 
@@ -27,6 +27,7 @@ use crate::simd::Real;
 /// A map is named by its kind and options: `elu+1`, `prf`, `prf:128`, `prf:128:seed=7`, `nprf:64`, `dpfp:2`, `taylor2`,
 /// `hedgehog`, `hedgehog:32:exp`. [`FromStr`] reads such a name and [`Display`](fmt::Display) writes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum FeatureMap {
     /// `elu(x) + 1`, that is `x + 1` for `x > 0` and `eˣ` elsewhere (Katharopoulos et al. 2020). Always positive.
     #[default]
@@ -78,6 +79,7 @@ pub struct RandomFeatures {
 
 /// What [`FeatureMap::Hedgehog`] does with its exponents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum HedgehogNorm {
     /// Softmax over all of a row's exponents: features are in (0, 1] and sum to 1.
     #[default]
@@ -117,6 +119,22 @@ impl FeatureMap {
             Self::Dpfp { .. } => "dpfp",
             Self::Taylor2 => "taylor2",
             Self::Hedgehog { .. } => "hedgehog",
+        }
+    }
+
+    /// The numbers by which the map goes into the fingerprint of a state: an id that never changes, and the options.
+    pub(crate) fn state_id(self) -> [u64; 3] {
+        match self {
+            Self::EluPlusOne => [1, 0, 0],
+            Self::Relu => [2, 0, 0],
+            Self::Softplus => [3, 0, 0],
+            Self::Exp => [4, 0, 0],
+            Self::Identity => [5, 0, 0],
+            Self::Prf(random) => [6, optional_id(random.features), random.seed],
+            Self::Nprf(random) => [7, optional_id(random.features), random.seed],
+            Self::Dpfp { order } => [8, order as u64, 0],
+            Self::Taylor2 => [9, 0, 0],
+            Self::Hedgehog { width, norm } => [10, optional_id(width), u64::from(norm == HedgehogNorm::Exp)],
         }
     }
 
@@ -180,6 +198,8 @@ impl FeatureMap {
             Self::Taylor2 => {}
             _ => return Ok(()),
         }
+        let expected = || format!("at least 1, since {} maps whole rows", self.name());
+        expect(head_dim > 0, operation, "head_dim", expected, || head_dim.to_string())?;
         let features = self.features(head_dim);
         let expected = || format!("at most {MOST_FEATURES} features of {head_dim} numbers");
         expect(features <= MOST_FEATURES, operation, "feature_map", expected, || format!("{self}, with {features}"))

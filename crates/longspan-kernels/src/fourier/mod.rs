@@ -15,7 +15,7 @@ mod turns;
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::call::{Dims, Parameter, Parameters};
+use crate::call::{Dims, Parameter, Parameters, optional_id};
 use crate::error::{Error, expect};
 
 /// Fourier relative positions: the shape of the weights, their normaliser, and what positions are.
@@ -90,6 +90,22 @@ impl Positions {
 }
 
 impl Fourier {
+    /// The numbers by which the positions go into the fingerprint of a state.
+    pub(crate) fn state_id(&self) -> [u64; 3] {
+        let normalizer = match self.normalizer {
+            FourierNormalizer::Literal => 1,
+            FourierNormalizer::OnePlus => 2,
+            FourierNormalizer::Dominant => 3,
+            FourierNormalizer::Unrotated => 4,
+            FourierNormalizer::None => 5,
+        };
+        let axes = match self.positions {
+            Positions::Counted => None,
+            Positions::Given { axes } => Some(axes),
+        };
+        [1 + u64::from(self.wave == Wave::Pairs), normalizer, optional_id(axes)]
+    }
+
     /// Angles of a head.
     pub(crate) fn angles(&self, features: usize) -> usize {
         match self.wave {
@@ -176,6 +192,9 @@ impl Fourier {
 
     /// Checks the options against each other.
     pub(crate) fn check(&self, operation: &'static str, features: usize) -> Result<(), Error> {
+        let axes = self.positions.axes();
+        let fits = (1..isize::MAX as usize / 64).contains(&axes.saturating_mul(features.max(1)));
+        expect(fits, operation, "axes", || "at least one, and as many as fit memory".into(), || axes.to_string())?;
         if self.wave == Wave::Each {
             return Ok(());
         }

@@ -300,7 +300,7 @@ pub(crate) struct Unrotated<'a, T> {
 
 /// Sums of the gradients of angles that grow with the position, over rows one position apart.
 pub(crate) struct AngleSums<'a, T> {
-    /// The position of the first row.
+    /// The position of the first row, counted from the call's own start.
     pub position: T,
     /// Takes the gradients.
     pub d_phase: &'a mut [T],

@@ -8,6 +8,7 @@ use crate::error::{Error, expect};
 use crate::feature_map::elementwise::Features;
 use crate::fourier::rotate::{AngleSums, Angles, Rotate, Rotation, SumAngles, Turn, Unrotate, Unrotated};
 use crate::fourier::turns::{AddTurns, CosSin, TurnRates, is_double};
+use crate::kernelized::running_sum::add_compensated;
 use crate::simd::block::{add_scaled, dot, multiply};
 use crate::simd::{Real, dispatch};
 
@@ -29,12 +30,17 @@ pub(crate) struct TokenRange<'x> {
     pub count: usize,
     /// Its counted position.
     pub position: f64,
+    /// Where the call begins: gradients are summed by positions from there, since far from 0 those of queries and keys nearly cancel.
+    pub origin: f64,
     /// Rows whose positions mean nothing.
     pub ignored: Option<&'x [bool]>,
 }
 
 /// Rows that have a base in common: the angles of so many steps stand in a table that the first cache keeps.
 const GROUP: usize = 8;
+
+/// Vectors of [`Rotations::sums_len`] before those of `a`.
+const RATES: usize = 5;
 
 impl TokenRange<'_> {
     fn ignores(&self, row: usize) -> bool {
@@ -420,14 +426,15 @@ impl<'a, T: Real> Rotations<'a, T> {
         dispatch(Rotate { r: &self.rotation(range, (x_row, stride), true, buffers), x, to, to_row, sums });
     }
 
-    /// Numbers in the gradients of the parameters that one block of rows adds to, `width` for each vector.
+    /// Numbers in the gradients of the parameters that one block of rows adds to, `width` for each vector: of `c`, `β`, `b`, what
+    /// rounding took from that of `b`, its share of one block of rows, and of `a` by axis.
     pub fn sums_len(&self, width: usize) -> usize {
-        (3 + self.axes) * width
+        (RATES + self.axes) * width
     }
 
     /// Takes the gradients `d` of the rows that were last turned on this side back to their features, in `dx`, and adds
-    /// those of the parameters to `sums`: of `c`, `β`, `b` and `a` by axis, `width` each. Those of given positions are
-    /// added to the rows that `positions` gives.
+    /// those of the parameters to `sums`, as [`sums_len`](Self::sums_len) says. Those of given positions are added to the rows that
+    /// `positions` gives.
     #[allow(clippy::too_many_arguments)]
     pub fn unrotate(
         &self,
@@ -442,12 +449,15 @@ impl<'a, T: Real> Rotations<'a, T> {
         let width = x_row;
         let (d_gain, sums) = sums.split_at_mut(width);
         let (d_rest, sums) = sums.split_at_mut(width);
-        let (d_phase, d_rates) = sums.split_at_mut(width);
+        let (d_phase, sums) = sums.split_at_mut(width);
+        let (d_phase_low, sums) = sums.split_at_mut(width);
+        let (of_block, d_rates) = sums.split_at_mut(width);
+        of_block.fill(T::ZERO);
         let gain = self.gain(range.side);
         let wants_rest = matches!(range.side, Side::Query(_)) && !self.rests.is_empty();
         let sums = (!self.given()).then(|| AngleSums {
-            position: T::from_f64(range.position),
-            d_phase: &mut *d_phase,
+            position: T::from_f64(range.position - range.origin),
+            d_phase: &mut *of_block,
             d_rate: &mut *d_rates,
         });
         let d_gain = if gain.is_some() { d_gain } else { &mut [] };
@@ -455,6 +465,7 @@ impl<'a, T: Real> Rotations<'a, T> {
         let to = Unrotated { d: &mut *d, d_row, gain, dx, d_gain, d_rest, angles: sums };
         dispatch(Unrotate { r: &self.rotation(range, (x_row, width), false, buffers), x, to });
         if !self.given() {
+            add_compensated(d_phase, d_phase_low, of_block, T::ONE);
             return;
         }
         let angles = self.angles;
@@ -477,13 +488,13 @@ impl<'a, T: Real> Rotations<'a, T> {
     }
 
     /// Writes the gradients of the parameters, all but positions, from sums as [`unrotate`](Self::unrotate) forms them:
-    /// or adds them;
-    /// `query_sums` gives those of a head, `key_sums` those of a key/value head, in a fixed order.
+    /// or adds them. `query_sums` gives those of a head, `key_sums` those of a key/value head, in a fixed order, each with the position
+    /// that its rows are counted from.
     pub fn write_gradients<'x>(
         &self,
         width: usize,
-        query_sums: impl Fn(usize) -> Vec<&'x [T]>,
-        key_sums: impl Fn(usize) -> Vec<&'x [T]>,
+        query_sums: impl Fn(usize) -> Vec<(f64, &'x [T])>,
+        key_sums: impl Fn(usize) -> Vec<(f64, &'x [T])>,
         parameters: &[&'a [T]],
         accumulate: bool,
         gradients: &mut [&mut [T]],
@@ -492,19 +503,21 @@ impl<'a, T: Real> Rotations<'a, T> {
         let mut rest = gradients.iter_mut();
         let Tensors { mut a, mut b, mut c, mut beta, .. } = self.fourier.split(&mut rest);
         // Sums over all segments in `f64`: parts for queries and for keys nearly cancel far from position 0.
-        let total = |parts: &[&[T]], from: usize, len: usize| -> Vec<f64> {
-            let mut sum = vec![0.0; len];
-            for part in parts {
-                sum.iter_mut().zip(&part[from..]).for_each(|(sum, x)| *sum += x.to_f64());
-            }
-            sum
+        let total = |parts: &[(f64, &[T])], number: &dyn Fn(f64, &[T], usize) -> f64, len: usize| -> Vec<f64> {
+            (0..len).map(|k| parts.iter().map(|(origin, part)| number(*origin, part, k)).sum()).collect()
         };
+        let phase = |part: &[T], k: usize| part[2 * width + k].to_f64() + part[3 * width + k].to_f64();
         for kv_head in 0..self.dims.kv_heads {
             let heads = self.dims.heads_of(kv_head);
             if let Some(a) = &mut a {
-                let parts: Vec<&[T]> = heads.clone().flat_map(&query_sums).chain(key_sums(kv_head)).collect();
+                let parts: Vec<(f64, &[T])> = heads.clone().flat_map(&query_sums).chain(key_sums(kv_head)).collect();
                 for axis in 0..self.axes {
-                    for (k, sum) in total(&parts, (3 + axis) * width, self.angles).into_iter().enumerate() {
+                    let number = |origin: f64, part: &[T], k: usize| {
+                        // Of given positions the sums are whole.
+                        let before = if self.given() { 0.0 } else { origin * phase(part, k) };
+                        part[(RATES + axis) * width + k].to_f64() + before
+                    };
+                    for (k, sum) in total(&parts, &number, self.angles).into_iter().enumerate() {
                         let to = &mut a[(kv_head * self.angles + k) * self.axes + axis];
                         *to = T::from_f64(sum + if accumulate { to.to_f64() } else { 0.0 });
                     }
@@ -519,10 +532,10 @@ impl<'a, T: Real> Rotations<'a, T> {
                     }
                 };
                 if let Some(b) = &mut b {
-                    write(&mut b[place.clone()], &total(&parts, 2 * width, self.features));
+                    write(&mut b[place.clone()], &total(&parts, &|_, part, k| phase(part, k), self.features));
                 }
-                let mut d_gain = total(&parts, 0, self.features);
-                let mut d_rest = total(&parts, width, self.features);
+                let mut d_gain = total(&parts, &|_, part, k| part[k].to_f64(), self.features);
+                let mut d_rest = total(&parts, &|_, part, k| part[width + k].to_f64(), self.features);
                 if let (FourierNormalizer::Dominant, Some(c), Some(beta)) =
                     (self.fourier.normalizer, inputs.c, inputs.beta)
                 {

@@ -79,6 +79,7 @@ impl<'a, T: Real> Problem<'a, T> {
             token: unit.sequence.query_start + first,
             count,
             position: unit.origin + first as f64 + self.offset as f64,
+            origin: unit.origin,
             ignored: None,
         };
         (range, RawRows::new(MapSide::Query(head), self.queries(unit, head).skip(first), count))
@@ -94,6 +95,7 @@ impl<'a, T: Real> Problem<'a, T> {
             token: unit.sequence.key_start + first,
             count,
             position: unit.origin + first as f64,
+            origin: unit.origin,
             ignored,
         };
         (range, RawRows { ignored, ..RawRows::new(MapSide::Key(unit.kv_head), unit.k.skip(first), count) })
@@ -287,6 +289,16 @@ impl<'a, T: Real> Problem<'a, T> {
             }
         }
         let Some(rotations) = &self.rotations else { return };
+        let origin = |index: usize| self.unit(index).origin;
+        let of_query = |head: usize| -> Vec<(f64, &'x [T])> {
+            let of_unit = |index| query_sums(index, head % group).into_iter().map(move |sums| (origin(index), sums));
+            units(head / group).flat_map(of_unit).collect()
+        };
+        let of_key = |kv_head: usize| -> Vec<(f64, &'x [T])> {
+            units(kv_head)
+                .flat_map(|index| key_sums(index).into_iter().map(move |sums| (origin(index), sums)))
+                .collect()
+        };
         rotations.write_gradients(self.layout.stride, of_query, of_key, self.call.parameters, accumulate, gradients);
         if !rotations.given() {
             return;

@@ -7,7 +7,7 @@ use super::summary::{Carry, Summary, places, store_state};
 use super::tile::{Buffers, Piece, combine_states};
 use crate::call::{Arena, Scratch, Sink, State};
 use crate::kernelized::running_sum::{AddRunning, Run};
-use crate::simd::block::{add_row_dots, scale_by, store};
+use crate::simd::block::{add_row_dots, scale_rows_backwards, store};
 use crate::simd::product::{Product, mask_and_sum, zero_outside};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
@@ -35,7 +35,7 @@ pub(super) fn write_row<T: Real>(
         store(sum, T::ONE / denominator, out);
     }
     // SAFETY: as above.
-    unsafe { sink.set_denominator([batch, head, token], if normalizes { denominator } else { T::ONE }) };
+    unsafe { sink.set_denominator([batch, head, token], &[if normalizes { denominator } else { T::ONE }]) };
 }
 
 impl<T: Real> Visitor<T> for Sink<'_, T> {
@@ -74,11 +74,9 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                 let (q, keys) = (&buffers.q[from..], &keys[from..]);
                 add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);
                 if decays {
-                    for row in 1..piece.rows {
-                        let factor = unit.decay(row);
-                        scale_by(&mut buffers.o[row * value_width..][..value_width], factor);
-                        buffers.sums[row] *= factor;
-                    }
+                    let decays = &buffers.powers[buffers.powers.len() - piece.rows..];
+                    scale_rows_backwards((buffers.o, value_width), value_width, decays);
+                    buffers.sums.iter_mut().zip(decays.iter().rev()).for_each(|(sum, &decay)| *sum *= decay);
                 }
                 written = true;
             }
@@ -154,7 +152,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
         out.fill(T::ZERO);
         let denominator = if problem.attention.normalizes() { T::ZERO } else { T::ONE };
         // SAFETY: as above.
-        unsafe { self.set_denominator([unit.sequence.batch, head, token], denominator) };
+        unsafe { self.set_denominator([unit.sequence.batch, head, token], &[denominator]) };
     }
 }
 
@@ -200,7 +198,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         let mut local = Summary::new(memory.layout, local);
         let keys = unit.sequence.keys;
         for segment in cut(problem, 0, keys, 0, false) {
-            walk.causal(segment, carry.high.view(), &mut local, running, None, &mut buffers);
+            walk.causal(segment, carry.high.view(), (&mut local, true), running, None, &mut buffers);
             carry.add(problem, &unit, segment.to - segment.from, local.view());
         }
         store_state(problem, &unit, ring, &carry.high, &heads[index]);

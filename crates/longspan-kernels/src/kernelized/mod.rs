@@ -40,9 +40,9 @@ use problem::Problem;
 use smallvec::smallvec;
 
 use crate::call::{
-    Call, CombineGradients, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter,
-    Parameters, Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, fingerprint,
-    kernels,
+    Call, CombineGradients, Compute, Cotangent, Dims, Downscaled, GradientSink, Gradients, Mask, Mechanism, Output,
+    Parameter, Parameters, Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output,
+    check_sizes, fingerprint, kernels, optional_id,
 };
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
@@ -125,9 +125,10 @@ impl KernelizedAttention {
 
     /// Of the options that the meaning of a state depends on.
     fn fingerprint(&self) -> u64 {
+        let fourier = self.score.fourier().map_or([0; 3], |fourier| fourier.state_id());
+        let radius = optional_id(self.score.shaw().map(|shaw| shaw.radius));
         let decay = self.decay.iter().flatten().map(|gamma| gamma.to_bits());
-        fingerprint(&(self.feature_map, self.score.fourier(), self.score.shaw().map(|shaw| shaw.radius)))
-            ^ decay.fold(0, |all, gamma| fingerprint(&(all, gamma)))
+        fingerprint(self.feature_map.state_id().into_iter().chain(fourier).chain([radius]).chain(decay))
     }
 
     /// Whether the weight of a pair is a polynomial of `q·k`.
@@ -158,9 +159,22 @@ impl KernelizedAttention {
         Problem::new(self, call)
     }
 
+    /// Checks the options for calls of these sizes.
+    fn check_options(&self, dims: &Dims) -> Result<(), Error> {
+        let operation = self.name();
+        self.check_feature_map(dims)?;
+        match self.score {
+            Score::Content => {}
+            Score::Relative(shaw) | Score::Combined(shaw) => shaw.check(operation)?,
+            Score::Fourier(fourier) => fourier.check(operation, self.feature_map.features(dims.head_dim))?,
+        }
+        self.check_decay(dims.kv_heads)
+    }
+
     /// Checks the decay for so many key/value heads.
-    fn check_decay(&self, operation: &'static str, kv_heads: usize) -> Result<(), Error> {
+    fn check_decay(&self, kv_heads: usize) -> Result<(), Error> {
         let Some(decay) = &self.decay else { return Ok(()) };
+        let operation = self.name();
         let expected = || format!("one for each of the {kv_heads} key/value heads");
         expect(decay.len() == kv_heads, operation, "decay", expected, || decay.len().to_string())?;
         let wrong = decay.iter().find(|&&gamma| !(gamma > 0.0 && gamma <= 1.0));
@@ -213,8 +227,10 @@ impl Mechanism for KernelizedAttention {
         }
     }
 
-    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
-        cost::plan(self, dims, mask)
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
+        check_sizes(self, dims, mask)?;
+        self.check_options(dims)?;
+        Ok(cost::plan(self, dims, mask))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
@@ -236,7 +252,7 @@ impl Compute for KernelizedAttention {
         let purpose = to.purpose();
         let Output { mut out, denominators, final_state } = to;
         problem.prepare(scratch);
-        let sink = Sink::new(&mut out, denominators, dims);
+        let sink = Sink::new(&mut out, denominators, self.denominators(dims));
         // Only the chunked algorithm can start from a state. A final state can be formed on its own and leaves the choice
         // free: backward, which does not know of it, must find the denominators of its own algorithm.
         let final_state = match self.chosen(call, purpose) {
@@ -273,8 +289,11 @@ impl Compute for KernelizedAttention {
                 help: "give the call all keys",
             });
         }
-        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
+        let Gradients { mut dq, mut dk, mut dv, parameters, mut initial_state } = gradients;
         problem.prepare(scratch);
+        let dims = call.dims;
+        let downscaled = if self.normalizes() { Downscaled::new(&dims, cotangent)? } else { None };
+        let cotangent = &downscaled.as_ref().map_or(*cotangent, |small| small.cotangent(&dims, cotangent));
         let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         match self.chosen(call, Purpose::Training) {
             // Without queries there is no pair, and all comes by the final state.
@@ -285,13 +304,17 @@ impl Compute for KernelizedAttention {
                     backward::add_final_state(&problem, cotangent, sink, parameters, scratch);
                 }
             }
-            _ => backward::backward(&problem, cotangent, sink, parameters, initial_state, scratch),
+            _ => backward::backward(&problem, cotangent, sink, parameters, initial_state.as_deref_mut(), scratch),
+        }
+        if let Some(small) = &downscaled {
+            let tensors = [(&mut dq, dims.q()), (&mut dk, dims.k()), (&mut dv, dims.v())];
+            small.restore(tensors, parameters, initial_state);
         }
         Ok(())
     }
 
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        Ok(state::shape::<T>(self, dims))
+        state::shape::<T>(self, dims)
     }
 
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {

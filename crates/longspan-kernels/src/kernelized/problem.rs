@@ -112,7 +112,7 @@ impl<'a, T: Real> Problem<'a, T> {
         check_call(attention, call)?;
         let causal = call.mask.order == Order::Causal;
 
-        attention.check_decay(operation, dims.kv_heads)?;
+        attention.check_options(&dims)?;
         if attention.decay.is_some() && !causal {
             return Err(Error::Unsupported {
                 operation,
@@ -122,13 +122,11 @@ impl<'a, T: Real> Problem<'a, T> {
         }
         check_initial_state(attention, call)?;
         check_outside(attention, call)?;
-        attention.check_feature_map(&dims)?;
         let map = attention.feature_map;
         let layout = FeatureLayout::new::<T>(map.features(dims.head_dim), &attention.score);
         let sequences = call.mask.sequences(&dims);
         let rotations = match attention.score {
             Score::Fourier(fourier) => {
-                fourier.check(operation, layout.mapped)?;
                 // Packed sequences share one batch entry and ignore nothing.
                 let ignored = |batch: usize, key: usize| {
                     let sequence: Option<&Sequence<'_>> = sequences.get(batch).filter(|_| !call.mask.is_packed());

@@ -74,7 +74,7 @@ operation!(AddRunning, |sum: &'a mut [T], run: Run<'a, T>, to: &'a mut [T], to_r
                 }
                 total = total.mul(decay);
             }
-            total.store(sum.as_mut_ptr().add(column));
+            total.normal_or_zero().store(sum.as_mut_ptr().add(column));
         }
         column += V::LANES;
     }

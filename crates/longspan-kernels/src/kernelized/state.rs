@@ -2,7 +2,7 @@
 
 use super::KernelizedAttention;
 use super::layout::FeatureLayout;
-use crate::call::{CombineGradients, Dims, Mechanism, PARTS, State, StateShape, is_count};
+use crate::call::{CombineGradients, Dims, Mechanism, PARTS, State, StateShape, check_count, is_count};
 use crate::error::{Error, expect};
 use crate::fourier::Positions;
 use crate::fourier::rotation::angles_after;
@@ -90,8 +90,10 @@ impl<'a, T: Real> Head<&'a [T]> {
 }
 
 /// The sizes of the state of `attention` for calls of these sizes.
-pub(super) fn shape<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> StateShape {
-    mapped_shape::<T>(attention, dims, attention.feature_map.features(dims.head_dim))
+pub(super) fn shape<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> Result<StateShape, Error> {
+    let radius = attention.score.shaw().map_or(0, |shaw| shaw.radius);
+    check_count::<T>(attention.name(), "radius", radius)?;
+    Ok(mapped_shape::<T>(attention, dims, attention.feature_map.features(dims.head_dim)))
 }
 
 /// The same for a map of `mapped` features, whatever `dims` say.
@@ -107,7 +109,7 @@ fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: u
 
 /// The state before the first token.
 pub(super) fn empty<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> Result<State<T>, Error> {
-    empty_of(attention, shape::<T>(attention, dims))
+    empty_of(attention, shape::<T>(attention, dims)?)
 }
 
 fn empty_of<T: Real>(attention: &KernelizedAttention, shape: StateShape) -> Result<State<T>, Error> {
@@ -189,7 +191,7 @@ impl<'a, T: Real> Pair<'a, T> {
             state.check(operation, argument, shape)?;
             check_marks(attention, state, argument)?;
         }
-        attention.check_decay(operation, kv_heads)?;
+        attention.check_decay(kv_heads)?;
         let counted = attention.score.fourier().filter(|fourier| fourier.positions == Positions::Counted);
         let rates = counted.map(|fourier| (parameters.first().copied().unwrap_or_default(), fourier.angles(mapped)));
         if let Some((rates, angles)) = rates {

@@ -12,7 +12,7 @@ use crate::feature_map::rows::{RawRows, RowMap, Side as MapSide};
 use crate::fourier::rotation::{self, RotationBuffers, Rotations, Side, TokenRange};
 use crate::kernelized::running_sum::AbsorbToken;
 use crate::shaw::{RelativeMap, Shaw};
-use crate::simd::block::{add_scaled, dot, largest, scale_by};
+use crate::simd::block::{add_scaled, decay_by, dot, largest, scale_by};
 use crate::simd::rows::{Rows, padded};
 use crate::simd::token::{AddWeighedValues, ReadToken};
 use crate::simd::{Real, dispatch};
@@ -29,15 +29,13 @@ pub(super) fn step<'p, T: Real>(
     let dims = token_dims(attention, token, token.k, state)?;
     let Dims { kv_heads, head_dim, value_dim, .. } = dims;
     check_token(attention, &dims, token, state, out)?;
-    attention.check_decay(operation, kv_heads)?;
-    attention.check_feature_map(&dims)?;
+    attention.check_options(&dims)?;
 
     let map = attention.feature_map;
     let own = token.parameters.len() - map.parameters(&dims).len();
     let row_map = RowMap::new(map, &dims, &token.parameters[own..]);
     let layout = FeatureLayout::new::<T>(map.features(head_dim), &attention.score);
     if let Score::Fourier(fourier) = attention.score {
-        fourier.check(operation, layout.mapped)?;
         rotation::check_positions(&fourier, operation, &dims, token.parameters, |_, _| false)?;
     }
     let negative = NegativeRows::new(attention.wants_positive());
@@ -235,9 +233,9 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         state.count_token();
         if self.gamma != 1.0 {
             let gamma = T::from_f64(self.gamma);
-            scale_by(state.sum, gamma);
-            scale_by(state.keys, gamma);
-            scale_by(state.far, gamma);
+            decay_by(state.sum, gamma);
+            decay_by(state.keys, gamma);
+            decay_by(state.far, gamma);
         }
     }
 
@@ -282,8 +280,16 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
             }
             None => Features::Mapped { map, shift, from, ignored: None, to: mapped, keep: false },
         };
-        let range =
-            TokenRange { side, batch: self.batch, kv_head: 0, token: 0, count: 1, position: tokens, ignored: None };
+        let range = TokenRange {
+            side,
+            batch: self.batch,
+            kv_head: 0,
+            token: 0,
+            count: 1,
+            position: tokens,
+            origin: tokens,
+            ignored: None,
+        };
         rotations.rotate(&range, (features, mapped_row), (to, row), self.layout.mapped, &mut [], buffers);
     }
 

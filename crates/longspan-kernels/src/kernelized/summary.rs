@@ -8,7 +8,7 @@ use super::state::{Head, OLDEST, SHIFT};
 use crate::call::State;
 use crate::kernelized::running_sum::add_compensated;
 use crate::simd::Real;
-use crate::simd::block::{add_scaled, scale_by};
+use crate::simd::block::{add_scaled, decay_by, scale_by};
 use crate::simd::rows::padded;
 
 /// Offsets of the parts of a summary.
@@ -137,7 +137,7 @@ impl<'s, T: Real> Summary<'s, T> {
     pub fn scale_content(&mut self, factor: T) {
         if factor != T::ONE {
             let far = self.layout.far();
-            scale_by(&mut self.numbers[..far], factor);
+            decay_by(&mut self.numbers[..far], factor);
         }
     }
 
@@ -263,8 +263,8 @@ impl<'s, T: Real> Carry<'s, T> {
         let decay = unit.decay(tokens);
         if decay != T::ONE {
             let flags = layout.flags();
-            scale_by(&mut self.high.numbers[..flags], decay);
-            scale_by(&mut self.low[..flags], decay);
+            decay_by(&mut self.high.numbers[..flags], decay);
+            decay_by(&mut self.low[..flags], decay);
             *self.high.count() *= decay;
         }
     }

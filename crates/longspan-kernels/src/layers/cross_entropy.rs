@@ -252,27 +252,34 @@ operation!(RowLosses, f32, |logits: &'a mut [f32],
             }
             let most = row[whole..].iter().fold(most.largest(), |most, &z| most.max(z));
             let (mean, right) = (total.sum() / width as f32, row[target as usize]);
+            // The target's share is kept apart: beside it a confident row's others are below its rounding.
+            row[target as usize] = f32::NEG_INFINITY;
             let (mut sums, shift) = (V::splat(0.0), V::splat(most));
             for column in (0..whole).step_by(V::LANES) {
                 let e = exp_nonpositive(V::load(row.as_ptr().add(column)).sub(shift));
                 e.store(row.as_mut_ptr().add(column));
                 sums = sums.add(e);
             }
-            let mut sums = sums.sum();
+            let mut others = sums.sum();
             for z in &mut row[whole..] {
                 *z = (*z - most).exp();
-                sums += *z;
+                others += *z;
             }
-            let log_sum = most + sums.ln();
-            let plain = f64::from(log_sum - right);
+            let share = (right - most).exp();
+            row[target as usize] = share;
+            let sums = others + share;
+            let [most, right, mean] = [most, right, mean].map(f64::from);
+            let log_sums = f64::from(sums).ln();
+            let plain = if others < share { f64::from(others / share).ln_1p() } else { (most - right) + log_sums };
             sum.plain += plain;
-            sum.smoothed += plain + f64::from(smoothing) * (f64::from(log_sum - mean) - plain);
+            sum.smoothed += plain + f64::from(smoothing) * ((most - mean) + log_sums - plain);
             if gradients {
                 let (scale, spread) = (V::splat(1.0 / sums), V::splat(-smoothing / width as f32));
                 for column in (0..width).step_by(V::LANES) {
                     store_part(load_part::<V>(row, column).mul_add(scale, spread), row, column);
                 }
-                row[target as usize] -= 1.0 - smoothing;
+                // `p − 1` and its share of the smoothing.
+                row[target as usize] = smoothing - smoothing / width as f32 - others / sums;
             }
         }
     }

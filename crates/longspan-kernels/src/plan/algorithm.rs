@@ -137,7 +137,11 @@ impl Plan {
 
     /// The estimate of the algorithm that will run.
     pub fn chosen(&self, purpose: Purpose) -> Option<&Estimate> {
-        let algorithm = self.algorithm(purpose);
+        self.of(self.algorithm(purpose))
+    }
+
+    /// The estimate of one algorithm, if it could run.
+    pub fn of(&self, algorithm: Algorithm) -> Option<&Estimate> {
         self.estimates.iter().find(|estimate| estimate.algorithm == algorithm)
     }
 

@@ -5,6 +5,7 @@
 
 pub(crate) mod reference;
 
+use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 
 /// A table of relative positions: how far it reaches and how its rows become features.
@@ -44,6 +45,12 @@ impl Shaw {
 
     /// Rows of the table, `2R + 1`.
     pub fn rows(&self) -> usize {
-        2 * self.radius + 1
+        self.radius.saturating_mul(2).saturating_add(1)
+    }
+
+    /// Checks the radius by itself.
+    pub(crate) fn check(&self, operation: &'static str) -> Result<(), Error> {
+        let expected = || "a radius whose table fits memory".into();
+        expect(self.radius < isize::MAX as usize / 64, operation, "radius", expected, || self.radius.to_string())
     }
 }

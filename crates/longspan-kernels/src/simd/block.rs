@@ -255,6 +255,48 @@ pub(crate) fn scale_by<T: Real>(to: &mut [T], a: T) {
     dispatch(Scale { to, a })
 }
 
+// `row ← factors[n] · row` for the first `width` numbers of each row, or with the factors from the last to the first.
+operation!(ScaleRows, |block: &'a mut [T], row_length: usize, width: usize, factors: &'a [T], backwards: bool| {
+    for (n, row) in block.chunks_mut(row_length.max(1)).enumerate().take(factors.len()) {
+        let a = factors[if backwards { factors.len() - 1 - n } else { n }];
+        // SAFETY: forwarded to the caller.
+        unsafe { Scale { to: &mut row[..width], a }.run::<V>() };
+    }
+});
+
+/// `row ← factors[n] · row` for each of as many rows as there are factors.
+pub(crate) fn scale_rows<T: Real>((block, row_length): (&mut [T], usize), width: usize, factors: &[T]) {
+    dispatch(ScaleRows { block, row_length, width, factors, backwards: false })
+}
+
+/// The same with the factors from the last to the first.
+pub(crate) fn scale_rows_backwards<T: Real>((block, row_length): (&mut [T], usize), width: usize, factors: &[T]) {
+    dispatch(ScaleRows { block, row_length, width, factors, backwards: true })
+}
+
+operation!(Decay, |to: &'a mut [T], a: T| {
+    let whole = to.len() / V::LANES * V::LANES;
+    // SAFETY: `whole` numbers lie in the slice.
+    unsafe {
+        let av = V::splat(a);
+        for at in (0..whole).step_by(V::LANES) {
+            let place = to.as_mut_ptr().add(at);
+            V::load(place).mul(av).normal_or_zero().store(place);
+        }
+    }
+    for x in &mut to[whole..] {
+        *x *= a;
+        if x.vanishes() {
+            *x = T::ZERO;
+        }
+    }
+});
+
+/// `to ← a · to`, where sums that fall again and again end at 0.
+pub(crate) fn decay_by<T: Real>(to: &mut [T], a: T) {
+    dispatch(Decay { to, a })
+}
+
 /// Adds registers to the numbers from `column` on.
 #[inline(always)]
 pub(crate) unsafe fn add_registers<V: Vector, const N: usize>(total: [V; N], to: &mut [V::Element], column: usize) {

@@ -206,12 +206,17 @@ impl Registers for f64 {
 #[inline]
 pub(crate) fn dispatch<O: Operation>(operation: O) -> O::Output {
     // `Kernel::check` has reported a bad environment variable before any kernel comes here.
-    dispatch_to(InstructionSet::selected().unwrap_or(InstructionSet::Portable), operation)
+    let set = InstructionSet::selected().unwrap_or(InstructionSet::Portable);
+    // SAFETY: only a set that this processor has is selected.
+    unsafe { dispatch_to(set, operation) }
 }
 
-/// Runs an operation with the registers of an instruction set that the processor has.
+/// Runs an operation with the registers of an instruction set.
+///
+/// # Safety
+/// The processor must have it.
 #[inline]
-pub(crate) fn dispatch_to<O: Operation>(set: InstructionSet, operation: O) -> O::Output {
+pub(crate) unsafe fn dispatch_to<O: Operation>(set: InstructionSet, operation: O) -> O::Output {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
     unsafe fn avx2<O: Operation>(operation: O) -> O::Output {
@@ -237,7 +242,7 @@ pub(crate) fn dispatch_to<O: Operation>(set: InstructionSet, operation: O) -> O:
         InstructionSet::Portable => baseline::<O, <O::Element as Registers>::Portable>(operation),
         #[cfg(target_arch = "aarch64")]
         InstructionSet::Neon => baseline::<O, <O::Element as Registers>::Neon>(operation),
-        // SAFETY: an instruction set is only selected where the processor has it.
+        // SAFETY: the caller's processor has it.
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx2 => unsafe { avx2(operation) },
         // SAFETY: as above.

@@ -58,6 +58,17 @@ pub trait Vector: Copy {
     unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self;
     /// `|self|`.
     unsafe fn abs(self) -> Self;
+    /// `self`, or 0 where it has less than full precision. Processors take a hundred cycles for such a number, and a decay above ½
+    /// never rounds the least ones to 0.
+    #[inline(always)]
+    unsafe fn normal_or_zero(self) -> Self {
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            let normal = self.abs().sub(Self::splat(Self::Element::MIN_POSITIVE));
+            // NaN stays NaN.
+            normal.if_positive(self, self.mul(Self::splat(Self::Element::ZERO)))
+        }
+    }
     /// `√self`.
     unsafe fn sqrt(self) -> Self;
     /// `2ⁿ` for `self = MAGIC + n` as [`exp_nonpositive`](Self::exp_nonpositive) forms it, with n ≥ −126 (f32) or

@@ -1,8 +1,9 @@
-//! The gradient: weights formed anew from the logarithms of the denominators, tile by tile.
+//! The gradient: weights formed anew from the largest scores and the sums of the forward, tile by tile.
 //!
 //! A task takes one key/value head of one sequence with all its query heads, so that the gradients of keys and values
 //! have one writer and sums run in one order, whatever the number of threads.
 
+use super::KEPT;
 use super::problem::{Block, KEYS, Problem, ROWS, against, clear_unseen, right_side};
 use super::tile::{ExpColumns, SoftmaxPullBack};
 use crate::call::{Arena, Cotangent, Dims, GradientSink, Scratch, SharedRows, State};
@@ -12,7 +13,7 @@ use crate::simd::rows::{padded, pieces};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
-/// Computes every gradient of a call: with `p_ij = e^{s·q_i·k_j − l_i}`, `dv_j = Σ_i p_ij G_i`,
+/// Computes every gradient of a call: with `p_ij = e^{s·q_i·k_j − m_i} / Σ_i`, `dv_j = Σ_i p_ij G_i`,
 /// `dS_ij = p_ij (G_i·v_j − G_i·A_i)`, `dq_i = s Σ_j dS_ij k_j` and `dk_j = s Σ_i dS_ij q_i`.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
@@ -73,14 +74,15 @@ pub(super) fn backward<T: Real>(
                 problem.load_block(queries.skip(row), (rows, dims.head_dim), problem.scale, block.q, transposed);
                 let transposed = (&mut *o_columns, columns);
                 problem.load_block(d_out.skip(row), (rows, dims.value_dim), T::ONE, block.o, transposed);
-                // A row that sees nothing has a denominator of e^{−∞}: nothing is left of any weight before e^{∞}.
-                block.sums.fill(T::ONE / T::MIN_POSITIVE);
+                // A row that sees nothing has a sum of 0, and no weights.
+                block.highest.fill(T::ZERO);
+                block.sums.fill(T::ZERO);
                 dots.fill(T::ZERO);
                 for (at, to) in dots.iter_mut().enumerate().take(rows) {
                     let place = (sequence.batch * dims.heads + head) * dims.queries + sequence.query_start + row + at;
-                    let logarithm = cotangent.denominators[place];
-                    if logarithm != T::NEG_INFINITY {
-                        block.sums[at] = logarithm;
+                    let [highest, sum] = [0, 1].map(|n| cotangent.denominators[KEPT * place + n]);
+                    if sum != T::ZERO {
+                        (block.highest[at], block.sums[at]) = (highest, T::ONE / sum);
                         *to = dot(out.row(row + at, dims.value_dim), &block.o[at * value_width..]);
                     }
                 }
@@ -100,7 +102,8 @@ pub(super) fn backward<T: Real>(
                             scores: block.tile,
                             row_length: columns,
                             keys,
-                            shifts: &block.sums[..columns],
+                            shifts: &block.highest[..columns],
+                            gains: block.sums,
                         });
                         dispatch(SoftmaxPullBack {
                             weights: block.tile,
@@ -133,7 +136,7 @@ pub(super) fn backward<T: Real>(
                     let token = sequence.query_start + row + at;
                     // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
                     let to = unsafe { sink.dq.row(sequence.batch, head, token, dims.head_dim) };
-                    if block.sums[at] == T::ONE / T::MIN_POSITIVE {
+                    if block.sums[at] == T::ZERO {
                         to.fill(T::ZERO);
                     } else {
                         store(&dq[at * head_width..], problem.scale, to);

@@ -106,10 +106,8 @@ fn write<T: Real>(
         } else {
             store(&memory.o[at * problem.value_width..], T::ONE / sum, out);
         }
-        // The largest weight is 1, so the sum is 1 or more.
-        let logarithm = if sum == T::ZERO { T::NEG_INFINITY } else { highest + (sum - T::ONE).ln_1p() };
         // SAFETY: as above.
-        unsafe { sink.set_denominator([sequence.batch, range.head, token], logarithm) };
+        unsafe { sink.set_denominator([sequence.batch, range.head, token], &[highest, sum]) };
     }
 }
 

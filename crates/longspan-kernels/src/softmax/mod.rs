@@ -26,7 +26,7 @@ use problem::Problem;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameters, Reference, Scratch,
-    Sink, State, StateShape, Token, check_gradients, check_output, kernels,
+    Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, kernels,
 };
 use crate::error::{Error, expect};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
@@ -34,8 +34,9 @@ use crate::simd::Real;
 
 /// Scaled dot-product attention (Vaswani et al. 2017). It learns nothing itself.
 ///
-/// [`Output::denominators`] are the logarithms of the denominators, `log Σ_j e^{s·q_i·k_j}`, −∞ for a row that sees nothing:
-/// with them the backward forms the weights anew.
+/// [`Output::denominators`] are two numbers a row, the largest score `m_i` and `Σ_j e^{s·q_i·k_j − m_i}`, which is 0 for a row that
+/// sees nothing: with them the backward forms the weights anew. Their logarithm would be one number, but at scores of thousands it has
+/// few digits behind the point.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SoftmaxAttention {
     /// `s`, what scores are multiplied by; `1/√head_dim` by default.
@@ -53,6 +54,9 @@ impl Default for SoftmaxAttention {
         Self { scale: None, capacity: 4096, window: None }
     }
 }
+
+/// Numbers of a row in [`Output::denominators`].
+const KEPT: usize = 2;
 
 impl SoftmaxAttention {
     /// The largest window: what a state counts up to, twice that, is exact in `f32`.
@@ -87,7 +91,13 @@ impl Mechanism for SoftmaxAttention {
         Parameters::new()
     }
 
-    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
+    fn denominators(&self, dims: &Dims) -> [usize; 4] {
+        [dims.batch, dims.heads, dims.queries, KEPT]
+    }
+
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
+        check_sizes(self, dims, mask)?;
+        check_options(self)?;
         let widths = (dims.head_dim + dims.value_dim) as f64;
         let heads = (dims.batch * dims.heads) as f64;
         let pairs = mask.visible_pairs_within(dims, self.window);
@@ -106,7 +116,7 @@ impl Mechanism for SoftmaxAttention {
             work,
             automatic: true,
         };
-        Plan::new(Algorithm::Auto, vec![estimate])
+        Ok(Plan::new(Algorithm::Auto, vec![estimate]))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
@@ -129,7 +139,7 @@ impl Compute for SoftmaxAttention {
         if final_state.is_some() {
             problem.check_room("final_state")?;
         }
-        let sink = Sink::new(&mut out, denominators, dims);
+        let sink = Sink::new(&mut out, denominators, self.denominators(dims));
         forward::forward(&problem, sink, scratch);
         if let Some(to) = final_state {
             forward::final_state(&problem, to);
@@ -156,7 +166,7 @@ impl Compute for SoftmaxAttention {
     }
 
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        state::shape(self, dims)
+        state::shape::<T>(self, dims)
     }
 
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {

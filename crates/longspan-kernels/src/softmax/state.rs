@@ -4,14 +4,17 @@
 use std::ops::Range;
 
 use super::{SoftmaxAttention, check_options};
-use crate::call::{Dims, Mechanism, Sequence, State, StateShape, check_state, fingerprint, is_count};
+use crate::call::{Dims, Mechanism, Sequence, State, StateShape, check_count, check_state, fingerprint, is_count};
 use crate::error::{Error, expect};
 use crate::simd::Real;
 
 /// The sizes of the state of `attention` for calls of these sizes.
-pub(super) fn shape(attention: &SoftmaxAttention, dims: &Dims) -> Result<StateShape, Error> {
+pub(super) fn shape<T: Real>(attention: &SoftmaxAttention, dims: &Dims) -> Result<StateShape, Error> {
     check_options(attention)?;
     let rows = attention.rows();
+    if attention.window.is_none() {
+        check_count::<T>(attention.name(), "capacity", rows)?;
+    }
     let present = attention.window.unwrap_or(0);
     let numbers = |width: usize| rows.checked_mul(width);
     let heads = dims.batch.checked_mul(dims.kv_heads);
@@ -23,7 +26,7 @@ pub(super) fn shape(attention: &SoftmaxAttention, dims: &Dims) -> Result<StateSh
     let expected = || "a state that fits the address space".into();
     let got = || rows.to_string();
     expect(holds, attention.name(), if attention.window.is_some() { "window" } else { "capacity" }, expected, got)?;
-    let options = attention.window.map_or(0, |window| fingerprint(&window));
+    let options = attention.window.map_or(0, |window| fingerprint([window as u64]));
     let parts = [rows * dims.head_dim, rows * dims.value_dim, 1, present, 0, 0];
     Ok(StateShape::new(attention.name(), options, dims, parts))
 }

@@ -40,17 +40,18 @@ operation!(SoftmaxTile, |scores: &'a mut [T],
     }
 });
 
-// `scores ← e^{score − shift}` down each column, for scores that are at most `shift`.
-operation!(ExpColumns, |scores: &'a mut [T], row_length: usize, keys: usize, shifts: &'a [T]| {
+// `scores ← gain · e^{score − shift}` down each column, for scores that are at most `shift`.
+operation!(ExpColumns, |scores: &'a mut [T], row_length: usize, keys: usize, shifts: &'a [T], gains: &'a [T]| {
     let columns = shifts.len();
     assert!(columns.is_multiple_of(V::LANES) && (keys == 0 || (keys - 1) * row_length + columns <= scores.len()));
+    assert!(gains.len() >= columns);
     for column in (0..columns).step_by(V::LANES) {
-        // SAFETY: every row has a register at `column` by the assertion above, and so has `shifts`.
+        // SAFETY: every row has a register at `column` by the assertions above, and so have `shifts` and `gains`.
         unsafe {
-            let shift = V::load(shifts.as_ptr().add(column));
+            let (shift, gain) = (V::load(shifts.as_ptr().add(column)), V::load(gains.as_ptr().add(column)));
             for key in 0..keys {
                 let at = scores.as_mut_ptr().add(key * row_length + column);
-                exp_nonpositive(V::load(at).sub(shift)).store(at);
+                exp_nonpositive(V::load(at).sub(shift)).mul(gain).store(at);
             }
         }
     }

@@ -75,6 +75,19 @@ impl Bias {
         }
     }
 
+    /// The numbers by which the bias goes into the fingerprint of a state.
+    pub(crate) fn state_id(&self) -> [u64; 4] {
+        match *self {
+            Self::Table { first, count, beyond } => {
+                [1, first as u64, count as u64, u64::from(beyond == Beyond::Extend)]
+            }
+            Self::Buckets { buckets, max_distance, bidirectional } => {
+                [2, buckets as u64, max_distance as u64, u64::from(bidirectional)]
+            }
+            Self::Grid { height, width } => [3, height as u64, width as u64, 0],
+        }
+    }
+
     /// Entries of one head's table.
     pub(super) fn entries(&self) -> usize {
         self.shape(1).into_iter().fold(1, usize::saturating_mul)

@@ -128,6 +128,11 @@ impl<'s, T: Real> FarSum<'s, T> {
         Self { outer, features, exponent: &mut rest[0] }
     }
 
+    /// Its exponent.
+    pub fn exponent(&self) -> T {
+        *self.exponent
+    }
+
     /// Brings it to an exponent if that is above its own; returns its exponent.
     pub fn raise(&mut self, to: T) -> T {
         let old = *self.exponent;

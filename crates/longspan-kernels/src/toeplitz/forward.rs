@@ -110,6 +110,6 @@ fn compute<T: Real>(
             store(&o[at * value_width..], T::ONE / denominator, out);
         }
         // SAFETY: as above.
-        unsafe { sink.set_denominator([batch, head, token], denominator) };
+        unsafe { sink.set_denominator([batch, head, token], &[denominator]) };
     }
 }

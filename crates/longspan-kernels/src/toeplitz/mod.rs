@@ -51,8 +51,9 @@ use smallvec::smallvec;
 use state_gradient::{FirstGradient, StateGradients};
 
 use crate::call::{
-    Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference,
-    Scratch, Sink, State, StateShape, Token, check_gradients, check_output, kernels,
+    Call, Compute, Cotangent, Dims, Downscaled, GradientSink, Gradients, Mask, Mechanism, Output, Parameter,
+    Parameters, Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes,
+    kernels,
 };
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
@@ -125,8 +126,11 @@ impl Mechanism for Toeplitz {
         parameters
     }
 
-    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Plan {
-        cost::plan(self, dims, mask)
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
+        check_sizes(self, dims, mask)?;
+        self.bias.check()?;
+        self.check_feature_map(dims)?;
+        Ok(cost::plan(self, dims, mask))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
@@ -151,7 +155,7 @@ impl Compute for Toeplitz {
             problem.check_reach("final_state")?;
         }
         problem.prepare(scratch);
-        let sink = Sink::new(&mut out, denominators, &dims);
+        let sink = Sink::new(&mut out, denominators, self.denominators(&dims));
         match self.chosen(call, purpose, false) {
             Algorithm::Fft => fft::forward(&problem, sink, scratch),
             Algorithm::Piecewise => piecewise::forward(&problem, sink, scratch),
@@ -176,20 +180,28 @@ impl Compute for Toeplitz {
             problem.check_reach("gradient of the final state")?;
         }
         problem.prepare(scratch);
-        let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
+        let Gradients { mut dq, mut dk, mut dv, parameters, mut initial_state } = gradients;
+        let dims = call.dims;
+        let downscaled = if self.normalize { Downscaled::new(&dims, cotangent)? } else { None };
+        let cotangent = &downscaled.as_ref().map_or(*cotangent, |small| small.cotangent(&dims, cotangent));
         let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        let states = StateGradients { last: cotangent.final_state, first: initial_state.map(FirstGradient::new) };
+        let states =
+            StateGradients { last: cotangent.final_state, first: initial_state.as_deref_mut().map(FirstGradient::new) };
         let backward = Backward { problem: &problem, cotangent, sink, states };
         match self.chosen(call, Purpose::Training, cotangent.final_state.is_some()) {
             Algorithm::Fft => fft::backward(backward, parameters, scratch),
             Algorithm::Piecewise => piecewise::backward(backward, parameters, scratch),
             _ => tiled::backward(backward, parameters, scratch),
         }
+        if let Some(small) = &downscaled {
+            let tensors = [(&mut dq, dims.q()), (&mut dk, dims.k()), (&mut dv, dims.v())];
+            small.restore(tensors, parameters, initial_state);
+        }
         Ok(())
     }
 
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        Ok(state::shape(self, dims))
+        state::shape::<T>(self, dims)
     }
 
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {

@@ -27,7 +27,7 @@ fn keys_of<T: Real>(unit: &Unit<'_, T>, chunk: usize) -> Range<isize> {
 }
 
 /// Adds `k̄_j v⁺_jᵀ` of the keys `from..to`.
-fn add_keys<T: Real>(
+pub(super) fn add_keys<T: Real>(
     problem: &Problem<'_, T>,
     unit: &Unit<'_, T>,
     (from, to): (isize, isize),
@@ -49,7 +49,7 @@ fn add_keys<T: Real>(
 }
 
 /// Adds the tokens beyond the ring of an initial state.
-fn add_past<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, sum: &mut FarSum<'_, T>) {
+pub(super) fn add_past<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, sum: &mut FarSum<'_, T>) {
     let Some(past) = unit.past.filter(|past| past.head.marks[EXPONENT] > T::NEG_INFINITY) else { return };
     let (value_dim, value_width) = (problem.dims.value_dim, problem.value_width);
     let exponent = sum.raise(past.head.marks[EXPONENT]);

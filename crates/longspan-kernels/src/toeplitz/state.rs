@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::weigh::AddOuter;
 use super::{OPERATION, Toeplitz};
-use crate::call::{Dims, PARTS, State, StateShape, fingerprint, is_count};
+use crate::call::{Dims, PARTS, State, StateShape, check_count, fingerprint, is_count};
 use crate::error::{Error, expect};
 use crate::simd::block::{add_scaled, scale_by};
 use crate::simd::{Real, dispatch};
@@ -49,11 +49,13 @@ impl<T: Real, S: std::ops::Deref<Target = [T]>> Head<S> {
 }
 
 /// The sizes of the state for calls of these sizes.
-pub(super) fn shape(toeplitz: &Toeplitz, dims: &Dims) -> StateShape {
+pub(super) fn shape<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<StateShape, Error> {
+    toeplitz.bias.check()?;
     let near = toeplitz.bias.near();
+    check_count::<T>(OPERATION, "tokens that the bias tells apart", near)?;
     let far = usize::from(toeplitz.bias.far().is_some());
     let features = toeplitz.feature_map.features(dims.head_dim);
-    let options = fingerprint(&(toeplitz.feature_map, toeplitz.bias));
+    let options = fingerprint(toeplitz.feature_map.state_id().into_iter().chain(toeplitz.bias.state_id()));
     let parts = [
         far * features * dims.value_dim,
         far * features,
@@ -62,13 +64,12 @@ pub(super) fn shape(toeplitz: &Toeplitz, dims: &Dims) -> StateShape {
         if toeplitz.feature_map.is_exponential() { near } else { 0 },
         near * (dims.value_dim + 1),
     ];
-    StateShape::new(OPERATION, options, dims, parts).in_lines(MARKS_PART)
+    Ok(StateShape::new(OPERATION, options, dims, parts).in_lines(MARKS_PART))
 }
 
 /// The state before the first token.
 pub(super) fn empty<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<State<T>, Error> {
-    toeplitz.bias.check()?;
-    let shape = shape(toeplitz, dims);
+    let shape = shape::<T>(toeplitz, dims)?;
     let numbers = shape.parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
     let bytes =
         numbers.and_then(|n| n.checked_mul(shape.batch.max(1))?.checked_mul(shape.kv_heads.max(1))?.checked_mul(8));
@@ -153,6 +154,15 @@ pub(super) struct Writer<'a, T: 'static> {
 impl<'a, T: Real> Writer<'a, T> {
     pub fn new(near: usize, head: Head<&'a mut [T]>) -> Self {
         Self { near, head }
+    }
+
+    /// After `tokens` more that are all far, their sums under this exponent: the ring is empty.
+    pub fn restart(&mut self, tokens: usize, exponent: T) {
+        if self.near > 0 {
+            self.head.marks[SLOT] = T::from_f64(((self.head.mark(SLOT) + tokens) % self.near) as f64);
+        }
+        self.head.marks[TOKENS] = T::ZERO;
+        self.head.marks[EXPONENT] = exponent;
     }
 
     /// Takes in a token: `φ(k)`, the exponent subtracted from it, its value, and 1 or, if it is ignored, 0. The caller

@@ -14,7 +14,7 @@ fn held(make: &dyn Fn(Algorithm) -> Subject, case: &Case) -> Result<bool, Failur
     let auto = make(Algorithm::Auto);
     let inputs = execute::random(&auto, case).cast::<f32>();
     let alone = |subject: &Subject| execute::output_alone(subject, case, &inputs, &mut Scratch::new());
-    let plan = f32::mechanism(&auto).plan(&case.dims, &case.mask());
+    let plan = f32::mechanism(&auto).plan(&case.dims, &case.mask())?;
     let named = Purpose::ALL.map(|purpose| plan.algorithm(purpose));
     let [inference, training] = named.map(make);
     same_bits("out alone", &alone(&auto)?, &alone(&inference)?)?;

@@ -427,3 +427,29 @@ fn lengths_and_targets_that_do_not_fit_are_refused_by_name() {
     refused(CrossEntropy { smoothing: 1.0, targets: &[None, None], ..loss }.loss(), "smoothing");
     refused(CrossEntropy { targets: &[None], ..loss }.loss(), "h: expected 1 × 3");
 }
+
+/// The loss of a row that is nearly certain is far below the rounding of its logits, and so is its gradient.
+#[test]
+fn the_loss_of_a_confident_row_keeps_its_digits() {
+    // Logits 30 + n, and n: others weigh e^−13 in all.
+    let (weight, bias) = ([1.0; 3], [30.0, 17.0, 15.0]);
+    let others = (-13f64).exp() + (-15f64).exp();
+    for (target, expected) in [(0, others.ln_1p()), (1, 13.0 + others.ln_1p()), (2, 15.0 + others.ln_1p())] {
+        let (h, targets) = ([3.0], [Some(target)]);
+        let call = CrossEntropy {
+            h: &h,
+            weight: &weight,
+            bias: Some(&bias),
+            targets: &targets,
+            width: 1,
+            vocabulary: 3,
+            smoothing: 0.0,
+        };
+        let (loss, gradients) = call.training().unwrap();
+        assert!((loss.plain / expected - 1.0).abs() < 1e-6, "{}, not {expected}", loss.plain);
+        if target == 0 {
+            let expected = -others / (1.0 + others);
+            assert!((f64::from(gradients.d_bias[0]) / expected - 1.0).abs() < 1e-6, "{:?}", gradients.d_bias);
+        }
+    }
+}

@@ -9,6 +9,7 @@ mod fourier;
 mod instruction_sets;
 mod kernelized;
 mod layers;
+mod limits;
 mod properties;
 mod softmax;
 mod toeplitz;

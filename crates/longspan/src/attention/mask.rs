@@ -52,14 +52,37 @@ impl AttentionMask {
         Self { offset, ..self }
     }
 
-    /// The same mask over the first `lengths[b]` keys of each batch entry.
+    /// The same mask over the first `lengths[b]` keys of each batch entry, and under any padding that it has.
     pub fn with_lengths(self, lengths: &[usize]) -> Self {
-        Self { keys: KeyMask::Lengths(lengths.into()), ..self }
+        self.and(KeyMask::Lengths(lengths.into()))
     }
 
-    /// The same mask over the keys whose entry is `false`; `[batch, keys]`, row-major.
+    /// The same mask over the keys whose entry is `false`, `[batch, keys]`, row-major, and within any lengths that it has.
     pub fn with_padding(self, ignored: &[bool]) -> Self {
-        Self { keys: KeyMask::Padding(ignored.into()), ..self }
+        self.and(KeyMask::Padding(ignored.into()))
+    }
+
+    /// With both key masks. What does not fit together becomes a padding that no call takes.
+    fn and(self, other: KeyMask) -> Self {
+        let keys = match (&self.keys, &other) {
+            (KeyMask::All, _) => other,
+            (KeyMask::Lengths(a), KeyMask::Lengths(b)) if a.len() == b.len() => {
+                KeyMask::Lengths(a.iter().zip(&**b).map(|(&a, &b)| a.min(b)).collect())
+            }
+            (KeyMask::Padding(a), KeyMask::Padding(b)) if a.len() == b.len() => {
+                KeyMask::Padding(a.iter().zip(&**b).map(|(a, b)| a | b).collect())
+            }
+            (KeyMask::Lengths(lengths), KeyMask::Padding(ignored))
+            | (KeyMask::Padding(ignored), KeyMask::Lengths(lengths))
+                if !lengths.is_empty() && ignored.len().is_multiple_of(lengths.len()) =>
+            {
+                let keys = ignored.len() / lengths.len();
+                let beyond = |n: usize| n % keys.max(1) >= lengths[n / keys.max(1)];
+                KeyMask::Padding(ignored.iter().enumerate().map(|(n, &ignored)| ignored || beyond(n)).collect())
+            }
+            _ => KeyMask::Padding([].into()),
+        };
+        Self { keys, ..self }
     }
 
     /// The same mask within each of several sequences of `lengths` tokens that are packed end to end; the batch must be
@@ -70,7 +93,7 @@ impl AttentionMask {
             Some(*end)
         });
         let bounds: Arc<[usize]> = std::iter::once(0).chain(ends).collect();
-        Self { keys: KeyMask::Packed { queries: bounds.clone(), keys: bounds }, ..self }
+        self.and(KeyMask::Packed { queries: bounds.clone(), keys: bounds })
     }
 
     /// The kernels' view of this mask.

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 #[cfg(feature = "flex")]
 use super::flex::{PrefixState, Settings, States, computed};
 use super::state::Inner;
-use super::{AttentionState, Layer, TensorState, attend, check, foreign_state, step};
+use super::{AttentionState, Layer, TensorState, attend, check, foreign_state, join_past, step};
 use crate::attention::AttentionMask;
 use crate::error::Result;
 
@@ -32,28 +32,40 @@ pub(crate) fn advance(
         return in_kernels(layer, q, k, v, state);
     }
     if layer.sums().is_some() {
-        // Only the kernels have a parallel form that begins with sums.
-        let tokens = q.dims()[2];
-        let row = |x: &Tensor<4>, t| x.clone().narrow(2, t, 1);
-        let rows = (0..tokens).map(|t| step(layer, row(&q, t), row(&k, t), row(&v, t), state));
-        return Ok(Tensor::cat(rows.collect::<Result<_>>()?, 2));
+        return in_steps(layer, q, k, v, state);
     }
-    let (keys, values) = match state.inner.take() {
+    let (keys, values) = match &state.inner {
         None => (k, v),
-        Some(Inner::Tensors(TensorState::Past(past))) => {
-            let [keys, values] = *past;
-            (Tensor::cat(vec![keys, k], 2), Tensor::cat(vec![values, v], 2))
-        }
-        other => {
-            state.inner = other;
-            return Err(foreign_state(layer));
-        }
+        Some(Inner::Tensors(TensorState::Past(past))) => join_past(layer, past, k, v)?,
+        Some(_) => return Err(foreign_state(layer)),
     };
     let before = keys.dims()[2] - q.dims()[2];
     let mask = AttentionMask::causal().with_offset(before as isize);
     let out = attend(layer, q, keys.clone(), values.clone(), &mask)?;
     state.inner = Some(Inner::Tensors(TensorState::Past(Box::new([keys.detach(), values.detach()]))));
     Ok(out)
+}
+
+/// [`advance`] token by token, for sums in tensors: only the kernels have a parallel form that begins with such.
+pub(super) fn in_steps(
+    layer: &dyn Layer,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    state: &mut AttentionState,
+) -> Result<Tensor<4>> {
+    let row = |x: &Tensor<4>, t| x.clone().narrow(2, t, 1);
+    let mut after = state.clone();
+    let rows = (0..q.dims()[2]).map(|t| step(layer, row(&q, t), row(&k, t), row(&v, t), &mut after));
+    let rows: Vec<_> = rows.collect::<Result<_>>()?;
+    // The next segment's backward ends here.
+    after.detach();
+    *state = after;
+    Ok(if rows.is_empty() {
+        v.narrow(2, 0, 0).repeat_dim(1, layer.heads().heads / layer.heads().kv_heads)
+    } else {
+        Tensor::cat(rows, 2)
+    })
 }
 
 /// [`advance`] in the kernels.

@@ -283,19 +283,22 @@ fn step_in_tensors(
     let (keys, values) = match state {
         None => (k, v),
         Some(TensorState::Sums(_)) => return Err(foreign_state(layer)),
-        Some(TensorState::Past(past)) => {
-            let [keys, values] = past.as_ref();
-            let rest = |x: &Tensor<4>| (x.dims()[..2].to_vec(), x.dims()[3], x.dtype());
-            let expected = || format!("keys and values such as {:?} and {:?}", k.dims(), v.dims());
-            let got = || format!("{:?} and {:?}", keys.dims(), values.dims());
-            argument(rest(keys) == rest(&k) && rest(values) == rest(&v), layer.name(), "state", expected, got)?;
-            (Tensor::cat(vec![keys.clone(), k], 2), Tensor::cat(vec![values.clone(), v], 2))
-        }
+        Some(TensorState::Past(past)) => join_past(layer, past, k, v)?,
     };
     let mask = AttentionMask::causal().with_offset(keys.dims()[2] as isize - 1);
     let out = in_tensors(layer, q, keys.clone(), values.clone(), &mask)?;
     *state = Some(TensorState::Past(Box::new([keys, values])));
     Ok(out)
+}
+
+/// The keys and values of a state and those that come after them.
+fn join_past(layer: &dyn Layer, past: &[Tensor<4>; 2], k: Tensor<4>, v: Tensor<4>) -> Result<(Tensor<4>, Tensor<4>)> {
+    let [keys, values] = past;
+    let rest = |x: &Tensor<4>| (x.dims()[..2].to_vec(), x.dims()[3], x.dtype());
+    let expected = || format!("keys and values such as {:?} and {:?}", k.dims(), v.dims());
+    let got = || format!("{:?} and {:?}", keys.dims(), values.dims());
+    argument(rest(keys) == rest(&k) && rest(values) == rest(&v), layer.name(), "state", expected, got)?;
+    Ok((Tensor::cat(vec![keys.clone(), k], 2), Tensor::cat(vec![values.clone(), v], 2)))
 }
 
 /// [`step`] in the kernels.
@@ -311,6 +314,7 @@ fn step_kernel(
         x.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}")))
     }
     let kernel = &*layer.kernel();
+    let sizes = [k.dims()[0], k.dims()[1]];
     let parameters = flat(layer, q.dtype())?.map(primitive).transpose()?;
     let operands =
         flex::Operands { q: primitive(q)?, k: primitive(k)?, v: primitive(v)?, parameters }.with_adjacent_rows();
@@ -319,6 +323,11 @@ fn step_kernel(
     }
     match &mut state.inner {
         Some(Inner::Kernels(prefix)) if prefix.dtype() == flex::computed(operands.q.dtype()) => {
+            // Heads and their width are one number to the kernel, which sees their product alone.
+            let shape = prefix.shape();
+            let text = |[batch, heads]: [usize; 2]| move || format!("batch {batch}, {heads} key/value heads");
+            let got = [shape.batch, shape.kv_heads];
+            argument(got == sizes, layer.name(), "state", text(sizes), text(got))?;
             Ok(Tensor::from_primitive::<Flex>(prefix.step(kernel, &operands)?))
         }
         _ => Err(foreign_state(layer)),

@@ -133,6 +133,13 @@ const PARTS: usize = 6;
 const NAME: &str = "attention state";
 
 impl AttentionState {
+    /// Cut from the graph: no gradient reaches the tokens so far.
+    pub(crate) fn detach(&mut self) {
+        if let Some(Inner::Tensors(TensorState::Sums(sums))) = &mut self.inner {
+            sums.tensors().into_iter().for_each(|x| *x = x.clone().detach());
+        }
+    }
+
     /// Before tokens of which others hold stretches.
     pub(crate) fn between(self, peers: &Arc<dyn Peers>) -> Self {
         Self { peers: Some(peers.clone()), ..self }
@@ -248,6 +255,9 @@ impl AttentionState {
                 let shape = StateShape { mechanism: name, version, options, batch, kv_heads, parts };
                 let counted = parts.iter().try_fold(0_usize, |sum, &part| sum.checked_add(part));
                 let counted = counted.and_then(|n| n.checked_mul(batch)).and_then(|n| n.checked_mul(kv_heads));
+                let heads = layer.heads().kv_heads;
+                let expected = || format!("{heads} key/value heads");
+                argument(kv_heads == heads, NAME, "heads", expected, || kv_heads.to_string())?;
                 if counted != Some(numbers.num_elements()) {
                     return Err(broken(format!("{} numbers", numbers.num_elements())));
                 }

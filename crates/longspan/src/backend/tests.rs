@@ -368,3 +368,24 @@ mod fused {
         }
     }
 }
+
+/// On a device without kernels sums are tensors, and each segment has a backward of its own.
+#[test]
+#[cfg(feature = "flex")]
+fn a_gradient_ends_where_a_segment_of_tensors_begins() {
+    use burn::tensor::Distribution;
+
+    use super::{AttentionState, advance};
+
+    let device = Device::flex().autodiff();
+    let layer = attention::AttentionConfig::shaw().init(2, 2, 4, &device).unwrap();
+    let layer = layer.layer();
+    let draw = || Tensor::<4>::random([1, 2, 3, 4], Distribution::Uniform(0.5, 1.0), &device).require_grad();
+    let (mut state, [first, second]) = (AttentionState::default(), [draw(), draw()]);
+    for x in [&first, &second] {
+        let out = advance::in_steps(layer, x.clone(), x.clone(), x.clone(), &mut state).unwrap();
+        let gradients = out.sum().backward();
+        assert!(x.grad(&gradients).is_some());
+        assert!(first.grad(&gradients).is_none() || std::ptr::eq(x, &first));
+    }
+}

@@ -4,9 +4,15 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
+use crate::error::{Result, argument};
+
 /// Scales the gradients of a module down so that their norm over all parameters is at most `limit`, and returns the norm before. A
 /// norm that is not finite scales nothing.
-pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, limit: f64) -> f64 {
+///
+/// # Errors
+/// A limit that is negative or no number, which would turn the gradients round.
+pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, limit: f64) -> Result<f64> {
+    argument(limit >= 0.0, "clip_gradients", "limit", || "0 or more".into(), || limit.to_string())?;
     struct Norm<'a> {
         gradients: &'a GradientsParams,
         squares: f64,
@@ -35,7 +41,7 @@ pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, lim
     if norm.is_finite() && norm > limit {
         module.visit(&mut Scale { gradients, factor: limit / norm });
     }
-    norm
+    Ok(norm)
 }
 
 /// The sum of two gradients of a module, such as those of two parts of a batch.

@@ -7,6 +7,7 @@ use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig};
 use burn::tensor::{Device, Tensor};
 
+use super::stack::probability;
 use crate::attention::{
     AttentionConfig, AttentionMask, AttentionState, MemoryState, MultiHeadAttention, MultiHeadAttentionConfig,
 };
@@ -23,23 +24,25 @@ pub enum Norm {
 }
 
 /// How a block's parts become residual branches.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Branches {
+#[derive(Module, Debug)]
+pub struct Branches {
     /// Where the norms stand.
-    pub place: Norm,
-    dropout: f64,
+    #[module(skip)]
+    pub(super) place: Norm,
+    dropout: Dropout,
+    #[module(skip)]
     recompute: bool,
 }
 
 impl Branches {
     /// `x + part(norm(x))` or `norm(x + part(x))`.
     fn run(
-        self,
+        &self,
         x: Tensor<3>,
         norm: &TokenNorm,
         part: impl FnOnce(Tensor<3>, Around<'_>) -> Result<Tensor<3>>,
     ) -> Result<Tensor<3>> {
-        let Self { place, dropout, recompute } = self;
+        let (place, recompute, dropout) = (self.place, self.recompute, probability(&self.dropout));
         let before = (place == Norm::Pre).then_some(norm);
         let y = part(x, Around { norm: before, dropout, residual: true, recompute })?;
         Ok(if place == Norm::Post { norm.forward(y) } else { y })
@@ -128,7 +131,7 @@ impl BlockConfig {
     }
 
     fn branches(&self) -> Result<Branches> {
-        Ok(Branches { place: self.norm, dropout: self.dropout()?.prob, recompute: self.recompute })
+        Ok(Branches { place: self.norm, dropout: self.dropout()?, recompute: self.recompute })
     }
 
     pub(super) fn token_norm(&self, device: &Device) -> Result<TokenNorm> {
@@ -184,7 +187,6 @@ pub struct EncoderBlock {
     pub feed_forward: FeedForward,
     /// The norm of the feed-forward layer's branch.
     pub feed_forward_norm: TokenNorm,
-    #[module(skip)]
     pub(super) branches: Branches,
 }
 
@@ -284,7 +286,6 @@ pub struct DecoderBlock {
     pub feed_forward: FeedForward,
     /// The norm of the feed-forward layer's branch.
     pub feed_forward_norm: TokenNorm,
-    #[module(skip)]
     pub(super) branches: Branches,
 }
 

@@ -226,12 +226,15 @@ impl LanguageModel {
         let expected = || format!("tokens below {vocab}");
         argument(tokens.iter().all(|&t| t < vocab), NAME, "tokens", expected, || format!("{tokens:?}"))?;
         let tokens = index_tensor(tokens, &self.embedding.weight.device()).unsqueeze_dim::<2>(1);
-        let states = state.of(self)?;
+        // All blocks take the token, or none.
+        let mut next = state.clone();
+        let states = next.of(self)?;
         let mut x = self.embed(tokens, states.position)?;
         for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
             x = block.step(x, layer)?;
         }
         states.position += 1;
+        *state = next;
         Ok(self.logits(stack::end(self.norm.as_ref(), x)).squeeze_dim(1))
     }
 
@@ -260,7 +263,9 @@ impl LanguageModel {
     /// # Errors
     /// Numbers of another model.
     pub fn restore(&self, stored: &[StoredState], position: usize) -> Result<LanguageState> {
-        let device = self.embedding.weight.device();
+        let (device, blocks) = (self.embedding.weight.device(), self.blocks.len());
+        let expected = || format!("those of {blocks} blocks");
+        argument(stored.len() == blocks, NAME, "states", expected, || stored.len().to_string())?;
         let layers = self.blocks.iter().zip(stored);
         let layers =
             layers.map(|(block, one)| block.attention.attention.restore(one, &device)).collect::<Result<_>>()?;
@@ -292,7 +297,8 @@ impl LanguageModel {
         stretch: Option<(&Arc<dyn Peers>, usize, usize)>,
     ) -> Result<Tensor<3>> {
         let (first, count) = stretch.map_or((0, tokens.dims()[1]), |(_, first, count)| (first, count));
-        let states = state.of(self)?;
+        let mut next = state.clone();
+        let states = next.of(self)?;
         let mut x = self.embed(tokens, states.position + first)?;
         for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
             if let Some((peers, ..)) = stretch {
@@ -301,6 +307,7 @@ impl LanguageModel {
             x = block.advance(x, layer)?;
         }
         states.position += count;
+        *state = next;
         Ok(stack::end(self.norm.as_ref(), x))
     }
 

@@ -54,7 +54,7 @@ impl Pooling {
 pub(super) fn mask(lengths: &[usize], [batch, count]: [usize; 2], causal: bool) -> Result<AttentionMask> {
     let holds = lengths.len() == batch && lengths.iter().all(|n| (1..=count).contains(n));
     let expected = || format!("{batch} lengths from 1 to {count}");
-    argument(holds, "classifier", "lengths", expected, || format!("{lengths:?}"))?;
+    argument(holds, "pooling", "lengths", expected, || format!("{lengths:?}"))?;
     let mask = if causal { AttentionMask::causal() } else { AttentionMask::bidirectional() };
     Ok(if lengths.iter().any(|&n| n < count) { mask.with_lengths(lengths) } else { mask })
 }

@@ -206,18 +206,23 @@ impl Seq2Seq {
         let holds = tokens.len() == state.memory.batch && tokens.iter().all(|&t| t < vocabulary);
         let expected = || format!("{} tokens below {vocabulary}", state.memory.batch);
         argument(holds, "seq2seq step", "tokens", expected, || format!("{tokens:?}"))?;
+        let blocks = self.decoder.len();
+        let expected = || format!("one of {blocks} blocks");
+        argument(state.layers.len() == blocks, "seq2seq step", "state", expected, || state.layers.len().to_string())?;
         let tokens = index_tensor(tokens, &state.memory.device).unsqueeze_dim::<2>(1);
+        // All blocks take the token, or none.
+        let mut layers = state.layers.clone();
         let mut x = self.embed(&self.target_embedding, tokens, state.position)?;
         #[cfg(feature = "flex")]
         if let Some(decoder) = &state.stored {
-            let logits = decoder.step(x, state.position, &mut state.layers, &state.memory.layers)?;
-            state.position += 1;
+            let logits = decoder.step(x, state.position, &mut layers, &state.memory.layers)?;
+            (state.layers, state.position) = (layers, state.position + 1);
             return Ok(logits);
         }
-        for ((block, layer), memory) in self.decoder.iter().zip(&mut state.layers).zip(&state.memory.layers) {
+        for ((block, layer), memory) in self.decoder.iter().zip(&mut layers).zip(&state.memory.layers) {
             x = block.step(x, state.position, layer, memory)?;
         }
-        state.position += 1;
+        (state.layers, state.position) = (layers, state.position + 1);
         let x = stack::end(self.decoder_norm.as_ref(), x);
         Ok(apply(&self.output, x, Activation::Identity, After::default()).squeeze_dim(1))
     }

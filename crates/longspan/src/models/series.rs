@@ -207,7 +207,7 @@ impl SeriesModel {
         let mask = pooling::mask(lengths, [batch, points], self.causal)?;
         let times = times.unsqueeze_dim::<3>(2);
         let x = apply(&self.input, values, Activation::Identity, After::default());
-        let mut x = dropout(self.positions.add(x, 0), self.dropout.prob);
+        let mut x = dropout(self.positions.add(x, 0), stack::probability(&self.dropout));
         for block in &self.blocks {
             x = block.forward_at(x, times.clone(), &mask)?;
         }

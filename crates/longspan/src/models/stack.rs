@@ -44,6 +44,11 @@ pub(super) fn end(norm: Option<&TokenNorm>, x: Tensor<3>) -> Tensor<3> {
     }
 }
 
+/// With which probability a part drops numbers on a device that trains: none once `freeze` has stopped it.
+pub(super) fn probability(dropout: &Dropout) -> f64 {
+    if dropout.training.is_enabled() { dropout.prob } else { 0.0 }
+}
+
 /// Embeddings whose numbers have the standard deviation `std`.
 pub(super) fn embedding(tokens: usize, d_model: usize, std: f64, device: &Device) -> Embedding {
     EmbeddingConfig::new(tokens, d_model).with_initializer(Initializer::Normal { mean: 0.0, std }).init(device)
@@ -60,5 +65,5 @@ pub(super) fn embed(
     let weight = embedding.weight.val();
     let shape = [tokens.dims()[1], weight.dims()[1]];
     let rows = positions.rows(first, shape, (&weight.device(), weight.dtype()));
-    Ok(dropout(layers::embedding(tokens, weight, scale, rows)?, drop.prob))
+    Ok(dropout(layers::embedding(tokens, weight, scale, rows)?, probability(drop)))
 }

@@ -44,6 +44,9 @@ class _Exported:
 
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """A tensor on the CPU as an array on the same memory, to be read."""
+    if tensor.is_neg():
+        # A view that stands for its negative, as the imaginary part of a conjugate does.
+        tensor = tensor.resolve_neg()
     if tensor.dtype is torch.bfloat16:
         raw: np.ndarray[Any, Any] = np.from_dlpack(_Exported(tensor.detach().view(torch.int16)))
         return raw.view(_calls.BFLOAT16)
@@ -210,15 +213,16 @@ def _output_of(q: Tensor, v: Tensor) -> Tensor:
     return _token_major(q, batch, heads, queries, v.shape[3])
 
 
-#: Numbers a channel in the denominators of mechanisms that divide each channel by its own; the others have one number a row
+#: Numbers a channel, or a row, in what mechanisms keep of denominators for the backward; one a row for the others
 #: (`Mechanism::denominators` in the kernels).
 _PER_CHANNEL = {"aft-full": 3}
+_PER_ROW = {"softmax": 2, "softmax-window": 2}
 
 
 def _shapes(q: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
     """What a compiler has to know of an output and its denominators."""
     _refuse_onnx(call.operation, call.mechanism)
-    each = _PER_CHANNEL[call.mechanism] * q.shape[3] if call.mechanism in _PER_CHANNEL else 1
+    each = _PER_CHANNEL.get(call.mechanism, 0) * q.shape[3] or _PER_ROW.get(call.mechanism, 1)
     return _output_of(q, v), q.new_empty((*q.shape[:3], each), dtype=_dtype_of_denominators(q))
 
 

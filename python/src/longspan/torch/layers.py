@@ -30,6 +30,12 @@ else:
     _Encoder = _Decoder = object
 
 
+def _check_token(layer: nn.Module, token: Tensor) -> None:
+    """With an axis of tokens every entry of a batch would be added to every other."""
+    if token.dim() != 2:
+        raise ValueError(f"{type(layer).__name__}.step: token: expected shape (batch, d_model), got shape {tuple(token.shape)}")
+
+
 class _Layer(nn.Module):
     def __init__(
         self, d_model: int, dim_feedforward: int, dropout: float, activation: str | Callable[[Tensor], Tensor],
@@ -177,7 +183,7 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         Parameters
         ----------
         token : Tensor ``[batch, d_model]``
-            The token.
+            The token, without an axis of tokens.
         state : State or `TensorState`, optional
             What a call or the last step returned; ``None`` starts a sequence. Under ``torch.no_grad()`` it is changed in place.
         positions : Tensor ``[batch, 1, n]``, optional
@@ -188,6 +194,7 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         Tensor ``[batch, d_model]``, State or `TensorState`
             The output, and the state with the token taken in.
         """
+        _check_token(self, token)
         if positions is None and type(self) is TransformerEncoderLayer:
             done = self._step_at_once(token, state)
             if done is not None:
@@ -330,7 +337,7 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         Parameters
         ----------
         token : Tensor ``[batch, d_model]``
-            The token.
+            The token, without an axis of tokens.
         memory : Tensor
             All of it, as in `forward`: every token reads the whole memory.
         state : State or `TensorState`, optional
@@ -350,6 +357,7 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         ValueError
             Without the position where it is needed.
         """
+        _check_token(self, token)
         kept: list[State | TensorState] = []
         if position is None and getattr(self.multihead_attn.attention, "sees_order", False):
             raise ValueError(f"{type(self).__name__}.step: position: expected how many tokens were before, because the attention "

@@ -196,6 +196,9 @@ class MultiheadAttention(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         ignored = _ignored(key_padding_mask)
         if attn_mask is not None and not is_causal:
+            if offset:
+                raise ValueError(f"{type(self).__name__}: attn_mask: expected None beside an offset, because a mask says itself what is "
+                                 f"seen; use is_causal=True, got one and offset={offset}")  # fmt: skip
             tokens = 1 - axis
             is_causal, ignored = _understood(attn_mask, ignored, key.shape[axis], query.shape[tokens], key.shape[tokens])
         q, k, v = (self._heads(x, heads, axis) for x, heads in zip(self._project(query, key, value), self._head_counts))

@@ -49,6 +49,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,15 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
+
+
+#: White space as Unicode has it; `str.split` takes the separators U+001C to U+001F for it too.
+_SPACE = re.compile("[\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]+")
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text, as the command splits them."""
+    return [word for word in _SPACE.split(text) if word]
 
 
 @dataclass(frozen=True)
@@ -177,7 +187,7 @@ class Tokenizer:
             return [_SPECIALS + byte for byte in text.encode()]
         ids = {entry: id for id, entry in enumerate(self.vocabulary, _SPECIALS)}
         if self.kind == "words":
-            return [ids.get(word, UNKNOWN) for word in text.split()]
+            return [ids.get(word, UNKNOWN) for word in _words(text)]
         return [ids.get(c, ids.get(c.lower(), UNKNOWN)) for c in text]
 
     def decode(self, ids: list[int]) -> str:

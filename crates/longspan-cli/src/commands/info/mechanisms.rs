@@ -81,8 +81,8 @@ fn growth(kernel: &dyn Kernel<f32>, mask: Mask<'_>) -> String {
     };
     let lengths = [longest / 4, longest];
     let flops = lengths.map(|length| {
-        let plan = kernel.plan(&sizes(length), &mask);
-        plan.chosen(Purpose::Inference).map_or(f64::NAN, |estimate| estimate.flops)
+        let plan = kernel.plan(&sizes(length), &mask).ok();
+        plan.and_then(|plan| plan.chosen(Purpose::Inference).map(|estimate| estimate.flops)).unwrap_or(f64::NAN)
     });
     let growth = match (flops[1] / flops[0]).ln() / 4f64.ln() {
         e if (e - 1.0).abs() < 0.02 => "L".into(),

@@ -235,7 +235,7 @@ fn helper<T: Task>(
         ranks.reply(&serde_json::to_vec(&reply)?);
         // Where a rank could not, rank 0 ends the run.
         let mut gradients = of_flat(&model, &sum);
-        clip_gradients(&model, &mut gradients, config.clip_norm);
+        clip_gradients(&model, &mut gradients, config.clip_norm)?;
         model = optimizer.step(rate, model, gradients);
     }
 }

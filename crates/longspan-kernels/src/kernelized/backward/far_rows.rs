@@ -4,7 +4,7 @@ use super::super::summary::Summary;
 use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
 use crate::kernelized::running_sum::{AddRunning, Run};
-use crate::simd::block::{add_scaled, dot, scale_by};
+use crate::simd::block::{add_scaled, decay_by, dot};
 use crate::simd::rows::pieces;
 use crate::simd::{Real, dispatch};
 use crate::threads;
@@ -63,7 +63,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let (width, decay) = (self.problem.value_width, self.unit.decay(1));
         let Some(others) = count.checked_sub(1) else { return };
         if decay != T::ONE {
-            scale_by(far, decay);
+            decay_by(far, decay);
         }
         // The first position, which comes last, is not followed by a decay.
         let (first, rows) = rows.split_at(width);

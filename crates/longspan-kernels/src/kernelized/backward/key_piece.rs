@@ -8,7 +8,7 @@ use super::super::tile::{combine_states, linear_width, near_columns};
 use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
 use crate::feature_map::elementwise::{Shift, copy_rows};
-use crate::simd::block::{add_scaled, multiply, scale_by, store, transpose};
+use crate::simd::block::{add_scaled, multiply, scale_by, scale_rows, store, transpose};
 use crate::simd::product::{Band, Product, zero_outside};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
@@ -130,12 +130,15 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 written = true;
                 // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
                 let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
-                for n in 0..keys {
-                    let factor = lift * unit.decay(keys - n);
-                    if factor != T::ONE {
-                        scale_by(&mut buffers.dk[n * head_width..][..head_width], factor);
-                        scale_by(&mut buffers.dv[n * value_width..][..value_width], factor);
-                    }
+                if exp || decays {
+                    let last = buffers.powers.len() - 1;
+                    let mut factors = [T::ONE; CHUNK];
+                    factors
+                        .iter_mut()
+                        .zip(&buffers.powers[last - keys..last])
+                        .for_each(|(to, &power)| *to = lift * power);
+                    scale_rows((buffers.dk, head_width), head_width, &factors[..keys]);
+                    scale_rows((buffers.dv, value_width), value_width, &factors[..keys]);
                 }
             }
             local.scale_content(unit.decay(keys));

@@ -9,7 +9,7 @@ use super::row_sums;
 use super::source::{GradientSink, Source};
 use crate::call::SharedRows;
 use crate::simd::Real;
-use crate::simd::block::scale_by;
+use crate::simd::block::{scale_by, scale_rows_backwards};
 use crate::simd::rows::{Ahead, padded};
 
 /// The walk over the keys of one unit.
@@ -110,10 +110,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
         }
         if self.unit.gamma != 1.0 {
-            for row in 1..rows {
-                let factor = self.unit.decay(row);
-                scale_by(&mut buffers.q[row * head_width..][..head_width], factor);
-            }
+            let decays = &buffers.powers[buffers.powers.len() - rows..];
+            scale_rows_backwards((buffers.q, head_width), head_width, decays);
         }
         row_sums::absorb(problem, rows, (&*buffers.q, &*buffers.d, &*buffers.c), ahead, local);
     }

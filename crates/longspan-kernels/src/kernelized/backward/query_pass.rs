@@ -8,7 +8,7 @@ use super::row_sums;
 use super::source::{GradientSink, Source};
 use crate::call::SharedRows;
 use crate::kernelized::running_sum::RunningDots;
-use crate::simd::block::{add_scaled, multiply, scale_by, store, transpose};
+use crate::simd::block::{add_scaled, multiply, scale_by, scale_rows_backwards, store, transpose};
 use crate::simd::product::{Band, Product, zero_outside};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
@@ -83,8 +83,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     [piece.rows, head_width, problem.dims.value_dim],
                 )
                 .compute_with(Some((buffers.sums, buffers.keys_sum)), &ahead);
-                for row in 0..if decays { piece.rows } else { 0 } {
-                    scale_by(&mut buffers.dq[row * head_width..][..head_width], unit.decay(row));
+                if decays {
+                    let decays = &buffers.powers[buffers.powers.len() - piece.rows..];
+                    scale_rows_backwards((buffers.dq, head_width), head_width, decays);
                 }
                 written = true;
             }

@@ -84,7 +84,7 @@ pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
         let mut visitor = make(index, segment.number);
         if problem.causal {
             let mut local = Summary::new(memory.layout, local);
-            walk.causal(segment, state(n), &mut local, running, Some(&mut visitor), buffers);
+            walk.causal(segment, state(n), (&mut local, false), running, Some(&mut visitor), buffers);
         } else {
             let segments = plans[index].len();
             let (prefix, suffix) = memory.far_totals(&states[states_len..]);
@@ -150,7 +150,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         if self.problem.causal {
             let mut nothing = Summary::new(self.memory.layout, worker.local);
             nothing.clear();
-            walk.causal(segment, nothing.view(), &mut local, worker.running, None, &mut worker.buffers);
+            walk.causal(segment, nothing.view(), (&mut local, true), worker.running, None, &mut worker.buffers);
         } else {
             walk.bidirectional_keys(segment.from, segment.to, &mut local, &mut worker.buffers);
         }
@@ -216,16 +216,17 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         let plan = segments(problem, unit);
         for (n, &segment) in plan.iter().enumerate() {
             carry.pass(unit, segment.idle);
+            // Nothing reads what would be carried beyond the last rows: half of all work for sequences of one chunk.
+            let ends = problem.causal && n + 1 == plan.len() && self.last.is_none();
             if problem.causal {
                 let mut visitor = segment.writes.then(|| (self.make)(index, segment.number));
                 let visitor = visitor.as_mut().map(|visitor| visitor as &mut dyn Visitor<T>);
-                walk.causal(segment, carry.high.view(), &mut local, running, visitor, buffers);
+                walk.causal(segment, carry.high.view(), (&mut local, !ends), running, visitor, buffers);
             } else {
                 walk.bidirectional_keys(segment.from, segment.to, &mut local, buffers);
                 self.keep_far(n, local.view(), far);
             }
-            // If nothing reads what would be carried beyond the last rows, that is worth its time for short sequences.
-            if problem.causal && n + 1 == plan.len() && self.last.is_none() {
+            if ends {
                 return;
             }
             carry.add(problem, unit, segment.to - segment.from, local.view());

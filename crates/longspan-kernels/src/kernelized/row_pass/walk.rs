@@ -7,7 +7,7 @@ use super::super::tile::{Buffers, Piece};
 use super::far_sums::FarSums;
 use super::segments::Segment;
 use crate::kernelized::running_sum::AddRunning;
-use crate::simd::block::{add_column_sums, add_scaled, scale_by};
+use crate::simd::block::{add_column_sums, add_scaled, scale_rows};
 use crate::simd::product::Product;
 use crate::simd::rows::{padded, pieces};
 use crate::simd::{Real, dispatch};
@@ -92,13 +92,13 @@ pub(in crate::kernelized) struct Walk<'w, 'a, T: 'static> {
 }
 
 impl<T: Real> Walk<'_, '_, T> {
-    /// Walks a causal segment: `local` becomes the summary of its keys; rows are written to `sink`, if given, from the
-    /// state `start` of everything before the segment.
+    /// Walks a causal segment: rows are shown to the visitor, if there is one, with the state `start` of everything before the segment.
+    /// `local` becomes the summary of the segment's keys if that is `kept`, else of all but the last piece's, which no row reads.
     pub fn causal(
         &self,
         segment: Segment,
         start: SummaryRef<'_, T>,
-        local: &mut Summary<'_, T>,
+        (local, kept): (&mut Summary<'_, T>, bool),
         running_far: &mut [T],
         mut visitor: Option<&mut dyn Visitor<T>>,
         buffers: &mut Buffers<'_, T>,
@@ -127,13 +127,16 @@ impl<T: Real> Walk<'_, '_, T> {
                 };
                 visitor.attend(self, &piece, &scene, buffers);
             }
+            row += piece.rows;
+            if row == segment.to && !kept {
+                break;
+            }
             if problem.radius.is_some() {
                 self.advance_far(&piece, local, far, &mut far_count[0], buffers);
             }
             if problem.content {
                 self.absorb(&piece, local, buffers);
             }
-            row += piece.rows;
         }
     }
 
@@ -162,11 +165,9 @@ impl<T: Real> Walk<'_, '_, T> {
         let width = problem.head_width;
         if self.unit.gamma != 1.0 {
             local.scale_content(self.unit.decay(piece.rows));
-            for key in 0..piece.keys {
-                // Key `key` is `rows − key` tokens before the next piece's first row.
-                let weight = self.unit.decay(piece.rows - key);
-                scale_by(&mut buffers.k[key * width..][..width], weight);
-            }
+            // Key `key` is `rows − key` tokens before the next piece's first row.
+            let decays = &buffers.powers[buffers.powers.len() - 1 - piece.rows..][..piece.keys];
+            scale_rows((buffers.k, width), width, decays);
         }
         if piece.keys == 0 {
             return;

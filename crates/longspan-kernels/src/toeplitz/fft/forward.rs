@@ -188,7 +188,7 @@ impl<T: Real> Whole<'_, '_, T> {
                     }
                 }
                 // SAFETY: as above.
-                unsafe { sink.set_denominator([batch, head, token], denominator) };
+                unsafe { sink.set_denominator([batch, head, token], &[denominator]) };
             }
         }
     }
