@@ -47,7 +47,7 @@ fn a_run_tells_kinds_of_waves_by_their_times_and_is_scored() {
     for part in ["2 channels", "the usual distance of times is", "2 labels: "] {
         assert!(stderr.contains(part), "{part:?}: {stderr}");
     }
-    for part in ["accuracy", "is \\ answered", "It says:", "predict run"] {
+    for part in ["accuracy", "true \\ predicted", "Samples:", "predict run"] {
         assert!(stdout.contains(part), "{part:?}: {stdout}");
     }
     for name in ["labels.json", "series.json", "confusion.svg", "confusion.png"] {

@@ -50,7 +50,7 @@ fn with_input(place: &Place, arguments: &[&str], input: &[u8]) -> std::process::
 fn a_run_learns_says_how_well_and_goes_on() {
     let place = place();
     let (stdout, stderr) = place.said(&train("run", "300", &["--learning-rate", "0.02"]));
-    for part in ["bits per byte", "bytes in", "It says:", "generate run --prompt"] {
+    for part in ["bits per byte", "bytes in", "Samples:", "generate run --prompt"] {
         assert!(stdout.contains(part), "{part:?}: {stdout}");
     }
     assert!(stderr.contains("verses.txt: ") && stderr.contains("held out; characters ("), "{stderr}");

@@ -19,12 +19,20 @@ pub struct GenerateOptions {
     /// `α` in the score `log p / (tokens + 1)^α` by which beam search ranks hypotheses of different lengths; 1 compares
     /// the mean log-probability of a token, 0 the probability of the whole.
     pub length_penalty: f64,
+    /// Tokens that no target holds, such as padding: they are never candidates. Probabilities are the model's all the same.
+    pub excluded: Vec<usize>,
 }
 
 impl GenerateOptions {
     /// Targets between `start` and `end` of at most `max_tokens` tokens, ranked by their mean log-probability.
     pub fn new(start: usize, end: usize, max_tokens: usize) -> Self {
-        Self { start, end, max_tokens, length_penalty: 1.0 }
+        Self { start, end, max_tokens, length_penalty: 1.0, excluded: Vec::new() }
+    }
+
+    /// The same without these tokens.
+    #[must_use]
+    pub fn without(self, excluded: impl Into<Vec<usize>>) -> Self {
+        Self { excluded: excluded.into(), ..self }
     }
 }
 
@@ -77,6 +85,8 @@ pub fn beam_search(
 ) -> Result<Vec<Vec<Hypothesis>>> {
     let vocabulary = model.target_vocab();
     argument(width > 0, "beam search", "width", || "at least 1".into(), || width.to_string())?;
+    let excluded = options.excluded.contains(&options.end);
+    argument(!excluded, "beam search", "excluded", || "other tokens than the end".into(), || options.end.to_string())?;
     for (name, token) in [("start", options.start), ("end", options.end)] {
         let expected = || format!("a token below {vocabulary}");
         argument(token < vocabulary, "beam search", name, expected, || token.to_string())?;
@@ -185,6 +195,7 @@ impl Search<'_> {
         let mut best: Vec<Candidate> = logits
             .iter()
             .enumerate()
+            .filter(|(token, _)| !self.options.excluded.contains(token))
             .map(|(token, &x)| Candidate {
                 row,
                 token,

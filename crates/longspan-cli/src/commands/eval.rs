@@ -15,6 +15,7 @@ use crate::run::write::write_atomic;
 use crate::tasks::task::Answering;
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, Trained, for_task, lines};
+use crate::terminal::notes::note;
 use crate::terminal::plot::{Matrix, Picture};
 
 /// What `longspan eval` takes.
@@ -52,6 +53,9 @@ fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -
         // The texts know their lines.
         line: &|place| place + 1,
     };
+    if file.is_some_and(|path| is_learned_from(path, &trained.config)) {
+        note(format_args!("{name} is what the run learned from, so the scores are better than on new data"));
+    }
     let scores = match file {
         Some(path) => trained.task.evaluate(&trained.model, path, &how)?,
         None => trained.task.score(&trained.model, &held_out(&trained)?, &how)?,
@@ -72,6 +76,13 @@ fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -
     Ok(Outcome::Done)
 }
 
+/// Whether a file, or the folder that it lies in, is one that the run learned from.
+fn is_learned_from(path: &Path, config: &RunConfig) -> bool {
+    let mut data = config.data().into_iter().chain(config.text.iter().map(PathBuf::as_path));
+    let Ok(path) = path.canonicalize() else { return false };
+    data.any(|data| data.canonicalize().is_ok_and(|data| path.starts_with(data)))
+}
+
 /// What a run held out, if its data are still those that it learned from.
 fn held_out<T: Task>(trained: &Trained<T>) -> Result<Vec<T::Text>> {
     let Some(saved) = trained.load_saved()? else {
@@ -89,7 +100,7 @@ fn held_out<T: Task>(trained: &Trained<T>) -> Result<Vec<T::Text>> {
 }
 
 /// Draws scores into a file.
-fn draw(picture: Option<Matrix<'_>>, path: &Path) -> Result<()> {
+fn draw(picture: Option<Matrix>, path: &Path) -> Result<()> {
     let Some(picture) = picture else { bail!("--picture: a run that tells labels has a picture, this one has none") };
     match lines::ending(path).as_str() {
         "svg" => write_atomic(path, picture.svg()?.as_bytes()),

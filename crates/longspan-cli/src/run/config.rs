@@ -75,6 +75,9 @@ pub struct RunConfig {
     /// Pairs for the scores at the end, instead of a twentieth of `pairs`.
     #[serde(default)]
     pub held_out: Option<PathBuf>,
+    /// How sources are held out: 2; 1, which follows the parity of their bytes, in runs of earlier versions.
+    #[serde(default = "split_version")]
+    pub split_version: u32,
     /// `characters`, `words`, `bytes`, or the path of a `tokenizer.json`.
     pub source_tokens: Option<String>,
     /// As `source_tokens`.
@@ -175,6 +178,9 @@ fn missing() -> String {
 fn one() -> usize {
     1
 }
+fn split_version() -> u32 {
+    1
+}
 fn norm_kind() -> String {
     "layer".into()
 }
@@ -206,6 +212,7 @@ impl Default for RunConfig {
             causal: false,
             development: None,
             held_out: None,
+            split_version: 2,
             source_tokens: None,
             target_tokens: None,
             max_tokens: 512,
@@ -288,6 +295,9 @@ impl RunConfig {
                 "workers = {workers}: expected 1 to {MOST_WORKERS}, at best one a core; change it with --set workers=…"
             );
         }
+        if !(1..=2).contains(&self.split_version) {
+            bail!("split_version = {}: expected 1 or 2; change it with --set split_version=…", self.split_version);
+        }
         let data = [
             ("text", !self.text.is_empty()),
             ("labelled", self.labelled.is_some()),
@@ -351,6 +361,11 @@ impl RunConfig {
     pub fn compresses(&self) -> bool {
         let name = self.synthetic.as_ref().and_then(|spec| spec.split(':').next());
         name.is_some_and(|name| name.trim() == COMPRESSION)
+    }
+
+    /// How many held-out examples are scored, at most.
+    pub fn scored(&self) -> usize {
+        if self.evaluate == 0 { usize::MAX } else { self.evaluate }
     }
 
     /// How many steps the run takes; `None` while a run in minutes is being timed.

@@ -1,7 +1,7 @@
 //! What settings mean, in words.
 
 /// What each key means, in the order of [`RunConfig`](super::config::RunConfig); for `longspan train --help`.
-pub const KEYS: [(&str, &str); 53] = [
+pub const KEYS: [(&str, &str); 54] = [
     ("pairs", "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("text", "files and folders of text to go on with, instead of pairs, as a list: [\"novel.txt\"]"),
     ("labelled", "a .tsv, .csv or .jsonl of texts and labels, instead of pairs"),
@@ -32,6 +32,10 @@ pub const KEYS: [(&str, &str); 53] = [
     ("causal", "whether a token of a labelled text, or a point of a series, sees only those before it"),
     ("development", "pairs for the development loss; a twentieth without it"),
     ("held_out", "pairs for the scores at the end; a twentieth without it"),
+    (
+        "split_version",
+        "how sources are spread: 2, or 1 (follows the parity of their bytes) in runs older than this key",
+    ),
     ("source_tokens", "characters, words, bytes, or a tokenizer.json"),
     ("target_tokens", "the same; words (phonemes) for the dictionary, else characters"),
     ("max_tokens", "longer training pairs are left out"),

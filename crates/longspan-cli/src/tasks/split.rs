@@ -1,10 +1,15 @@
 //! Which examples are held out: by a hash of the source, so that the split is the same everywhere and always.
 
+use std::borrow::Cow;
+use std::collections::HashSet;
 use std::path::Path;
 
 use anyhow::{Result, bail};
+use tokenizers::NormalizedString;
 
+use super::lines;
 use crate::run::config::RunConfig;
+use crate::terminal::notes::note;
 
 /// Examples by their use.
 #[derive(Debug)]
@@ -19,32 +24,63 @@ pub struct Split<E> {
 /// Sources are spread over so many buckets; one is held out and another is for development.
 const BUCKETS: u64 = 20;
 
-/// The bucket of a source: FNV-1a (64 bit) of its UTF-8, modulo 20. Bucket 0 is held out, bucket 1 is for development.
+/// The sources of a file, which are spread over buckets: bucket 0 is held out, bucket 1 is for development.
 ///
 /// A hash rather than a random draw: the split is the same on every machine, in every run and for every order of the
 /// lines, and all targets of one source are on the same side.
-fn bucket(source: &str) -> u64 {
-    let hash = source
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
-    hash % BUCKETS
+struct Sources {
+    /// The `split_version` of the run.
+    version: u32,
+    /// The hashes of all sources.
+    known: HashSet<u64>,
 }
 
-/// Splits examples by the bucket of their source.
-fn split<E>(examples: Vec<E>, source: impl Fn(&E) -> &str) -> Split<E> {
-    let mut split = Split { train: Vec::new(), development: Vec::new(), held_out: Vec::new() };
-    for example in examples {
-        match bucket(source(&example)) {
-            0 => split.held_out.push(example),
-            1 => split.development.push(example),
-            _ => split.train.push(example),
-        }
+impl Sources {
+    fn of<'a>(version: u32, sources: impl Iterator<Item = &'a str>) -> Self {
+        let known = sources.map(|source| finished(&composed(source))).collect();
+        Self { version, known }
     }
-    split
+
+    /// The hash that decides. Version 1 is FNV-1a alone, whose lowest bit is the parity of the lowest bits of all bytes. Version 2
+    /// mixes its bits, and is the same for one source composed or decomposed, and for `word(2)` where `word` is there too.
+    fn hash(&self, source: &str) -> u64 {
+        if self.version == 1 {
+            return fnv(source);
+        }
+        let source = composed(source);
+        let word = variant_of(&source).map(finished).filter(|hash| self.known.contains(hash));
+        word.unwrap_or_else(|| finished(&source))
+    }
+}
+
+/// FNV-1a (64 bit) of a text's UTF-8.
+fn fnv(text: &str) -> u64 {
+    let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    text.bytes().fold(0xcbf2_9ce4_8422_2325u64, step)
+}
+
+/// FNV-1a, and the last steps of MurmurHash3 (`fmix64`), after which every bit depends on all others.
+fn finished(text: &str) -> u64 {
+    let mix = |hash: u64, factor: u64| (hash ^ (hash >> 33)).wrapping_mul(factor);
+    let hash = mix(mix(fnv(text), 0xff51_afd7_ed55_8ccd), 0xc4ce_b9fe_1a85_ec53);
+    hash ^ (hash >> 33)
+}
+
+/// A source without white space around it, in composed form (NFC).
+fn composed(source: &str) -> Cow<'_, str> {
+    let source = source.trim();
+    if source.is_ascii() { source.into() } else { NormalizedString::from(source).nfc().get().to_owned().into() }
+}
+
+/// What `word(2)` is a variant of, as pronouncing dictionaries number them.
+fn variant_of(source: &str) -> Option<&str> {
+    let (word, number) = source.strip_suffix(')')?.rsplit_once('(')?;
+    let numbered = (1..=2).contains(&number.len()) && number.bytes().all(|byte| byte.is_ascii_digit());
+    Some(word.trim_end()).filter(|word| numbered && !word.is_empty())
 }
 
 /// Examples by their use, and those of the files for development and scores that the settings name. `examples` is what a person
-/// calls them.
+/// calls them. Says how many of those files are in the training data too.
 pub fn of<E>(
     config: &RunConfig,
     all: Vec<E>,
@@ -52,11 +88,28 @@ pub fn of<E>(
     reader: impl Fn(&Path) -> Result<Vec<E>>,
     source: impl Fn(&E) -> &str,
 ) -> Result<Split<E>> {
-    let mut split = split(all, source);
-    for (part, own) in [(&mut split.development, &config.development), (&mut split.held_out, &config.held_out)] {
-        if let Some(path) = own {
+    let sources = Sources::of(config.split_version, all.iter().map(&source));
+    let mut split = Split { train: Vec::new(), development: Vec::new(), held_out: Vec::new() };
+    for example in all {
+        let part = match sources.hash(source(&example)) % BUCKETS {
+            0 => &mut split.held_out,
+            1 => &mut split.development,
+            _ => &mut split.train,
+        };
+        part.push(example);
+    }
+    let own = [(&config.development, "development"), (&config.held_out, "held-out")];
+    for (part, (path, _)) in [&mut split.development, &mut split.held_out].into_iter().zip(own) {
+        if let Some(path) = path {
             // What would have been held out is learned from instead.
             split.train.extend(std::mem::replace(part, reader(path)?));
+        }
+    }
+    let learned: HashSet<u64> = split.train.iter().map(|example| sources.hash(source(example))).collect();
+    for (part, (path, used)) in [&split.development, &split.held_out].into_iter().zip(own) {
+        if let Some(path) = path {
+            let found = part.iter().filter(|example| learned.contains(&sources.hash(source(example)))).count();
+            say_learned(path, found, part.len(), used, examples);
         }
     }
     if split.train.is_empty() {
@@ -66,6 +119,17 @@ pub fn of<E>(
         );
     }
     Ok(split)
+}
+
+/// Says how many examples of a file for development or scores are in the training data too, if any.
+pub fn say_learned(path: &Path, found: usize, of: usize, used: &str, examples: &str) {
+    if found > 0 {
+        let score = if used == "development" { "the development loss is lower" } else { "the scores are better" };
+        let name = lines::name(path);
+        note(format_args!(
+            "{name}: {found} of {of} {used} {examples} are also in the training data, so {score} than on new ones"
+        ));
+    }
 }
 
 /// At most `count` items from all over a list, which may be sorted.
@@ -78,11 +142,53 @@ pub fn evenly<T: Clone>(items: &[T], count: usize) -> Vec<T> {
 mod tests {
     use super::*;
 
+    fn bucket(version: u32, source: &str) -> u64 {
+        Sources::of(version, std::iter::empty()).hash(source) % BUCKETS
+    }
+
     #[test]
-    fn the_bucket_is_fnv_1a() {
+    fn the_first_version_is_fnv_1a() {
         // Values of the published test vectors, modulo 20.
-        assert_eq!(bucket(""), 0xcbf2_9ce4_8422_2325 % 20);
-        assert_eq!(bucket("a"), 0xaf63_dc4c_8601_ec8c % 20);
-        assert_eq!(bucket("foobar"), 0x8594_4171_f739_67e8 % 20);
+        assert_eq!(bucket(1, ""), 0xcbf2_9ce4_8422_2325 % 20);
+        assert_eq!(bucket(1, "a"), 0xaf63_dc4c_8601_ec8c % 20);
+        assert_eq!(bucket(1, "foobar"), 0x8594_4171_f739_67e8 % 20);
+    }
+
+    #[test]
+    fn held_out_sources_do_not_follow_the_parity_of_their_bytes() {
+        // All strings of 14 bits: in each bucket a twentieth, of which about half have an even number of ones.
+        let mut counts = [[0i32; 2]; BUCKETS as usize];
+        for bits in 0..1u32 << 14 {
+            counts[bucket(2, &format!("{bits:014b}")) as usize][(bits.count_ones() % 2) as usize] += 1;
+        }
+        // Five standard deviations of a fair draw of 8,192 each.
+        for [even, odd] in counts {
+            assert!((even - 410).abs() < 100 && (odd - 410).abs() < 100, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn variants_and_forms_of_one_source_stay_together() {
+        let words: Vec<String> = (0..200).map(|n| format!("w{n}é")).collect();
+        let sources = Sources::of(2, words.iter().map(String::as_str));
+        for word in &words {
+            let hash = sources.hash(word);
+            let decomposed = word.replace('é', "e\u{301}");
+            for same in [
+                format!("{word}(2)"),
+                format!("{word} (13)"),
+                format!(" {word}\t"),
+                decomposed.clone(),
+                format!("{decomposed}(1)"),
+            ] {
+                assert_eq!(sources.hash(&same), hash, "{same:?}");
+            }
+        }
+        // Where the word itself is no source, such as a function and its argument, they are different sources.
+        let calls: HashSet<u64> = (0..100).map(|n| sources.hash(&format!("sin({n})"))).collect();
+        assert_eq!(calls.len(), 100);
+        for other in ["(2)", "w1é(x)", "w1é(123)", "w1é()", "w1é(2)b"] {
+            assert_ne!(sources.hash(other), sources.hash("w1é"), "{other}");
+        }
     }
 }

@@ -147,8 +147,7 @@ pub trait Task: Sized + Sync {
                 let value = json!({ "source": text, "target": target, "score": score, "answers": answers });
                 return (value.to_string(), cut);
             }
-            // An answer is one line: its line ends are shown as `\n` and `\r`.
-            let line = Self::line(&answers).replace('\n', "\\n").replace('\r', "\\r");
+            let line = samples::one_line(&Self::line(&answers));
             (if cut { line + CUT } else { line }, cut)
         };
         Ok(texts.iter().zip(answers).map(one).collect())
@@ -174,7 +173,7 @@ pub trait Task: Sized + Sync {
     }
 
     /// The picture that shows scores, if there is one.
-    fn picture(_scores: &Self::Scores) -> Option<Matrix<'_>> {
+    fn picture(_scores: &Self::Scores) -> Option<Matrix> {
         None
     }
 
@@ -281,7 +280,7 @@ pub struct Data<T: Task> {
 impl<T: Task> Data<T> {
     /// The held-out texts whose answers are scored: all, or as many as the settings say.
     pub fn scored(&self, config: &RunConfig) -> Vec<T::Text> {
-        evenly(&self.held_out, if config.evaluate == 0 { usize::MAX } else { config.evaluate })
+        evenly(&self.held_out, config.scored())
     }
 }
 

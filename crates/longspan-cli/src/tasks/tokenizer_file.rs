@@ -1,6 +1,7 @@
 //! A `tokenizer.json` of the crate `tokenizers`, which a person brings along: it may be anything.
 
 use std::cell::Cell;
+use std::collections::HashSet;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::sync::Once;
@@ -8,11 +9,7 @@ use std::sync::Once;
 use anyhow::{Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tokenizers::tokenizer::DecodeStream;
-use tokenizers::{
-    DecoderWrapper, ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper, PostProcessorWrapper,
-    PreTokenizerWrapper,
-};
+use tokenizers::{ModelWrapper, NormalizedString, Normalizer, NormalizerWrapper};
 
 use super::tokens::{SPECIALS, UNKNOWN};
 use crate::run::words::plain;
@@ -28,6 +25,12 @@ pub struct Foreign {
     last: u32,
     /// How many times as long a text may be after the normalizer.
     growth: f64,
+    /// Ids that are never printed.
+    special: HashSet<u32>,
+    /// Whether tokens such as `<0xE6>` are bytes of characters.
+    byte_fallback: bool,
+    /// Whether something is put before each text, such as a space.
+    prefixed: bool,
 }
 
 /// The longest text in bytes that a normalizer may make: `tokenizers` keeps about 20 bytes for each of them.
@@ -52,6 +55,25 @@ fn growth(part: &impl Serialize) -> Result<f64> {
         inner * (content.len() + usize::from(between)).max(1) as f64
     }
     Ok(of(&serde_json::to_value(part)?))
+}
+
+/// Whether an object in a part of a tokenizer.json, at any depth, fulfils a condition.
+fn any(part: &impl Serialize, holds: fn(&Value) -> bool) -> Result<bool> {
+    fn of(value: &Value, holds: fn(&Value) -> bool) -> bool {
+        match value {
+            Value::Object(fields) => holds(value) || fields.values().any(|inner| of(inner, holds)),
+            Value::Array(items) => items.iter().any(|inner| of(inner, holds)),
+            _ => false,
+        }
+    }
+    Ok(of(&serde_json::to_value(part)?, holds))
+}
+
+/// Whether a normalizer or pre-tokenizer puts something before each text.
+fn puts_before(part: &Value) -> bool {
+    part["type"] == "Prepend"
+        || part["add_prefix_space"] == true
+        || part["prepend_scheme"].as_str().is_some_and(|scheme| scheme != "never")
 }
 
 /// Ids are 32-bit integers with a sign, and the special ones come before.
@@ -83,7 +105,13 @@ impl TryFrom<tokenizers::Tokenizer> for Foreign {
             );
         }
         let growth = inner.get_normalizer().map_or(Ok(1.0), growth)?;
-        Ok(Self { inner, unknown, last, growth })
+        let special = inner.get_added_tokens_decoder().into_iter();
+        let special = special.filter(|(_, token)| token.special).map(|(id, _)| id).collect();
+        let byte_fallback =
+            inner.get_decoder().map_or(Ok(false), |part| any(part, |part| part["type"] == "ByteFallback"))?;
+        let prefixed = inner.get_normalizer().map_or(Ok(false), |part| any(part, puts_before))?
+            || inner.get_pre_tokenizer().map_or(Ok(false), |part| any(part, puts_before))?;
+        Ok(Self { inner, unknown, last, growth, special, byte_fallback, prefixed })
     }
 }
 
@@ -94,14 +122,81 @@ impl From<Foreign> for tokenizers::Tokenizer {
 }
 
 /// Ids that become text as they come. Memory does not grow.
-pub struct Stream<'a>(
-    DecodeStream<'a, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>,
-);
+///
+/// `tokenizers` has a `DecodeStream`, which ends with an error where bytes are no character, and drops those at the end.
+pub struct Stream<'a> {
+    tokenizer: &'a Foreign,
+    /// The latest ids whose text is out: what comes after them depends on them, such as a space between.
+    before: Vec<u32>,
+    /// Those after them.
+    held: Vec<u32>,
+    /// Ids of single bytes, and these bytes, that may become a character.
+    bytes: (Vec<u32>, Vec<u8>),
+}
+
+/// Ids whose text is held back, at most, though its last character seems not to be complete.
+const MOST_HELD: usize = 64;
 
 impl Stream<'_> {
-    /// The text that is complete with this id.
+    /// The text that is complete with this id. What cannot become a character is a replacement character.
     pub fn push(&mut self, id: u32) -> Result<String> {
-        Ok(decoded(|| self.0.step(id))?.unwrap_or_default())
+        if self.tokenizer.special.contains(&id) {
+            return Ok(String::new());
+        }
+        if let Some(byte) = self.tokenizer.byte(id) {
+            return self.push_byte(id, byte);
+        }
+        let broken = self.broken()?;
+        self.held.push(id);
+        Ok(broken + &self.complete(self.held.len() < MOST_HELD)?)
+    }
+
+    /// The text that was held back, when no more ids come.
+    pub fn finish(&mut self) -> Result<String> {
+        Ok(self.broken()? + &self.complete(false)?)
+    }
+
+    fn push_byte(&mut self, id: u32, byte: u8) -> Result<String> {
+        let mut text = String::new();
+        self.bytes.0.push(id);
+        self.bytes.1.push(byte);
+        while let Err(error) = std::str::from_utf8(&self.bytes.1) {
+            // Without a length it may still become a character. The decoder sees whole characters only.
+            let Some(wrong) = error.error_len() else { return Ok(text) };
+            text.push_str(&self.complete(false)?);
+            text.push(char::REPLACEMENT_CHARACTER);
+            self.bytes.0.drain(..wrong);
+            self.bytes.1.drain(..wrong);
+        }
+        self.held.append(&mut self.bytes.0);
+        self.bytes.1.clear();
+        Ok(text + &self.complete(false)?)
+    }
+
+    /// Replacement characters for bytes that have not become a character.
+    fn broken(&mut self) -> Result<String> {
+        self.bytes.0.clear();
+        let bytes = std::mem::take(&mut self.bytes.1);
+        Ok(if bytes.is_empty() { String::new() } else { self.complete(false)? + &String::from_utf8_lossy(&bytes) })
+    }
+
+    /// The text of the ids that are held; none, if `wait`, where its last character may not be complete.
+    fn complete(&mut self, wait: bool) -> Result<String> {
+        if self.held.is_empty() {
+            return Ok(String::new());
+        }
+        let shown = self.tokenizer.decode_all(&self.before)?;
+        let text = self.tokenizer.decode_all(&[self.before.as_slice(), &self.held].concat())?;
+        if wait && text.ends_with(char::REPLACEMENT_CHARACTER) {
+            return Ok(String::new());
+        }
+        // A decoder may change what is out already, which cannot be taken back.
+        let same = shown.chars().zip(text.chars()).take_while(|(a, b)| a == b);
+        let new = text[same.map(|(c, _)| c.len_utf8()).sum::<usize>()..].to_owned();
+        if !new.is_empty() {
+            self.before = std::mem::take(&mut self.held);
+        }
+        Ok(new)
     }
 }
 
@@ -132,6 +227,11 @@ impl Foreign {
         self.last
     }
 
+    /// The id that it gives to what it does not know.
+    pub fn unknown(&self) -> Option<u32> {
+        self.unknown
+    }
+
     /// Text to its ids, each with the bytes of the text that it stands for.
     pub fn encode(&self, text: &str) -> Result<Vec<(u32, (usize, usize))>> {
         if text.len() as f64 * self.growth > LONGEST_TEXT {
@@ -150,14 +250,50 @@ impl Foreign {
         Ok(encoding.get_ids().iter().copied().zip(encoding.get_offsets().iter().copied()).collect())
     }
 
+    /// As [`encode`](Self::encode), of a text that goes on after another: nothing is put before it that is not put between
+    /// its words.
+    pub fn encode_after(&self, before: &str, text: &str) -> Result<Vec<(u32, (usize, usize))>> {
+        if self.prefixed && !before.is_empty() {
+            let whole = self.encode(&format!("{before}{text}"))?;
+            let rest: Vec<_> = whole.into_iter().skip_while(|(_, (_, end))| *end <= before.len()).collect();
+            // A token over the border belongs to neither.
+            if rest.first().is_none_or(|(_, (start, _))| *start >= before.len()) {
+                return Ok(rest);
+            }
+        }
+        self.encode(text)
+    }
+
     /// Its own ids to text.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        if !self.byte_fallback {
+            return self.decode_all(ids);
+        }
+        // One wrong byte would make its neighbours replacement characters, too.
+        let mut stream = self.stream();
+        let text = ids.iter().map(|&id| stream.push(id)).collect::<Result<String>>()?;
+        Ok(text + &stream.finish()?)
+    }
+
+    fn decode_all(&self, ids: &[u32]) -> Result<String> {
         decoded(|| self.inner.decode(ids, true))
     }
 
     /// Turns its own ids to text as they come.
     pub fn stream(&self) -> Stream<'_> {
-        Stream(self.inner.decode_stream(true))
+        Stream { tokenizer: self, before: Vec::new(), held: Vec::new(), bytes: Default::default() }
+    }
+
+    /// The byte that a token such as `<0xE6>` stands for.
+    fn byte(&self, id: u32) -> Option<u8> {
+        let token = self.byte_fallback.then(|| self.inner.id_to_token(id))??;
+        let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
+        (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?
+    }
+
+    /// Whether an id is never printed.
+    pub fn is_special(&self, own: u32) -> bool {
+        self.special.contains(&own)
     }
 
     /// Runs the normalizer a step at a time, and refuses a text that grows beyond all measure.

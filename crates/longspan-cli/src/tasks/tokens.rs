@@ -190,13 +190,31 @@ impl Tokenizer {
         })
     }
 
-    /// As [`encode`](Self::encode), of a text whose bytes only a tokenizer of bytes takes as they are.
-    ///
-    /// The bytes must be UTF-8 for the others.
-    pub fn encode_bytes(&self, bytes: &[u8]) -> Result<Vec<u32>> {
+    /// As [`encode`](Self::encode), of a piece of a text after the bytes `before` it. Only a tokenizer of bytes takes them as they
+    /// are; they must be UTF-8 for the others.
+    pub fn encode_piece(&self, before: &[u8], bytes: &[u8]) -> Result<Vec<u32>> {
         match self {
             Self::Bytes => Ok(bytes.iter().map(|&byte| SPECIALS + u32::from(byte)).collect()),
+            Self::Json { tokenizer } => {
+                let ids = tokenizer.encode_after(std::str::from_utf8(before)?, std::str::from_utf8(bytes)?)?;
+                Ok(ids.into_iter().map(|(id, _)| tokenizer.id(id)).collect())
+            }
             _ => self.encode(std::str::from_utf8(bytes)?),
+        }
+    }
+
+    /// The ids that no text has: padding, start, unknown, and what a tokenizer.json has for unknown, whose id here is [`UNKNOWN`].
+    pub fn never(&self) -> Vec<usize> {
+        let own = if let Self::Json { tokenizer } = self { tokenizer.unknown() } else { None };
+        [PAD, START, UNKNOWN].into_iter().chain(own.map(|own| own + SPECIALS)).map(|id| id as usize).collect()
+    }
+
+    /// Whether an id stands for text that answers do not print: what is not known, and special tokens of a tokenizer.json.
+    pub fn is_hidden(&self, id: u32) -> bool {
+        match (self, id.checked_sub(SPECIALS)) {
+            (_, None) => true,
+            (Self::Json { tokenizer }, Some(own)) => tokenizer.is_special(own),
+            _ => false,
         }
     }
 
@@ -303,6 +321,14 @@ impl Decoder<'_> {
             Self::Own { tokenizer, .. } => tokenizer.decode(&[id]),
         }
     }
+
+    /// What is not complete when no more ids come: replacement characters.
+    pub fn finish(&mut self) -> Result<String> {
+        match self {
+            Self::Json(stream) => stream.finish(),
+            Self::Own { bytes, .. } => Ok(String::from_utf8_lossy(&std::mem::take(bytes)).into_owned()),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -374,9 +400,104 @@ mod tests {
         }
         let bytes = build(Kind::Bytes);
         let mut decoder = bytes.decoder();
-        let ids = bytes.encode_bytes(b"a\xff\xe7\x8cb\xc3").unwrap();
+        let ids = bytes.encode_piece(b"", b"a\xff\xe7\x8cb\xc3").unwrap();
         let pieces: String = ids.into_iter().map(|id| decoder.push(id).unwrap()).collect();
         assert_eq!(pieces, "a\u{fffd}\u{fffd}b");
+        assert_eq!(decoder.finish().unwrap(), "\u{fffd}");
+    }
+
+    /// A tokenizer.json over letters, with a normalizer, pre-tokenizer, decoder and list of added tokens.
+    fn json(added: &str, normalizer: &str, pre: &str, decoder: &str) -> Tokenizer {
+        let bytes = (0..256).map(|byte| format!("<0x{byte:02X}>"));
+        let entries = ["<unk>", "<end>", "▁"].map(String::from).into_iter().chain(bytes);
+        let entries = entries.chain(('a'..='z').map(String::from));
+        let vocabulary: HashMap<String, usize> = entries.zip(0..).collect();
+        let vocabulary = serde_json::to_string(&vocabulary).unwrap();
+        let text = format!(
+            r#"{{"kind":"json","tokenizer":{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{added}],
+            "normalizer":{normalizer},"pre_tokenizer":{pre},"post_processor":null,"decoder":{decoder},"model":{{"type":"BPE",
+            "vocab":{vocabulary},"merges":[],"unk_token":"<unk>","fuse_unk":true,"byte_fallback":true}}}}}}"#
+        );
+        serde_json::from_str(&text).unwrap()
+    }
+
+    const LLAMA: [&str; 2] = [
+        r#"{"type":"Sequence","normalizers":[{"type":"Prepend","prepend":"▁"},{"type":"Replace","pattern":{"String":" "},"content":"▁"}]}"#,
+        r#"{"type":"Sequence","decoders":[{"type":"Replace","pattern":{"String":"▁"},"content":" "},{"type":"ByteFallback"},
+            {"type":"Fuse"},{"type":"Strip","content":" ","start":1,"stop":0}]}"#,
+    ];
+
+    #[test]
+    fn bytes_of_characters_wait_and_never_end_a_stream() {
+        let tokenizer = json("", LLAMA[0], "null", LLAMA[1]);
+        let byte = |byte: u8| SPECIALS + 3 + u32::from(byte);
+        let text = "a 漢 b🙂c";
+        let whole = tokenizer.encode(text).unwrap();
+        assert!(whole.contains(&byte(0xe6)));
+        assert_eq!(tokenizer.decode(&whole).unwrap(), text);
+        let [a, b, space] = ["a", "b", "▁"].map(|text| tokenizer.encode(text).unwrap()[1]);
+        for (ids, expected) in [
+            (whole.as_slice(), text),
+            // A byte that begins a character, before other text and at the end; one that never does, between and at the start.
+            (&[space, a, byte(0xe6), b], "a\u{fffd}b"),
+            (&[space, a, byte(0xe6), byte(0xbc)], "a\u{fffd}"),
+            (
+                &[space, a, byte(0xe6), byte(0xbc), byte(0xa2), byte(0xff), byte(0xc3), byte(0x84), space, b],
+                "a漢\u{fffd}Ä b",
+            ),
+            (&[byte(0xff), a], "\u{fffd}a"),
+            (&[byte(0xff), byte(0xf0), byte(0x9f), byte(0x99)], "\u{fffd}\u{fffd}"),
+        ] {
+            let mut decoder = tokenizer.decoder();
+            let pieces: Vec<String> = ids.iter().map(|&id| decoder.push(id).unwrap()).collect();
+            assert_eq!(pieces.concat() + &decoder.finish().unwrap(), expected, "{ids:?}");
+            assert_eq!(tokenizer.decode(ids).unwrap(), expected, "{ids:?}");
+        }
+        // Every byte after every other.
+        let mut decoder = tokenizer.decoder();
+        for id in (0..=255).flat_map(|one| (0..=255).flat_map(move |two| [byte(one), byte(two)])) {
+            decoder.push(id).unwrap();
+        }
+        // The bytes of the learned ones wait, too.
+        let learned = Tokenizer::train(257, std::iter::once("a".to_string())).unwrap();
+        let ids = learned.encode("a漢").unwrap();
+        let mut decoder = learned.decoder();
+        let pieces: Vec<String> = ids[..2].iter().map(|&id| decoder.push(id).unwrap()).collect();
+        assert_eq!((pieces.concat(), decoder.finish().unwrap().as_str()), ("a".into(), "\u{fffd}"));
+    }
+
+    #[test]
+    fn a_piece_of_a_text_has_no_space_of_its_own_before_it() {
+        let space = |always: &str| {
+            format!(r#"{{"type":"Metaspace","replacement":"▁","prepend_scheme":"{always}","split":false}}"#)
+        };
+        let words =
+            format!(r#"{{"type":"Sequence","pretokenizers":[{{"type":"WhitespaceSplit"}},{}]}}"#, space("always"));
+        let (before, after) = ("abc de\n", "fg h\nij");
+        for (tokenizer, tokens) in [
+            (json("", "null", &space("always"), "null"), after.len()),
+            (json("", "null", &space("first"), "null"), after.len()),
+            (json("", LLAMA[0], "null", "null"), after.len()),
+            // Here a space is put before every word, and each of white space is none.
+            (json("", "null", &words, "null"), "▁fg▁h▁ij".chars().count()),
+        ] {
+            let whole = tokenizer.encode(&format!("{before}{after}")).unwrap();
+            let [first, second] = [("", before), (before, after)]
+                .map(|(before, text)| tokenizer.encode_piece(before.as_bytes(), text.as_bytes()).unwrap());
+            assert_eq!(second.len(), tokens);
+            assert_eq!([first, second].concat(), whole);
+        }
+    }
+
+    #[test]
+    fn special_tokens_are_hidden_and_no_candidates_where_unknown() {
+        let end = r#"{"id":1,"content":"<end>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}"#;
+        let tokenizer = json(end, "null", "null", "null");
+        let ids = tokenizer.encode("a<end>").unwrap();
+        assert_eq!(ids.iter().map(|&id| tokenizer.is_hidden(id)).collect::<Vec<_>>(), [false, true]);
+        assert_eq!(tokenizer.decode(&ids).unwrap(), "a");
+        assert!([PAD, START, END, UNKNOWN].iter().all(|&id| tokenizer.is_hidden(id)));
+        assert_eq!(tokenizer.never(), [0, 1, 3, 4], "the last is <unk>, which encode never gives");
     }
 
     #[test]

@@ -22,6 +22,9 @@ const TEXT: RGBColor = RGBColor(0x33, 0x33, 0x33);
 /// DejaVu Sans, reduced to Latin. A bitmap needs a font, and not every machine has one.
 pub const FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-latin.ttf");
 
+/// Points of a curve that are drawn, about: a picture has no room for more.
+const POINTS: usize = 2000;
+
 /// Curves and their title.
 #[derive(Debug, Clone, Copy)]
 pub struct LossCurve<'a> {
@@ -34,12 +37,21 @@ pub struct LossCurve<'a> {
     pub measure: &'a str,
 }
 
-/// How often each label is taken for each.
-#[derive(Debug, Clone, Copy)]
-pub struct Matrix<'a> {
-    pub labels: &'a [String],
-    /// Rows are the labels as they are, columns those that were answered.
-    pub counts: &'a [Vec<usize>],
+/// How often each label is predicted for each, of [`Matrix::MOST`] labels at most.
+#[derive(Debug, Clone)]
+pub struct Matrix {
+    pub labels: Vec<String>,
+    /// Rows are the labels as they are, columns those that were predicted.
+    pub counts: Vec<Vec<usize>>,
+    /// Examples of each label, also those whose prediction has no column.
+    pub totals: Vec<usize>,
+    /// How many labels there are.
+    pub of: usize,
+}
+
+impl Matrix {
+    /// More cells than those of so many labels could not be told apart.
+    pub const MOST: usize = 60;
 }
 
 /// What can be drawn.
@@ -116,17 +128,17 @@ impl Picture for LossCurve<'_> {
             .label_style(font(15))
             .draw()
             .map_err(|e| broken(&e))?;
-        chart.draw_series(LineSeries::new(training.iter().copied(), TRAINING.mix(0.25))).map_err(|e| broken(&e))?;
+        chart.draw_series(LineSeries::new(thinned(&training), TRAINING.mix(0.25))).map_err(|e| broken(&e))?;
         let legend =
             |colour: RGBColor| move |(x, y)| PathElement::new(vec![(x, y), (x + 24, y)], colour.stroke_width(3));
         chart
-            .draw_series(LineSeries::new(running_mean(&training), TRAINING.stroke_width(2)))
+            .draw_series(LineSeries::new(thinned(&running_mean(&training)), TRAINING.stroke_width(2)))
             .map_err(|e| broken(&e))?
             .label("training batches, running mean")
             .legend(legend(TRAINING));
         if !development.is_empty() {
             chart
-                .draw_series(LineSeries::new(development, DEVELOPMENT.stroke_width(2)).point_size(3))
+                .draw_series(LineSeries::new(thinned(&development), DEVELOPMENT.stroke_width(2)).point_size(3))
                 .map_err(|e| broken(&e))?
                 .label("development examples")
                 .legend(legend(DEVELOPMENT));
@@ -145,7 +157,7 @@ impl Picture for LossCurve<'_> {
     }
 }
 
-impl Picture for Matrix<'_> {
+impl Picture for Matrix {
     const SIZE: (u32, u32) = (800, 800);
 
     fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
@@ -163,12 +175,13 @@ impl Picture for Matrix<'_> {
         let write = |text: String, place: (i32, i32), style: TextStyle<'_>| {
             area.draw(&Text::new(text, place, style)).map_err(|e| broken(&e))
         };
-        write("answered".into(), (FROM + WIDE / 2, 22), font(20, HPos::Center, VPos::Top))?;
+        let some = format!(": the {count} of {} labels that are confused most", self.of);
+        let heading = format!("predicted{}", if count < self.of { some } else { String::new() });
+        write(heading, (FROM + WIDE / 2, 22), font(20, HPos::Center, VPos::Top))?;
         let side = font(20, HPos::Center, VPos::Top).transform(FontTransform::Rotate270);
-        write("is".into(), (18, FROM + WIDE / 2), side)?;
+        write("true".into(), (18, FROM + WIDE / 2), side)?;
         let size = (WIDE / count.max(1) as i32 * 2 / 5).clamp(9, 18);
-        for (n, row) in self.counts.iter().enumerate() {
-            let all: usize = row.iter().sum();
+        for (n, (row, &all)) in self.counts.iter().zip(&self.totals).enumerate() {
             for (answer, &cell) in row.iter().enumerate() {
                 let share = cell as f64 / all.max(1) as f64;
                 let corners = [(edge(answer), edge(n)), (edge(answer + 1), edge(n + 1))];
@@ -195,6 +208,13 @@ impl Picture for Matrix<'_> {
 
 fn broken(error: &dyn Display) -> anyhow::Error {
     anyhow!("cannot draw the picture: {error}")
+}
+
+/// At most [`POINTS`] points at even distances, and the last.
+fn thinned(points: &[Point]) -> Vec<Point> {
+    let step = points.len().div_ceil(POINTS).max(1);
+    let last = points.last().filter(|_| !points.len().saturating_sub(1).is_multiple_of(step));
+    points.iter().step_by(step).chain(last).copied().collect()
 }
 
 /// An exponential mean over about a fiftieth of the curve, at least 10 points, corrected for its start at 0.
@@ -245,6 +265,20 @@ mod tests {
     }
 
     #[test]
+    fn a_long_curve_is_thinned_and_keeps_its_ends() {
+        for count in [0, 1, 7, 2000, 2001, 4001, 1_000_000] {
+            let points: Vec<Point> = (0..count).map(|n| (n as f64, 1.0)).collect();
+            let thin = thinned(&points);
+            assert!(thin.len() <= POINTS + 1 && (thin.len() == count || count > POINTS), "{count}: {}", thin.len());
+            assert_eq!((thin.first(), thin.last()), (points.first(), points.last()));
+            assert!(thin.windows(2).all(|pair| pair[0].0 < pair[1].0), "{count}");
+        }
+        let long: Vec<Point> = (0..100_000).map(|n| (n as f64, 1.0)).collect();
+        let curve = LossCurve { training: &long, development: &[], title: "t", measure: "nats" };
+        assert!(curve.svg().unwrap().len() < 200_000);
+    }
+
+    #[test]
     fn the_mean_of_a_constant_is_that_constant() {
         let points: Vec<Point> = (0..500).map(|i| (i as f64, 2.0)).collect();
         assert!(running_mean(&points).iter().all(|p| (p.1 - 2.0).abs() < 1e-12));
@@ -252,17 +286,19 @@ mod tests {
 
     #[test]
     fn a_matrix_names_its_labels_and_counts() {
-        for count in [1, 2, 16, 30, 200] {
+        for count in [1, 2, 16, 30, 60] {
             let labels: Vec<String> = (0..count).map(|n| format!("<label>{n}")).collect();
             let counts: Vec<Vec<usize>> =
                 (0..count).map(|n| (0..count).map(|m| 7_654_321 + n * 10 + m).collect()).collect();
-            let matrix = Matrix { labels: &labels, counts: &counts };
+            let totals = counts.iter().map(|row| row.iter().sum()).collect();
+            let matrix = Matrix { labels, counts, totals, of: count.max(60) };
             let svg = matrix.svg().unwrap();
-            assert!(svg.contains("answered"));
+            assert!(svg.contains("predicted") && svg.contains("true"));
+            assert_eq!(svg.contains("of 60 labels that are confused most"), count < 60, "{count}");
             assert_eq!(svg.contains("&lt;label&gt;0"), count <= 40, "{count}");
             assert_eq!(svg.contains("7654321"), count <= 16, "{count}");
             assert!(!matrix.png().unwrap().is_empty());
         }
-        Matrix { labels: &[], counts: &[] }.png().unwrap();
+        Matrix { labels: Vec::new(), counts: Vec::new(), totals: Vec::new(), of: 0 }.png().unwrap();
     }
 }

@@ -39,14 +39,44 @@ fn line(sample: &Sample, width: usize) -> String {
     format!("  {source}{padding} {}{mark}{wrong}\n", cell(&sample.answer, each))
 }
 
+/// A number of things: `1 label`, `2 labels`.
+pub fn counted(count: usize, unit: &str) -> String {
+    format!("{count} {unit}{}", if count == 1 { "" } else { "s" })
+}
+
 /// A text in one line, without characters that a terminal would obey.
 pub fn visible(text: &str) -> String {
-    text.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect()
+    escaped(text, |c| c.is_control() || ends_line(c))
+}
+
+/// A text in one line: whatever some program takes for the end of a line is written as `\n` or `\u{2028}`.
+pub fn one_line(text: &str) -> String {
+    escaped(text, ends_line)
+}
+
+fn ends_line(c: char) -> bool {
+    matches!(c, '\n' | '\r' | '\x0b' | '\x0c' | '\x1c'..='\x1e' | '\u{85}' | '\u{2028}' | '\u{2029}')
+}
+
+fn escaped(text: &str, which: impl Fn(char) -> bool) -> String {
+    let mut line = String::with_capacity(text.len());
+    for c in text.chars() {
+        if which(c) { line.extend(c.escape_default()) } else { line.push(c) }
+    }
+    line
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_answer_is_one_line_for_every_program() {
+        let text = "a\nb\rc\x0bd\x0ce\x1cf\u{85}g\u{2028}h\u{2029}i\tj\x1fk 猫";
+        let line = one_line(text);
+        assert_eq!(line, "a\\nb\\rc\\u{b}d\\u{c}e\\u{1c}f\\u{85}g\\u{2028}h\\u{2029}i\tj\x1fk 猫");
+        assert_eq!(visible("a\u{2028}\tb"), "a\\u{2028}\\tb");
+    }
 
     #[test]
     fn a_sample_fits_one_line_and_sends_no_control_character() {

@@ -324,7 +324,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     let folder = shell::path(session.folder.path());
     let Shown { text: samples, next } = session.task.show(&model, &held_out, &how, &folder)?;
     if !samples.is_empty() {
-        text.push_str(&format!("\nIt says:\n{samples}"));
+        text.push_str(&format!("\nSamples:\n{samples}"));
     }
     let curve = shell::path(&session.folder.loss_curve("svg"));
     text.push_str(&format!("\nThe run is in {folder}; its loss curve is {curve}. Next:\n  {next}\n"));

@@ -3,7 +3,7 @@
 mod scores;
 mod window;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -349,9 +349,19 @@ fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes) -> Result<Split<Str
         }
         split.train.push(Stretch { series, points: least..end });
     }
-    for (part, own) in [(&mut split.held_out, &config.held_out), (&mut split.development, &config.development)] {
+    for (part, own, used) in [
+        (&mut split.held_out, &config.held_out, "held-out"),
+        (&mut split.development, &config.development, "development"),
+    ] {
         if let Some(path) = own {
             *part = whole(reader(path)?);
+            let windows = |parts: &[Stretch], stride| -> Vec<u64> {
+                parts.iter().flat_map(|part| part.windows(sizes, stride)).map(|window| window.hash()).collect()
+            };
+            let learned: HashSet<u64> = windows(&split.train, 1).into_iter().collect();
+            let of = windows(part, told);
+            let found = of.iter().filter(|window| learned.contains(window)).count();
+            split::say_learned(path, found, of.len(), used, Forecast::EXAMPLES);
         }
     }
     Ok(split)

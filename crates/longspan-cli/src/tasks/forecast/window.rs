@@ -1,5 +1,6 @@
 //! Windows of series: points that are known, and the points after them that are to be told.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -65,6 +66,16 @@ impl Window {
         let scaled = |(value, (centre, unit)): (&f64, &(f64, f64))| ((value - centre) / unit).clamp(-1e6, 1e6) as f32;
         let targets: Vec<f32> = self.truth().iter().zip(seen.measures.iter().cycle()).map(scaled).collect();
         Ok(Example { seen, targets })
+    }
+
+    /// A hash of what is to be told, and of the point before it.
+    pub fn hash(&self) -> u64 {
+        let (from, width) = (self.known.end.saturating_sub(1), self.series.width);
+        let mut hasher = DefaultHasher::new();
+        let numbers =
+            self.series.times[from..self.until].iter().chain(&self.series.values[from * width..self.until * width]);
+        numbers.for_each(|number| number.to_bits().hash(&mut hasher));
+        hasher.finish()
     }
 
     /// The last value of a channel that is known.

@@ -118,7 +118,7 @@ impl Task for Labels {
         self.target.score(&labels, &self.outputs(model, &sources, how)?, Self::EXAMPLES)
     }
 
-    fn picture(scores: &Scores) -> Option<Matrix<'_>> {
+    fn picture(scores: &Scores) -> Option<Matrix> {
         scores.picture()
     }
 

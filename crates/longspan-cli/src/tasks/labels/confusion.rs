@@ -1,18 +1,23 @@
 //! How often labels are right, and which are taken for which.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::fmt::{self, Display};
 
 use serde::Serialize;
 
 use crate::tasks::scores::Rate;
 use crate::terminal::plot::Matrix;
-use crate::terminal::samples::visible;
+use crate::terminal::samples::{counted, visible};
 
 /// Labels of a matrix that is shown whole.
 const SHOWN: usize = 12;
 
 /// Columns of a label.
 const WIDTH: usize = 12;
+
+/// Above the labels as they are, before those that were predicted.
+const HEADING: &str = "true \\ predicted";
 
 /// Right and wrong answers by label.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -25,77 +30,109 @@ pub struct Confusion {
     /// The mean of the labels' F1, of those that occur or are answered.
     pub macro_f1: f64,
     pub labels: Vec<String>,
-    /// Rows are the labels as they are, columns those that were answered.
-    pub confusion: Vec<Vec<usize>>,
+    /// How often each label was predicted for each, without what never happened: there are as many cells as the square of the labels.
+    pub confusion: Vec<Cell>,
     /// Examples whose label did not occur in training: no answer to them is right.
     pub unknown_labels: usize,
+    /// The same as `confusion`, by the places of both labels.
+    #[serde(skip)]
+    counts: BTreeMap<(usize, usize), usize>,
+}
+
+/// How often one label was predicted for one.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Cell {
+    pub label: String,
+    pub predicted: String,
+    pub count: usize,
 }
 
 impl Confusion {
     /// Of pairs of what is right and what was answered, as places in `labels`.
     pub fn of(labels: &[String], answers: &[(Option<usize>, usize)], unit: &'static str) -> Self {
-        let mut confusion = vec![vec![0; labels.len()]; labels.len()];
+        let mut counts: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+        let (mut occurs, mut answered) = (vec![0; labels.len()], vec![0; labels.len()]);
         let mut unknown_labels = 0;
-        // Answers to examples of unknown labels are wrong ones of the label that was answered.
-        let mut foreign = vec![0; labels.len()];
         for &(right, answer) in answers {
+            // Answers to examples of unknown labels are wrong ones of the label that was answered.
+            answered[answer] += 1;
             match right {
-                Some(right) => confusion[right][answer] += 1,
-                None => {
-                    unknown_labels += 1;
-                    foreign[answer] += 1;
+                Some(right) => {
+                    occurs[right] += 1;
+                    *counts.entry((right, answer)).or_default() += 1;
                 }
+                None => unknown_labels += 1,
             }
         }
-        let right: usize = (0..labels.len()).map(|n| confusion[n][n]).sum();
+        let right = |n: usize| counts.get(&(n, n)).copied().unwrap_or(0);
         let f1 = (0..labels.len()).filter_map(|n| {
-            let occurs: usize = confusion[n].iter().sum();
-            let answered = foreign[n] + confusion.iter().map(|row| row[n]).sum::<usize>();
-            (occurs + answered > 0).then(|| 2.0 * confusion[n][n] as f64 / (occurs + answered) as f64)
+            let all = occurs[n] + answered[n];
+            (all > 0).then(|| 2.0 * right(n) as f64 / all as f64)
         });
         let f1: Vec<f64> = f1.collect();
+        let cell = |(&(label, predicted), &count): (&(usize, usize), &usize)| Cell {
+            label: labels[label].clone(),
+            predicted: labels[predicted].clone(),
+            count,
+        };
         Self {
             unit,
             examples: answers.len(),
-            accuracy: Rate::wilson(right, answers.len()),
+            accuracy: Rate::wilson((0..labels.len()).map(right).sum(), answers.len()),
             macro_f1: f1.iter().sum::<f64>() / f1.len().max(1) as f64,
             labels: labels.to_vec(),
-            confusion,
+            confusion: counts.iter().map(cell).collect(),
             unknown_labels,
+            counts,
         }
     }
 
-    /// The matrix as a picture.
-    pub fn picture(&self) -> Matrix<'_> {
-        Matrix { labels: &self.labels, counts: &self.confusion }
+    /// The matrix as a picture, of many labels those that are confused most.
+    pub fn picture(&self) -> Matrix {
+        let mut wrong = vec![0; self.labels.len()];
+        let mut totals = vec![0; self.labels.len()];
+        for (&(label, predicted), &count) in &self.counts {
+            totals[label] += count;
+            if label != predicted {
+                wrong[label] += count;
+                wrong[predicted] += count;
+            }
+        }
+        let mut drawn: Vec<usize> = (0..self.labels.len()).collect();
+        drawn.sort_by_key(|&label| (Reverse(wrong[label]), label));
+        drawn.truncate(Matrix::MOST);
+        drawn.sort_unstable();
+        let count = |label, predicted| self.counts.get(&(label, predicted)).copied().unwrap_or(0);
+        Matrix {
+            labels: drawn.iter().map(|&label| self.labels[label].clone()).collect(),
+            counts: drawn.iter().map(|&label| drawn.iter().map(|&other| count(label, other)).collect()).collect(),
+            totals: drawn.iter().map(|&label| totals[label]).collect(),
+            of: self.labels.len(),
+        }
     }
 
-    /// The matrix, or of a large one the labels that are taken for each other most often.
+    /// The matrix, or of a large one the labels that are confused most often.
     fn table(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |n: usize| -> String { visible(&self.labels[n]).chars().take(WIDTH).collect() };
         if self.labels.len() > SHOWN {
-            let mut wrong: Vec<(usize, usize, usize)> = Vec::new();
-            for (right, row) in self.confusion.iter().enumerate() {
-                let others = row.iter().enumerate().filter(|&(answer, &count)| answer != right && count > 0);
-                wrong.extend(others.map(|(answer, &count)| (count, right, answer)));
-            }
-            wrong.sort_by(|a, b| b.0.cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
-            for (count, right, answer) in wrong.into_iter().take(SHOWN) {
-                writeln!(f, "{count:>6} × {} taken for {}", name(right), name(answer))?;
+            let mut wrong: Vec<_> = self.counts.iter().filter(|((label, predicted), _)| label != predicted).collect();
+            wrong.sort_by_key(|(places, count)| (Reverse(**count), **places));
+            for ((label, predicted), count) in wrong.into_iter().take(SHOWN) {
+                writeln!(f, "{count:>6} × {} predicted as {}", name(*label), name(*predicted))?;
             }
             return Ok(());
         }
-        write!(f, "{:<WIDTH$} ", "is \\ answered")?;
+        write!(f, "{:<1$} ", HEADING, WIDTH + 4)?;
         let columns: Vec<String> = (0..self.labels.len()).map(name).collect();
         let width = |n: usize| columns[n].chars().count().max(6);
         for (n, column) in columns.iter().enumerate() {
             write!(f, " {column:>0$}", width(n))?;
         }
         writeln!(f)?;
-        for (n, row) in self.confusion.iter().enumerate() {
-            // One column more, as wide as the heading.
-            write!(f, "{:<1$} ", columns[n], WIDTH + 1)?;
-            for (answer, count) in row.iter().enumerate() {
+        for (n, name) in columns.iter().enumerate() {
+            write!(f, "{name:<0$} ", WIDTH + 4)?;
+            for answer in 0..columns.len() {
+                let count = self.counts.get(&(n, answer)).copied().unwrap_or(0);
                 write!(f, " {count:>0$}", width(answer))?;
             }
             writeln!(f)?;
@@ -106,15 +143,12 @@ impl Confusion {
 
 impl Display for Confusion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} {}, {} labels", self.examples, self.unit, self.labels.len())?;
+        writeln!(f, "{} {}, {}", self.examples, self.unit, counted(self.labels.len(), "label"))?;
         writeln!(f, "accuracy             {}", self.accuracy)?;
         writeln!(f, "macro F1             {:.1} %", 100.0 * self.macro_f1)?;
         if self.unknown_labels > 0 {
-            writeln!(
-                f,
-                "{} {} have labels that did not occur in training, and count as wrong",
-                self.unknown_labels, self.unit
-            )?;
+            let labels = "with a label that did not occur in training, counted as wrong";
+            writeln!(f, "{} of {} {} {labels}", self.unknown_labels, self.examples, self.unit)?;
         }
         self.table(f)
     }
@@ -132,13 +166,17 @@ mod tests {
     fn rates_are_those_of_the_matrix() {
         let answers = [(Some(0), 0), (Some(0), 0), (Some(0), 1), (Some(1), 1), (Some(1), 0), (None, 1)];
         let found = Confusion::of(&labels(3), &answers, "texts");
-        assert_eq!(found.confusion, [[2, 1, 0], [1, 1, 0], [0, 0, 0]]);
+        let cells: Vec<(&str, &str, usize)> =
+            found.confusion.iter().map(|cell| (cell.label.as_str(), cell.predicted.as_str(), cell.count)).collect();
+        let expected =
+            [("label0", "label0", 2), ("label0", "label1", 1), ("label1", "label0", 1), ("label1", "label1", 1)];
+        assert_eq!(cells, expected);
         assert_eq!((found.examples, found.unknown_labels), (6, 1));
         assert_eq!(found.accuracy.rate, 0.5);
         // F1 of the first: 2·2/(3+3); of the second 2·1/(2+3); the third does not occur.
         assert!((found.macro_f1 - (2.0 / 3.0 + 0.4) / 2.0).abs() < 1e-12);
         let text = found.to_string();
-        assert!(text.contains("accuracy             50.0 %") && text.contains("1 texts have labels"), "{text}");
+        assert!(text.contains("accuracy             50.0 %") && text.contains("1 of 6 texts with a label"), "{text}");
         let rows: Vec<&str> = text.lines().rev().take(4).collect();
         assert!(rows[3].contains("label2") && rows[2].starts_with("label0") && rows[2].ends_with('0'), "{text}");
     }
@@ -148,6 +186,19 @@ mod tests {
         let mut answers: Vec<_> = (0..20).map(|n| (Some(n), n)).collect();
         answers.extend([(Some(3), 5), (Some(3), 5), (Some(7), 1)]);
         let text = Confusion::of(&labels(20), &answers, "texts").to_string();
-        assert!(text.contains("2 × label3 taken for label5\n     1 × label7 taken for label1\n"), "{text}");
+        assert!(text.contains("2 × label3 predicted as label5\n     1 × label7 predicted as label1\n"), "{text}");
+    }
+
+    #[test]
+    fn of_thousands_of_labels_the_most_confused_are_drawn() {
+        let mut answers: Vec<_> = (0..3000).map(|n| (Some(n), n)).collect();
+        answers.extend((0..40).map(|n| (Some(70 * n + 3), 2999 - n)));
+        let found = Confusion::of(&labels(3000), &answers, "texts");
+        assert_eq!(found.confusion.len(), 3040);
+        let picture = found.picture();
+        assert_eq!((picture.labels.len(), picture.of), (Matrix::MOST, 3000));
+        assert!(picture.labels.contains(&"label3".into()) && picture.totals.contains(&2), "{picture:?}");
+        let cells: usize = picture.counts.iter().map(Vec::len).sum();
+        assert_eq!(cells, Matrix::MOST * Matrix::MOST);
     }
 }

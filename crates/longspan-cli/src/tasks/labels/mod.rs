@@ -368,7 +368,7 @@ pub enum Scores {
 
 impl Scores {
     /// The picture that shows them.
-    pub fn picture(&self) -> Option<Matrix<'_>> {
+    pub fn picture(&self) -> Option<Matrix> {
         match self {
             Self::Labels(confusion) => Some(confusion.picture()),
             Self::Number(_) => None,

@@ -14,7 +14,7 @@ use crate::tasks::batches::{micro_batches, padded};
 use crate::tasks::memory::{self, NUMBER};
 use crate::tasks::scores::{self, Score};
 use crate::tasks::task::{Answer, Answering};
-use crate::tasks::tokens::{END, START, Tokenizer, UNKNOWN};
+use crate::tasks::tokens::{END, START, Tokenizer};
 
 /// Sources decoded together. Decoding costs per step, not per source, until the matrix products fill the caches.
 const BATCH: usize = 128;
@@ -25,7 +25,7 @@ const LEAST: usize = 32;
 /// Up to `beam` hypotheses for each text, the likeliest first. An empty text has one empty answer, which is certain.
 pub fn search(
     seq2seq: &Seq2Seq,
-    tokenizer: &Tokenizer,
+    [tokenizer, target]: [&Tokenizer; 2],
     texts: &[&str],
     how: &Answering<'_>,
 ) -> Result<Vec<Vec<Hypothesis>>> {
@@ -44,8 +44,9 @@ pub fn search(
     sources.sort_by_key(|(_, ids)| Reverse(ids.len()));
     let device = Device::flex();
     let longest = how.config.answer_tokens.unwrap_or(how.config.max_tokens);
-    let options = GenerateOptions::new(START as usize, END as usize, longest);
-    let beam = widest(seq2seq.target_vocab(), longest).min(how.beam);
+    let never = target.never();
+    let beam = widest(seq2seq.target_vocab() - never.len(), longest).min(how.beam);
+    let options = GenerateOptions::new(START as usize, END as usize, longest).without(never);
     check_beam(how, beam)?;
     // So many batches that no thread waits long for the last.
     let share = |batches: usize| sources.len().div_ceil(batches * how.workers.count());
@@ -89,14 +90,17 @@ fn check_beam(how: &Answering<'_>, beam: usize) -> Result<()> {
     memory::check(bytes, || format!("--beam {beam}"), "keep fewer prefixes, such as --beam 8")
 }
 
-/// A hypothesis as text.
-pub fn to_text(tokenizer: &Tokenizer, hypothesis: &Hypothesis) -> Result<Answer> {
-    Ok(Answer {
-        target: tokenizer.decode(&ids(hypothesis))?,
-        log_probability: hypothesis.log_probability,
-        score: hypothesis.score,
-        finished: hypothesis.finished,
-    })
+/// The hypotheses of a beam as text. Of those that print the same the likeliest stays.
+pub fn to_texts(tokenizer: &Tokenizer, beam: &[Hypothesis]) -> Result<Vec<Answer>> {
+    let mut answers: Vec<Answer> = Vec::with_capacity(beam.len());
+    for hypothesis in beam {
+        let target = tokenizer.decode(&ids(hypothesis))?;
+        if !answers.iter().any(|answer| answer.target == target) {
+            let Hypothesis { log_probability, score, finished, .. } = *hypothesis;
+            answers.push(Answer { target, log_probability, score, finished });
+        }
+    }
+    Ok(answers)
 }
 
 /// Scores the likeliest hypothesis for each example against its targets; `name` says where the examples come from.
@@ -110,7 +114,8 @@ pub fn score(tokenizer: &Tokenizer, examples: &[Example], found: &[Vec<Hypothesi
             .zip(&example.lines)
             .map(|(target, line)| {
                 let ids = tokenizer.encode(target).map_err(|error| anyhow!("{name}, line {line}: {error}"))?;
-                Ok(ids.into_iter().map(distinct).collect())
+                // What an answer does not print equals nothing: a target with an unknown token is not matched by "unknown".
+                Ok(ids.into_iter().map(|id| if tokenizer.is_hidden(id) { u32::MAX } else { id }).collect())
             })
             .collect::<Result<_>>()?;
         scores.extend(scores::score(&answer, &targets));
@@ -120,11 +125,6 @@ pub fn score(tokenizer: &Tokenizer, examples: &[Example], found: &[Vec<Hypothesi
 
 fn ids(hypothesis: &Hypothesis) -> Vec<u32> {
     hypothesis.tokens.iter().map(|&token| token as u32).collect()
-}
-
-/// Unknown equals nothing: a target with an unknown token is not matched by the answer "unknown".
-fn distinct(id: u32) -> u32 {
-    if id == UNKNOWN { u32::MAX } else { id }
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use super::feed::Shuffled;
 use super::lines;
 use super::memory;
 use super::scores::ErrorRates;
-use super::split::{self, Split};
+use super::split::{self, Split, evenly};
 use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
 use super::tokens::{Kind, Tokenizer};
 use super::workers::Workers;
@@ -26,6 +26,7 @@ use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::run::seal::hex;
 use crate::run::write::write_atomic;
+use crate::terminal::notes::note;
 use example::{Example, Pair};
 
 /// Development examples behind the second loss curve: enough for two digits, few enough to cost little.
@@ -55,6 +56,7 @@ impl Task for Pairs {
         let split = read_split(config)?;
         lines::make_absolute(config)?;
         let task = Self::build(config, &split)?;
+        task.say_lost(&split)?;
         let data = task.encode(split, config)?;
         config.source_tokens.get_or_insert(task.source.kind().into());
         config.target_tokens.get_or_insert(task.target.kind().into());
@@ -101,15 +103,15 @@ impl Task for Pairs {
     }
 
     fn answer(&self, model: &Seq2Seq, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
-        let hypotheses = answers::search(model, &self.source, texts, how)?;
-        let answer = |hypothesis| answers::to_text(&self.target, hypothesis);
-        hypotheses.iter().map(|beam| beam.iter().map(answer).collect()).collect()
+        let hypotheses = answers::search(model, [&self.source, &self.target], texts, how)?;
+        hypotheses.iter().map(|beam| answers::to_texts(&self.target, beam)).collect()
     }
 
     fn score(&self, model: &Seq2Seq, examples: &[Example], how: &Answering<'_>) -> Result<ErrorRates> {
         let texts: Vec<&str> = examples.iter().map(|example| example.source.as_str()).collect();
         let line = |place: usize| examples[place].lines[0];
-        let hypotheses = answers::search(model, &self.source, &texts, &Answering { line: &line, ..*how })?;
+        let hypotheses =
+            answers::search(model, [&self.source, &self.target], &texts, &Answering { line: &line, ..*how })?;
         let scores = answers::score(&self.target, examples, &hypotheses, how.name)?;
         let units = if how.config.data().is_none() { ["word", "phoneme"] } else { ["sequence", "token"] };
         Ok(ErrorRates::of(&scores, units))
@@ -165,6 +167,33 @@ impl Pairs {
         Ok(Self { source: Tokenizer::build(&source_kind, sources)?, target: Tokenizer::build(&target_kind, targets)? })
     }
 
+    /// Says it where the target's tokenizer does not give targets back as they are: answers cannot print them.
+    fn say_lost(&self, split: &Split<Example>) -> Result<()> {
+        /// Enough to tell.
+        const TRIED: usize = 1000;
+        let Tokenizer::Json { .. } = self.target else { return Ok(()) };
+        let all: Vec<&String> = split.train.iter().chain(&split.held_out).flat_map(|one| &one.targets).collect();
+        let tried = evenly(&all, TRIED);
+        let mut lost = Vec::new();
+        for &target in &tried {
+            // What it cannot encode is an error with its line, later.
+            let Ok(ids) = self.target.encode(target) else { return Ok(()) };
+            let printed = self.target.decode(&ids)?;
+            if printed != *target {
+                lost.push((target, printed));
+            }
+        }
+        if let [(target, printed), ..] = lost.as_slice() {
+            note(format_args!(
+                "the tokenizer of the targets does not give back {} of {} targets as they are: {target:?} is printed as {printed:?}; \
+                 special tokens are never printed, and answers with them count as wrong",
+                lost.len(),
+                tried.len()
+            ));
+        }
+        Ok(())
+    }
+
     /// Examples as ids.
     fn encode(&self, split: Split<Example>, config: &RunConfig) -> Result<Data<Self>> {
         let fits = |pair: &Pair| pair.source.len().max(pair.target.len()) <= config.max_tokens;
@@ -180,7 +209,6 @@ impl Pairs {
                 config.max_tokens
             );
         }
-        check_memory(&train, config)?;
         let of = config.development.as_deref().map_or(config.data_name(), lines::name);
         let mut development = self.ids(&split.development, &of)?;
         development.retain(fits);
@@ -192,6 +220,7 @@ impl Pairs {
         // One at least: without development examples nothing warns of overfitting.
         let few = few.count().max(1);
         development.truncate(few);
+        check_memory(train.iter().chain(&development), config)?;
         let (too_long, sha256) = (all.len() - train.len(), fingerprint(&train));
         let train = Shuffled::new(train, Self::size, config.batch_size, config.seed);
         Ok(Data { train, development, held_out: split.held_out, too_long, longest, sha256 })
@@ -212,10 +241,10 @@ impl Pairs {
 }
 
 /// Refuses pairs that the memory has no room for. All workers may have a long one at the same time.
-fn check_memory(pairs: &[Pair], config: &RunConfig) -> Result<()> {
+fn check_memory<'a>(pairs: impl Iterator<Item = &'a Pair>, config: &RunConfig) -> Result<()> {
     let [source, target] = model::training_bytes(config);
     let bytes = |pair: &Pair| source * pair.source.len() as f64 + target * pair.target.len() as f64;
-    let Some(largest) = pairs.iter().max_by(|a, b| bytes(a).total_cmp(&bytes(b))) else { return Ok(()) };
+    let Some(largest) = pairs.max_by(|a, b| bytes(a).total_cmp(&bytes(b))) else { return Ok(()) };
     let workers = config.workers.unwrap_or(Workers::usual_count()) as f64;
     let what = || format!("training on pairs of {} and {} tokens", largest.source.len(), largest.target.len());
     let room = (memory::available() / workers / (source + target)) as usize;

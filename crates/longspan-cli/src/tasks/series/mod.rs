@@ -141,7 +141,7 @@ impl Task for SeriesTask {
         self.score(model, &labelled(path, how.config.missing == "refuse")?, how)
     }
 
-    fn picture(scores: &Scores) -> Option<Matrix<'_>> {
+    fn picture(scores: &Scores) -> Option<Matrix> {
         scores.picture()
     }
 

@@ -9,7 +9,7 @@ use longspan::models::{LanguageDecoder, LanguageModel, LanguageState};
 use super::score::row;
 use crate::tasks::batches::Random;
 use crate::tasks::task::{Generated, Wish};
-use crate::tasks::tokens::{END, PAD, START, Tokenizer, UNKNOWN};
+use crate::tasks::tokens::{END, START, Tokenizer};
 
 /// Tokens of a prompt that are read at a time.
 const SEGMENT: usize = 512;
@@ -37,9 +37,10 @@ pub fn generate(
         decoder.push(token)?;
     }
     let mut random = Random::new(wish.seed, 0);
+    let never = tokenizer.never();
     while wish.tokens.is_none_or(|tokens| generated.drawn < tokens) {
-        for never in [PAD, START, UNKNOWN] {
-            logits[never as usize] = f32::NEG_INFINITY;
+        for &never in &never {
+            logits[never] = f32::NEG_INFINITY;
         }
         if !wish.may_end {
             logits[END as usize] = f32::NEG_INFINITY;
@@ -54,9 +55,13 @@ pub fn generate(
         }
         let text = decoder.push(token)?;
         if !out(&text)? {
-            break;
+            return Ok(generated);
         }
         logits = walk.read(&[token])?;
+    }
+    let rest = decoder.finish()?;
+    if !rest.is_empty() {
+        out(&rest)?;
     }
     Ok(generated)
 }

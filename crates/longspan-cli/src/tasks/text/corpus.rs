@@ -16,6 +16,9 @@ use crate::terminal::notes::note;
 /// Bytes of a piece: a thousand tokens or more, and little beside a model.
 const PIECE: u64 = 16 * 1024;
 
+/// Bytes before a piece that some tokenizers need to cut it.
+const BEFORE: u64 = 64;
+
 /// Bytes at the beginning of a file that tell what it is.
 const HEAD: usize = 8 * 1024;
 
@@ -48,6 +51,8 @@ enum Source {
 #[derive(Debug)]
 pub struct Piece {
     pub bytes: Vec<u8>,
+    /// The last bytes before them, in the same document.
+    pub before: Vec<u8>,
     /// Where the next piece begins.
     pub end: u64,
     pub ends_document: bool,
@@ -209,8 +214,12 @@ impl Corpus {
                 bytes[error.valid_up_to()]
             );
         }
+        let mut before = self.read(at.saturating_sub(BEFORE).max(self.bounds[n]), at)?;
+        if self.utf8 {
+            before.drain(..before.iter().take_while(|&&byte| byte & 0xc0 == 0x80).count());
+        }
         let end = at + bytes.len() as u64;
-        Ok(Piece { bytes, end, ends_document: end == self.bounds[n + 1] })
+        Ok(Piece { bytes, before, end, ends_document: end == self.bounds[n + 1] })
     }
 
     /// The pieces of a range, up to the first that cannot be read.

@@ -64,7 +64,7 @@ impl Reader {
             self.next = self.range.start;
         }
         let piece = self.corpus.piece(self.next, self.range.end)?;
-        self.tokens = self.tokenizer.encode_bytes(&piece.bytes)?;
+        self.tokens = self.tokenizer.encode_piece(&piece.before, &piece.bytes)?;
         if piece.ends_document || piece.end >= self.range.end {
             self.tokens.push(END);
         }
@@ -133,7 +133,7 @@ impl Lanes {
         let lanes: Vec<Lane> = lanes.collect::<Result<_>>()?;
         // The first piece tells how many bytes a token has.
         let first = corpus.piece(range.start, range.end)?;
-        let tokens = tokenizer.encode_bytes(&first.bytes)?.len();
+        let tokens = tokenizer.encode_piece(&first.before, &first.bytes)?.len();
         if tokens == 0 {
             bail!("the tokenizer finds no tokens in the text; choose another one with --tokens");
         }

@@ -4,6 +4,7 @@ mod continuation;
 mod corpus;
 mod lanes;
 mod model;
+mod overlap;
 mod score;
 
 use std::collections::BTreeSet;
@@ -20,6 +21,7 @@ use longspan::sample::SampleOptions;
 
 use super::lines;
 use super::memory;
+use super::split::evenly;
 use super::task::{Answering, Data, Generated, Loss, Shown, Task, Verb, Vocabulary, Wish};
 use super::tokens::{END, Kind, Tokenizer};
 use crate::run::checkpoint::Place;
@@ -31,6 +33,7 @@ use crate::terminal::shell;
 pub use continuation::Stops;
 use corpus::Corpus;
 use lanes::{Lanes, Segment};
+use overlap::Overlap;
 use score::{BitsPerByte, Passage, Scorer, Sums};
 
 /// The side that the tokenizer's file is named for.
@@ -45,6 +48,9 @@ const STRETCH: usize = 1024;
 
 /// Bytes from which a byte-pair encoding is learned.
 const LEARNED_FROM: u64 = 64 << 20;
+
+/// Stretches of passages that are scored side by side.
+const STRETCHES: usize = 8;
 
 /// Bytes of a passage, over which the interval of held-out bits is taken.
 const PASSAGE: u64 = 16 * 1024;
@@ -73,9 +79,9 @@ impl Task for Text {
         let parts = Parts::of(&corpus, config)?;
         lines::make_absolute(config)?;
         let mut letters = BTreeSet::new();
-        let sha256 = corpus.scan(|at, piece| {
-            if kind == Chosen::Known(Kind::Characters) && at < parts.train.end {
-                letters.extend(String::from_utf8_lossy(&piece.bytes).chars());
+        let (passages, sha256) = read_once(&corpus, &parts, config, |bytes| {
+            if kind == Chosen::Known(Kind::Characters) {
+                letters.extend(String::from_utf8_lossy(bytes).chars());
             }
         })?;
         let tokenizer = match &kind {
@@ -91,7 +97,7 @@ impl Task for Text {
             Chosen::Learned(_) => "bpe".into(),
         });
         let task = Self { tokenizer: Arc::new(tokenizer), peers: None };
-        let data = task.divide(&corpus, &parts, sha256, config)?;
+        let data = task.divide(&corpus, &parts, passages, sha256, config)?;
         Ok((task, data))
     }
 
@@ -106,8 +112,8 @@ impl Task for Text {
     fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
         let corpus = Arc::new(Corpus::open(&config.text, !self.takes_bytes())?);
         let parts = Parts::of(&corpus, config)?;
-        let sha256 = corpus.scan(|_, _| ())?;
-        self.divide(&corpus, &parts, sha256, config)
+        let (passages, sha256) = read_once(&corpus, &parts, config, |_| ())?;
+        self.divide(&corpus, &parts, passages, sha256, config)
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
@@ -167,7 +173,9 @@ impl Task for Text {
     }
 
     fn score(&self, model: &LanguageModel, passages: &[Passage], how: &Answering<'_>) -> Result<BitsPerByte> {
-        let parts = how.workers.run(passages, |_, part| self.read_all(model, part, how.config))?;
+        // As many stretches on any number of threads, each from a beginning, and added in their order.
+        let stretches: Vec<&[Passage]> = passages.chunks(passages.len().div_ceil(STRETCHES).max(1)).collect();
+        let parts = how.workers.each(&stretches, |part| self.read_all(model, part, how.config))?;
         Ok(parts.into_iter().fold(Sums::default(), Sums::join).result())
     }
 
@@ -216,11 +224,19 @@ impl Text {
     }
 
     /// The parts of a corpus by their use.
-    fn divide(&self, corpus: &Arc<Corpus>, parts: &Parts, sha256: String, config: &RunConfig) -> Result<Data<Self>> {
+    fn divide(
+        &self,
+        corpus: &Arc<Corpus>,
+        parts: &Parts,
+        held_out: Vec<Passage>,
+        sha256: String,
+        config: &RunConfig,
+    ) -> Result<Data<Self>> {
         let train = Lanes::new(corpus, &self.tokenizer, &parts.train, config)?;
         let mut tokens = Vec::new();
         for piece in corpus.pieces(parts.development.clone()) {
-            tokens.extend(self.tokenizer.encode_bytes(&piece?.bytes)?);
+            let piece = piece?;
+            tokens.extend(self.tokenizer.encode_piece(&piece.before, &piece.bytes)?);
             if tokens.len() >= DEVELOPMENT {
                 break;
             }
@@ -230,14 +246,6 @@ impl Text {
         let stretches = tokens.chunks(stretch + 1).filter(|stretch| stretch.len() > 1);
         let cut = config.segment;
         let development = stretches.map(|stretch| Segment { tokens: stretch.to_vec(), state: None, cut }).collect();
-        let mut held_out = Vec::new();
-        let Range { start, end } = parts.held_out;
-        let mut at = start;
-        while at < end {
-            let to = corpus.boundary(end.min(at + PASSAGE))?.min(end);
-            held_out.push(Passage { corpus: corpus.clone(), from: at, to });
-            at = to;
-        }
         Ok(Data { train, development, held_out, too_long: 0, longest: 0, sha256 })
     }
 
@@ -250,11 +258,38 @@ impl Text {
                 scorer.begin();
             }
             for piece in corpus.pieces(*from..*to) {
-                scorer.read(&piece?.bytes)?;
+                scorer.read(&piece?)?;
             }
         }
         Ok(scorer.sums)
     }
+}
+
+/// Reads a corpus from its beginning to its end: the passages that are held out, and the SHA-256 of all. `train` takes the bytes to
+/// learn from. Says how much of the passages that are scored stands among them.
+fn read_once(
+    corpus: &Arc<Corpus>,
+    parts: &Parts,
+    config: &RunConfig,
+    mut train: impl FnMut(&[u8]),
+) -> Result<(Vec<Passage>, String)> {
+    let mut passages = Vec::new();
+    let Range { start: mut at, end } = parts.held_out;
+    while at < end {
+        let to = corpus.boundary(end.min(at + PASSAGE))?.min(end);
+        passages.push(Passage { corpus: corpus.clone(), from: at, to });
+        at = to;
+    }
+    let mut overlap = Overlap::of(&evenly(&passages, config.scored()))?;
+    let sha256 = corpus.scan(|at, piece| {
+        // The piece at the border goes on beyond it.
+        let count = parts.train.end.saturating_sub(at).min(piece.bytes.len() as u64);
+        let bytes = &piece.bytes[..count as usize];
+        overlap.learn(bytes);
+        train(bytes);
+    })?;
+    overlap.say(&config.data_name());
+    Ok((passages, sha256))
 }
 
 /// The loss of segments and the state after them; with peers, this process's part of the loss.

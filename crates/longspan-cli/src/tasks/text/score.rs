@@ -8,7 +8,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::models::{LanguageModel, LanguageState};
 use serde::Serialize;
 
-use super::corpus::Corpus;
+use super::corpus::{Corpus, Piece};
 use crate::tasks::scores::{Interval, Z};
 use crate::tasks::tokens::{START, Tokenizer, UNKNOWN};
 
@@ -59,8 +59,8 @@ impl<'a> Scorer<'a> {
     }
 
     /// Reads on. An unknown piece of text costs its bytes beside the token that stands for it: 8 bits each.
-    pub fn read(&mut self, bytes: &[u8]) -> Result<()> {
-        let tokens = self.tokenizer.encode_bytes(bytes)?;
+    pub fn read(&mut self, Piece { bytes, before, .. }: &Piece) -> Result<()> {
+        let tokens = self.tokenizer.encode_piece(before, bytes)?;
         let mut bits = 0.0;
         let unknown = tokens.iter().filter(|&&token| token == UNKNOWN).count();
         if unknown > 0 {
