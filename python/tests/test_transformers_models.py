@@ -32,7 +32,10 @@ TEXT = "".join(f"It was the {name} of the {thing}.\n" for name in ("best", "wors
 def train(place, flag, contents, *settings):
     data, folder = place / "data.tsv", place / "run"
     data.write_text(contents)
-    settings = [*(f"{name}={size}" for name, size in SIZES.items()), "max_tokens=40", *settings]
+    # The command refuses settings that a kind of run does not use.
+    unused = ("encoder_layers", "decoder_layers") if flag != "--pairs" else ("layers",)
+    most = [] if flag == "--text" else ["max_tokens=40"]
+    settings = [*(f"{name}={size}" for name, size in SIZES.items() if name not in unused), *most, *settings]
     run("train", flag, data, "--steps", "20", "--out", folder, *settings_of(settings))
     return folder
 

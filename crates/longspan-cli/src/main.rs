@@ -41,13 +41,13 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Learn from pairs of texts, labelled texts, or to go on with a text; with no arguments, to pronounce English
+    /// Train a model on pairs of texts, plain text, labelled text or series; without arguments a demo that learns English pronunciation
     Train(Box<train::Arguments>),
-    /// Answer lines from standard input or a file with a trained run
+    /// Predict for each line of a file or of standard input with a trained run
     Predict(predict::Arguments),
-    /// Go on with a text, token by token in constant memory, with a run that was trained on text
+    /// Generate text with a run that was trained on text
     Generate(generate::Arguments),
-    /// Score a run on a file of what it was trained on
+    /// Score a run on a file, or on what it held out
     Eval(eval::Arguments),
     /// Show which algorithm attention of given sizes would run, and its cost
     Explain(explain::Arguments),

@@ -174,7 +174,7 @@ fn several_channels_with_holes_and_every_mechanism_trains() {
     place.write("holes.jsonl", all.as_bytes());
     for (n, name) in place.mechanisms().iter().enumerate() {
         let causal = if n % 2 == 0 { "causal=true" } else { "causal=false" };
-        let more = ["--attention", name, "--set", causal, "--set", "pooling=attention", "--set", "max_tokens=64"];
+        let more = ["--attention", name, "--set", causal, "--set", "max_tokens=64"];
         let stdout = place.ok(&train("holes.jsonl", name, "4", &more));
         assert!(stdout.contains("in deviations of the channels"), "{name}: {stdout}");
         place.ok(&["train", "--resume", name, "--steps", "6"]);
@@ -235,7 +235,7 @@ fn mistakes_are_named_and_no_run_is_made() {
         &["context is given without forecast", "--forecast"],
     );
     place.ok(&train("long.csv", "run", "3", &[]));
-    place.fails(&["generate", "run"], &["answers lines", "predict run"]);
+    place.fails(&["generate", "run"], &["predicts for lines", "predict run"]);
     let labelled: String =
         (0..60).map(|n| format!("{{\"values\": [{n}, {}], \"label\": \"{}\"}}\n", n % 7, n % 2)).collect();
     place.write("labelled.jsonl", labelled.as_bytes());

@@ -185,7 +185,7 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
     place.write("labels.jsonl", b"{\"text\": \"a\", \"label\": \"b\"}\n");
     place.fails(&["train", "--pairs", "labels.jsonl", "--out", "run"], &["labels.jsonl, line 1", "--labelled"]);
     place.ok(&train("reports.tsv", "good", "3", &[]));
-    place.fails(&["generate", "good"], &["answers lines", "predict good"]);
+    place.fails(&["generate", "good"], &["predicts for lines", "predict good"]);
     place.fails(&["eval", "good", "columns.tsv"], &["columns.tsv, line 421"]);
     place.write(
         "reports.tsv",

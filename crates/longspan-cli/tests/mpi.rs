@@ -242,7 +242,7 @@ fn an_interrupt_saves_and_ends_all() {
         let output = running.wait_with_output().expect("an end");
         assert!(started.elapsed() < Duration::from_secs(30) && !output.status.success());
         let said = text(&output.stderr);
-        assert!(said.contains("and saved; go on with:"), "{said}");
+        assert!(said.contains("and saved; resume with:"), "{said}");
         let step = place.info("run")["step"].as_u64().expect("a step");
         assert!(step >= 20, "{step}");
         ok(&place, 2, &["train", "--resume", "run", "--steps", &(step + 3).to_string()]);

@@ -112,7 +112,7 @@ fn numbers_are_foretold_with_their_errors() {
         "{scores}"
     );
     place.fails(&["eval", "run", "waves.jsonl"], &["the label \"slow\" is no number"]);
-    place.fails(&["eval", "run", "new.jsonl", "--picture", "c.svg"], &["this one has none"]);
+    place.fails(&["eval", "run", "new.jsonl", "--picture", "c.svg"], &["only a run that predicts labels"]);
 }
 
 #[test]
@@ -213,7 +213,7 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         .fails(&train("waves.jsonl", "run", "3", &["--set", "pooling=max"]), &["unknown pooling \"max\"", "attention"]);
     place.fails(&["train", "--labelled", "waves.jsonl", "--out", "run"], &["waves.jsonl, line 1", "--series"]);
     place.ok(&train("waves.jsonl", "good", "3", &[]));
-    place.fails(&["generate", "good"], &["answers lines", "predict good"]);
+    place.fails(&["generate", "good"], &["predicts for lines", "predict good"]);
     place.write("bad.jsonl", b"{\"values\": [[1, 2]]}\n{\"values\": [1]}\n");
     place.fails(&["predict", "good", "bad.jsonl"], &["bad.jsonl, line 2: 1 channels, and this run was trained on 2"]);
     place.write("bad.csv", b"id,time,a\n1,2,3\n");

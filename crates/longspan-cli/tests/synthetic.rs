@@ -95,5 +95,5 @@ fn tasks_that_there_are_not_are_named_and_no_run_is_made() {
     assert!(!place.path("run").exists());
     place.ok(&train(SPEC, "run", "3", &[]));
     place.fails(&["train", "--resume", "run", "--set", "synthetic=mqar"], &["`synthetic` is fixed by the run"]);
-    place.fails(&["generate", "run"], &["answers lines"]);
+    place.fails(&["generate", "run"], &["predicts for lines"]);
 }

@@ -183,7 +183,7 @@ fn texts_come_as_bytes_pairs_of_bytes_folders_gzip_and_standard_input() {
     place.write("books/picture", b"\x89PNG\0\0");
     let (_, stderr) = place.said(&train_on(&["books"], "folder", "6", &[]));
     assert!(stderr.contains("in 2 texts"), "{stderr}");
-    assert!(stderr.contains("books: 1 files that are not text are left out, the first is books/picture"), "{stderr}");
+    assert!(stderr.contains("books: left out 1 binary file, such as books/picture"), "{stderr}");
     place.ok(&train("bytes", "6", &["--tokens", "bytes"]));
     assert_eq!(place.info("bytes")["text_vocabulary"].as_u64(), Some(260));
     // Every byte has its text.
@@ -246,14 +246,14 @@ fn questions_that_cannot_be_answered_are_named() {
     let place = place();
     place.ok(&train("run", "3", &[]));
     place.trained("pairs-run");
-    place.fails(&["predict", "run", "verses.txt"], &["goes on with texts", "generate run"]);
-    place.fails(&["generate", "pairs-run"], &["answers lines", "predict pairs-run"]);
+    place.fails(&["predict", "run", "verses.txt"], &["this run generates text", "generate run"]);
+    place.fails(&["generate", "pairs-run"], &["predicts for lines", "predict pairs-run"]);
     place.fails(&["generate", "run", "--temperature", "-1"], &["--temperature -1"]);
     place.fails(&["generate", "run", "--top-p", "0"], &["--top-p 0"]);
     place.fails(&["generate", "run", "--stop", ""], &["--stop is empty"]);
     place.fails(&["generate", "run", "--json", "--tokens", "0"], &["--tokens 0"]);
     place.fails(&["generate", "nowhere"], &["cannot open the run folder nowhere"]);
-    place.fails(&["generate", "run", "--prompt", "猫犬"], &["knows nothing of the prompt"]);
+    place.fails(&["generate", "run", "--prompt", "猫犬"], &["nothing in the prompt occurred in training"]);
     let output = with_input(&place, &["generate", "run", "--prompt", "-"], b"and \xff");
     failed(&output, &["standard input, byte 5: invalid UTF-8"]);
     let noted = |prompt: &str| text(&place.run(&["generate", "run", "--prompt", prompt, "--tokens", "3"]).stderr);

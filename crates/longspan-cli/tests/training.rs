@@ -15,7 +15,7 @@ fn a_run_ends_with_error_rates_samples_and_the_next_command() {
         assert!(stdout.contains(part), "{part:?}: {stdout}");
     }
     assert!(stderr.contains("step 12/12"), "{stderr}");
-    assert!(!stderr.contains("come again"), "{stderr}");
+    assert!(!stderr.contains("repeated"), "{stderr}");
     assert_eq!(
         place.names("run"),
         [
@@ -158,7 +158,7 @@ fn a_full_disk_keeps_the_last_checkpoint_and_says_so() {
     // The first checkpoint has no moments yet and fits; the next ones do not.
     let blocks = whole * 2 / 3 / 512;
     let output = with_file_limit(&place.path(""), blocks, &place.train("run", "12", &["--set", "checkpoint_steps=4"]));
-    failed(&output, &["cannot write run/checkpoint.safetensors", "File too large", "make room", "--resume"]);
+    failed(&output, &["cannot write run/checkpoint.safetensors", "File too large", "free some space", "--resume"]);
     assert!(!place.names("run").iter().any(|name| name.ends_with(".tmp")), "{:?}", place.names("run"));
     assert_eq!(place.info("run")["step"], 0);
     place.ok(&["train", "--resume", "run"]);
@@ -226,7 +226,9 @@ fn empty_texts_are_legal() {
     let place = Place::new();
     place.write("pairs.tsv", "ab\t\n\tba\nabc\tcba\nb\tb\na\ta\n\t\nca\tac\nd\td\n".repeat(2).as_bytes());
     let output = place.run(&place.train("run", "4", &[]));
-    assert!(output.status.success() && text(&output.stderr).contains("pairs.tsv: 8 pairs come again and count once"));
+    assert!(
+        output.status.success() && text(&output.stderr).contains("pairs.tsv: 8 pairs are repeated; each counts once")
+    );
     place.write("lines", b"\nab\n\n");
     let answers = place.ok(&["predict", "run", "lines"]);
     let lines: Vec<&str> = answers.lines().collect();

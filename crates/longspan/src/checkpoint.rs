@@ -53,8 +53,17 @@ struct Footnote {
 /// A device that gives no numbers back, a number type that safetensors has no name for, and what
 /// [`write_atomically`] cannot do.
 pub fn save_weights<M: Module>(path: impl AsRef<Path>, model: &M) -> Result<()> {
+    let path = path.as_ref();
+    write_atomically(path, &weights_to_bytes(path, model)?)
+}
+
+/// What [`save_weights`] writes; `path` is the file that errors name.
+///
+/// # Errors
+/// As [`save_weights`], but for those of the disk.
+pub fn weights_to_bytes<M: Module>(path: impl AsRef<Path>, model: &M) -> Result<Vec<u8>> {
     let parameters = Collected::of(model, path.as_ref())?;
-    write_tensors(path.as_ref(), parameters.tensors, BTreeMap::new(), None)
+    serialized(path.as_ref(), parameters.tensors, BTreeMap::new(), None)
 }
 
 /// Reads the weights at `path` into `model`, which must have the same parameters.
@@ -82,6 +91,21 @@ pub fn save_training<M: Module>(
     own: Vec<TensorData>,
 ) -> Result<()> {
     let path = path.as_ref();
+    write_atomically(path, &training_to_bytes(path, model, optimizer, progress, own)?)
+}
+
+/// What [`save_training`] writes; `path` is the file that errors name.
+///
+/// # Errors
+/// As [`save_training`], but for those of the disk.
+pub fn training_to_bytes<M: Module>(
+    path: impl AsRef<Path>,
+    model: &M,
+    optimizer: &ModuleOptimizer,
+    progress: &impl Serialize,
+    own: Vec<TensorData>,
+) -> Result<Vec<u8>> {
+    let path = path.as_ref();
     let broken = |problem| checkpoint(path, problem, BUG);
     let parameters = Collected::of(model, path)?;
     let mut tensors: BTreeMap<String, Stored> =
@@ -95,7 +119,7 @@ pub fn save_training<M: Module>(
         tensors.insert(format!("own.{n}"), Stored { dtype, shape: shape.to_vec(), data });
     }
     let progress = serde_json::to_value(progress).map_err(|error| broken(format!("the progress: {error}")))?;
-    write_tensors(path, tensors, parameters.identities, Some(progress))
+    serialized(path, tensors, parameters.identities, Some(progress))
 }
 
 /// Reads what [`save_training`] wrote into a model and an optimizer made from the same configurations: these, the
@@ -270,12 +294,12 @@ fn checksum<'a>(tensors: impl Iterator<Item = (&'a str, &'a [u8])>) -> String {
     format!("{hash:016x}")
 }
 
-fn write_tensors(
+fn serialized(
     path: &Path,
     tensors: BTreeMap<String, Stored>,
     parameters: BTreeMap<String, u64>,
     progress: Option<serde_json::Value>,
-) -> Result<()> {
+) -> Result<Vec<u8>> {
     let broken = |error: String| checkpoint(path, format!("cannot be serialised: {error}"), BUG);
     let checksum = checksum(tensors.iter().map(|(name, tensor)| (name.as_str(), &*tensor.data)));
     let footnote = serde_json::to_string(&Footnote { checksum, parameters, progress })
@@ -285,9 +309,8 @@ fn write_tensors(
         .map(|(name, tensor)| Ok((name, TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.data)?)))
         .collect::<Result<Vec<_>, safetensors::SafeTensorError>>()
         .map_err(|error| broken(error.to_string()))?;
-    let contents = safetensors::serialize(views, Some([(METADATA.to_owned(), footnote)].into()))
-        .map_err(|error| broken(error.to_string()))?;
-    write_atomically(path, &contents)
+    safetensors::serialize(views, Some([(METADATA.to_owned(), footnote)].into()))
+        .map_err(|error| broken(error.to_string()))
 }
 
 fn read(path: &Path) -> Result<Vec<u8>> {

@@ -26,7 +26,7 @@ pub struct Arguments {
     /// As the run was trained on: pairs (a .tsv, a .csv or a .jsonl; a source that comes several times may be answered by any
     /// of its targets), labelled texts, series, or a text of any length; also in gzip, or `-`. Without it, what the run held out
     file: Option<PathBuf>,
-    /// Draw which labels are taken for which: a .svg or a .png
+    /// Draw the confusion matrix of labels: a .svg or a .png
     #[arg(long, value_name = "FILE")]
     picture: Option<PathBuf>,
     /// Print one JSON object
@@ -101,7 +101,7 @@ fn held_out<T: Task>(trained: &Trained<T>) -> Result<Vec<T::Text>> {
 
 /// Draws scores into a file.
 fn draw(picture: Option<Matrix>, path: &Path) -> Result<()> {
-    let Some(picture) = picture else { bail!("--picture: a run that tells labels has a picture, this one has none") };
+    let Some(picture) = picture else { bail!("--picture: only a run that predicts labels has a confusion matrix") };
     match lines::ending(path).as_str() {
         "svg" => write_atomic(path, picture.svg()?.as_bytes()),
         "png" => write_atomic(path, &picture.png()?),

@@ -25,10 +25,10 @@ use crate::terminal::shell;
 pub struct Arguments {
     /// The folder of a run on text
     run: PathBuf,
-    /// The beginning, or - to read it from standard input; without it, a text from nothing
+    /// The prompt, or - to read it from standard input
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: Option<String>,
-    /// So many tokens; 0 for as many as someone reads
+    /// Maximum number of tokens; 0 for as many as are read
     #[arg(long, default_value_t = 256, value_name = "N")]
     tokens: usize,
     /// Below 1 likely tokens come more often; 0 always takes the likeliest
@@ -37,16 +37,16 @@ pub struct Arguments {
     /// Draw from the N likeliest tokens only; 0 for all
     #[arg(long, default_value_t = 0, value_name = "N")]
     top_k: usize,
-    /// Draw from the fewest likely tokens whose probabilities reach P
+    /// Nucleus sampling: draw from the smallest set of tokens with a total probability of at least P
     #[arg(long, default_value_t = 1.0, value_name = "P", allow_negative_numbers = true)]
     top_p: f64,
-    /// Another seed gives another text
+    /// Seed of the random draws
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
-    /// End before this text; may be repeated
+    /// Stop before this text; may be repeated
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
-    /// Go on where the text would end by itself
+    /// Do not let the text end by itself
     #[arg(long)]
     no_end: bool,
     /// Print one JSON object at the end instead
@@ -76,7 +76,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 fn generate<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
     if T::VERB != Verb::Generate {
         let (program, run) = (shell::program(), shell::path(folder.path()));
-        bail!("this run answers lines instead of going on with texts; ask it with: {program} predict {run}");
+        bail!("this run predicts for lines and does not generate text; use: {program} predict {run}");
     }
     let trained = Trained::<T>::load(folder, config)?;
     let prompt = match arguments.prompt.as_deref() {
@@ -85,11 +85,11 @@ fn generate<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         None => String::new(),
     };
     if arguments.prompt.is_some() && prompt.is_empty() {
-        note("note: the prompt is empty; the text begins from nothing");
+        note("note: the prompt is empty");
     }
     let unknown = trained.task.unknown_pieces(&prompt);
     if !unknown.is_empty() && unknown.iter().map(|piece| piece.len()).sum::<usize>() == prompt.len() {
-        bail!("the run knows nothing of the prompt: none of it occurred in training; give another one");
+        bail!("nothing in the prompt occurred in training; give another one");
     }
     say_unknown(&unknown.into_iter().map(String::from).collect::<BTreeSet<_>>());
     let wish = Wish {

@@ -51,7 +51,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
     if T::VERB != Verb::Predict {
         let (program, run) = (shell::program(), shell::path(folder.path()));
-        bail!("this run goes on with texts instead of answering lines; ask it with: {program} generate {run}");
+        bail!("this run generates text and does not predict for lines; use: {program} generate {run}");
     }
     let trained = Trained::<T>::load(folder, config)?;
     let workers = Workers::new(Workers::usual_count())?;

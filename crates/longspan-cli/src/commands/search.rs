@@ -13,7 +13,7 @@ use crate::run::folder::RunFolder;
 pub struct Search {
     /// The folder of a run
     pub run: PathBuf,
-    /// Keep so many prefixes while searching; 1 takes the likeliest token each time
+    /// Beam width; 1 is greedy decoding
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub beam: usize,
 }

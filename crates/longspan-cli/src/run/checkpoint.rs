@@ -1,8 +1,5 @@
 //! Weights, optimiser and progress of a run.
 
-use std::fs;
-use std::path::Path;
-
 use anyhow::{Result, anyhow, bail};
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
@@ -13,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::config::RunConfig;
-use super::folder::{CHECKPOINT, MODEL, RunFolder, Write};
-use super::write::{cannot_write, write_error};
+use super::folder::{CHECKPOINT, MODEL, RunFolder};
+use super::seal;
 use crate::terminal::shell;
 
 /// How far a run has come: stored with its weights.
@@ -51,7 +48,7 @@ pub struct Best {
 /// The optimiser that the settings name.
 pub fn optimizer(config: &RunConfig) -> ModuleOptimizer {
     // β₂ as in Vaswani et al. 2017: the usual 0.999 averages over more steps than a short run has.
-    ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, config.weight_decay as f32))
+    ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, config.weight_decay as f32).without_decay_of_vectors())
 }
 
 /// What a checkpoint holds.
@@ -72,12 +69,12 @@ impl RunFolder {
         saved: &Saved,
         place: Vec<TensorData>,
     ) -> Result<()> {
-        let training =
-            |path: &Path| checkpoint::save_training(path, model, optimizer, saved, place.clone()).map_err(write_error);
-        let weights = |path: &Path| checkpoint::save_weights(path, model).map_err(write_error);
-        let files: [(&str, Write<'_>); 2] = [(CHECKPOINT, &training), (MODEL, &weights)];
+        let training = checkpoint::training_to_bytes(self.checkpoint(), model, optimizer, saved, place)?;
+        let mut files = vec![(CHECKPOINT, training.as_slice())];
         let are_best = saved.best.is_none_or(|best| best.step == saved.step);
-        self.replace(if are_best { &files } else { &files[..1] })
+        let weights = are_best.then(|| checkpoint::weights_to_bytes(self.model(), model)).transpose()?;
+        files.extend(weights.as_deref().map(|weights| (MODEL, weights)));
+        self.replace(&files)
     }
 
     /// Reads the weights into a model made from the same settings.
@@ -96,7 +93,7 @@ impl RunFolder {
         if !self.checkpoint().exists() {
             self.verify(|name| name == CHECKPOINT)?;
             let name = self.path().display();
-            bail!("{name} has no checkpoint, so there is no training to go on with; train a new run with --out");
+            bail!("{name} has no checkpoint, so its training cannot be resumed; train a new run with --out");
         }
         let (model, optimizer, saved, tensors) =
             checkpoint::load_training::<M, Saved>(self.checkpoint(), model, optimizer)?;
@@ -111,18 +108,11 @@ impl RunFolder {
         let are_best = saved.best.is_none_or(|best| best.step == saved.step);
         let damaged = self.verify(|name| name == MODEL).is_err();
         if are_best || damaged {
-            self.replace(&[(MODEL, &|path| checkpoint::save_weights(path, model).map_err(write_error))])?;
+            self.replace(&[(MODEL, &checkpoint::weights_to_bytes(self.model(), model)?)])?;
         }
         if damaged && !are_best {
             saved.best = None;
         }
-        let failed = |error| cannot_write(self.path(), error);
-        for entry in fs::read_dir(self.path()).map_err(failed)? {
-            let path = entry.map_err(failed)?.path();
-            if path.file_name().is_some_and(|name| name.to_string_lossy().ends_with(".tmp")) {
-                fs::remove_file(&path).map_err(failed)?;
-            }
-        }
-        Ok(())
+        seal::remove_drafts(self.path())
     }
 }

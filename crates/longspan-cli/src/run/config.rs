@@ -251,6 +251,31 @@ impl Default for RunConfig {
     }
 }
 
+/// What a run learns, by its data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TaskKind {
+    Pairs,
+    Text,
+    Labelled,
+    Series,
+    Forecast,
+    Synthetic,
+}
+
+impl TaskKind {
+    /// The flags that name its data.
+    pub fn flag(self) -> &'static str {
+        match self {
+            Self::Pairs => "--pairs",
+            Self::Text => "--text",
+            Self::Labelled => "--labelled",
+            Self::Series => "--series",
+            Self::Forecast => "--series with --forecast",
+            Self::Synthetic => "--synthetic",
+        }
+    }
+}
+
 /// The synthetic task that has a model of its own.
 pub const COMPRESSION: &str = "compression";
 
@@ -320,17 +345,17 @@ impl RunConfig {
             bail!("forecast is given without series; name the file of series with --series");
         }
         if self.context.is_some() && self.forecast.is_none() {
-            bail!("context is given without forecast; say how many next points are told with --forecast");
+            bail!("context is given without forecast; say how many next points to predict with --forecast");
         }
         if self.target.is_some() && self.forecast.is_some() {
-            bail!("target is given along with forecast; a run tells labels or next values");
+            bail!("target is given along with forecast; a run predicts labels or next values");
         }
         if self.split_sequence && self.text.is_empty() {
             bail!("split_sequence is given without text; only the sequences of a text are split");
         }
         if self.backpropagate > self.carry {
             bail!(
-                "backpropagate = {} is more than carry = {}, the segments after which states begin anew; change one with --set",
+                "backpropagate = {} is more than carry = {}, the segments after which states are reset; change one with --set",
                 self.backpropagate,
                 self.carry
             );
@@ -436,15 +461,21 @@ impl RunConfig {
         one.or(self.text.first().map(PathBuf::as_path))
     }
 
-    /// The flag that names what the run learns from.
-    pub fn data_flag(&self) -> &'static str {
+    /// What the run learns.
+    pub fn kind(&self) -> TaskKind {
         match self {
-            Self { labelled: Some(_), .. } => "--labelled",
-            Self { series: Some(_), .. } => "--series",
-            Self { synthetic: Some(_), .. } => "--synthetic",
-            Self { text, .. } if !text.is_empty() => "--text",
-            _ => "--pairs",
+            Self { text, .. } if !text.is_empty() => TaskKind::Text,
+            Self { synthetic: Some(_), .. } => TaskKind::Synthetic,
+            Self { series: Some(_), forecast: Some(_), .. } => TaskKind::Forecast,
+            Self { series: Some(_), .. } => TaskKind::Series,
+            Self { labelled: Some(_), .. } => TaskKind::Labelled,
+            _ => TaskKind::Pairs,
         }
+    }
+
+    /// The flag that names the file that the run learns from.
+    pub fn data_flag(&self) -> &'static str {
+        self.kind().flag().split(' ').next().unwrap_or_default()
     }
 
     /// What the run learns from, for people.

@@ -79,7 +79,7 @@ fn free(path: &Path) -> Result<()> {
     let empty = || fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
     if path.join("config.json").exists() {
         bail!(
-            "{name} holds a run already; go on with --resume {}, or choose another folder with --out",
+            "{name} holds a run already; resume it with --resume {}, or choose another folder with --out",
             shell::path(path)
         );
     }

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow, bail};
 use serde::Serialize;
 
-use super::config::RunConfig;
+use super::config::{RunConfig, TaskKind};
 use super::seal::{self, LOG};
-use super::write::{help, write_atomic};
+use super::write::help;
 
 /// A folder that holds a run, or is about to.
 #[derive(Debug, Clone)]
@@ -22,7 +22,7 @@ pub struct RunFolder {
 /// The weights, and weights with optimiser and progress.
 pub const MODEL: &str = "model.safetensors";
 pub const CHECKPOINT: &str = "checkpoint.safetensors";
-const CONFIG: &str = "config.json";
+pub const CONFIG: &str = "config.json";
 
 /// The file that is locked, within a run folder.
 pub const LOCK: &str = ".lock";
@@ -32,9 +32,6 @@ pub const LOCK: &str = ".lock";
 pub struct Lock {
     _file: File,
 }
-
-/// Writes the contents of a file to a path.
-pub type Write<'a> = &'a dyn Fn(&Path) -> Result<()>;
 
 impl RunFolder {
     /// The folder at a path, whatever it holds; `sealed` if its files are compared with its seal.
@@ -80,8 +77,7 @@ impl RunFolder {
 
     /// Writes all settings.
     pub fn save_config(&self, config: &RunConfig) -> Result<()> {
-        let text = stored(config)?;
-        self.replace(&[(CONFIG, &|path| write_atomic(path, text.as_bytes()))])
+        self.replace(&[(CONFIG, stored(config)?.as_bytes())])
     }
 
     /// Compares files with the seal.
@@ -110,26 +106,9 @@ impl RunFolder {
         seal::seal(&self.path)
     }
 
-    /// Replaces files: each is a name, and what writes its contents to a path.
-    pub fn replace(&self, files: &[(&str, Write<'_>)]) -> Result<()> {
-        let drafts: Vec<(&str, PathBuf)> =
-            files.iter().map(|(name, _)| (*name, self.path.join(format!(".{name}.next.tmp")))).collect();
-        let written = files.iter().zip(&drafts).try_for_each(|((name, write), (_, draft))| {
-            // Errors name the file that was meant.
-            let named = |error: anyhow::Error| {
-                let text = format!("{error:#}")
-                    .replace(&draft.display().to_string(), &self.path.join(name).display().to_string());
-                anyhow!("{text}")
-            };
-            write(draft).map_err(named)
-        });
-        let drafted: Vec<(&str, &Path)> = drafts.iter().map(|(name, draft)| (*name, draft.as_path())).collect();
-        written.and_then(|()| seal::replace(&self.path, &drafted)).inspect_err(|_| {
-            for (_, draft) in &drafts {
-                // Best effort: the error that matters is the first.
-                let _ = fs::remove_file(draft);
-            }
-        })
+    /// Replaces files: each is a name and its new contents.
+    pub fn replace(&self, files: &[(&str, &[u8])]) -> Result<()> {
+        seal::replace(&self.path, files)
     }
 
     /// A tokenizer; `side` is what it reads, such as `source`.
@@ -189,11 +168,11 @@ fn stored(config: &RunConfig) -> Result<String> {
         #[serde(flatten)]
         settings: &'a RunConfig,
     }
-    let model = match config.data_flag() {
-        "--series" => None,
-        "--synthetic" if config.compresses() => None,
-        "--labelled" => Some("LongspanForSequenceClassification"),
-        "--pairs" => Some("LongspanForSeq2SeqLM"),
+    let model = match config.kind() {
+        TaskKind::Series | TaskKind::Forecast => None,
+        TaskKind::Synthetic if config.compresses() => None,
+        TaskKind::Labelled => Some("LongspanForSequenceClassification"),
+        TaskKind::Pairs => Some("LongspanForSeq2SeqLM"),
         _ => Some("LongspanForCausalLM"),
     };
     let stored =

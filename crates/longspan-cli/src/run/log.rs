@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::folder::RunFolder;
 use super::seal::LOG;
-use super::write::{cannot_write, write_atomic};
+use super::write::{cannot_write, write_picture};
 use crate::terminal::plot::{LossCurve, Picture, Point};
 
 /// The metrics of a run, open for more.
@@ -34,7 +34,7 @@ impl MetricsLog {
             .collect();
         let kept: String = lines.iter().flat_map(|(line, _)| [line, "\n"]).collect();
         if kept != text {
-            folder.replace(&[(LOG, &|path| write_atomic(path, kept.as_bytes()))])?;
+            folder.replace(&[(LOG, kept.as_bytes())])?;
         }
         let curve = |key: &str| {
             let point = |value: &Value| Some((value["step"].as_f64()?, value[key].as_f64()?));
@@ -65,11 +65,10 @@ impl MetricsLog {
         self.write(&json!({ "step": step, "development_loss": loss }))
     }
 
-    /// Waits until all lines are on the disk, and draws the curve anew.
-    pub fn sync(&self, title: &str, measure: &str) -> Result<()> {
-        self.file.sync_data().map_err(|error| cannot_write(&self.folder.metrics(), error))?;
+    /// Draws the curve anew.
+    pub fn draw(&self, title: &str, measure: &str) -> Result<()> {
         let curve = LossCurve { training: &self.training, development: &self.development, title, measure };
-        write_atomic(&self.folder.loss_curve("svg"), curve.svg()?.as_bytes())?;
-        write_atomic(&self.folder.loss_curve("png"), &curve.png()?)
+        write_picture(&self.folder.loss_curve("svg"), curve.svg()?.as_bytes())?;
+        write_picture(&self.folder.loss_curve("png"), &curve.png()?)
     }
 }

@@ -10,7 +10,8 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -18,7 +19,8 @@ use anyhow::{Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::write::{cannot_write, sync, write_atomic};
+use super::folder::{CHECKPOINT, CONFIG, MODEL};
+use super::write::{cannot_write, draft_of, sync, write_atomic};
 use crate::terminal::shell;
 
 /// The file of the seal, within a run folder.
@@ -50,11 +52,9 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))
 }
 
-/// What the seal says of a file as it is.
-fn of_file(path: &Path) -> Result<String> {
-    let bytes = read(path)?;
-    let log = path.ends_with(LOG);
-    Ok(if log { format!("{}:{}", bytes.len(), sha256(&bytes)) } else { sha256(&bytes) })
+/// What the seal says of a file with these contents.
+fn of_bytes(path: &Path, bytes: &[u8]) -> String {
+    if path.ends_with(LOG) { format!("{}:{}", bytes.len(), sha256(bytes)) } else { sha256(bytes) }
 }
 
 /// The sealed bytes of a file, if they are one of those that the seal allows.
@@ -106,7 +106,7 @@ pub fn seal(folder: &Path) -> Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let sealed = path.extension().is_some_and(|extension| extension == "json" || extension == "safetensors");
         if (sealed || name == LOG) && name != NAME && !name.starts_with('.') {
-            files.insert(name, vec![of_file(&path)?]);
+            files.insert(name, vec![of_bytes(&path, &read(&path)?)]);
         }
     }
     store(folder, files)
@@ -138,35 +138,73 @@ pub fn verify(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<u8>> {
     Ok(Vec::new())
 }
 
-/// Replaces files of a sealed folder, or of one that has no seal yet: each is a name and the file with its new contents. The
-/// log is sealed as far as it has come.
-pub fn replace(folder: &Path, files: &[(&str, &Path)]) -> Result<()> {
+/// Replaces files of a sealed folder, or of one that has no seal yet: each is a name and its new contents. The log is sealed as far as
+/// it has come.
+pub fn replace(folder: &Path, files: &[(&str, &[u8])]) -> Result<()> {
     let sealed = folder.join(NAME).exists();
     let mut allowed = if sealed { load(folder)?.files } else { BTreeMap::new() };
     for (name, new) in files {
-        let now = of_file(new)?;
-        // Its temporary file has another name.
-        let now = if *name == LOG { format!("{}:{now}", read(new)?.len()) } else { now };
-        allowed.entry((*name).into()).or_default().push(now);
+        allowed.entry((*name).into()).or_default().push(of_bytes(Path::new(name), new));
+    }
+    let paths: Vec<PathBuf> = files.iter().map(|(name, _)| folder.join(name)).collect();
+    let written = paths.iter().zip(files).try_for_each(|(path, (_, new))| {
+        let written = fs::File::create(draft_of(path)).and_then(|mut file| {
+            file.write_all(new)?;
+            file.sync_all()
+        });
+        written.map_err(|error| cannot_write(path, error))
+    });
+    if written.is_err() {
+        // Best effort: the error that matters is the first.
+        paths.iter().for_each(|path| drop(fs::remove_file(draft_of(path))));
+        return written;
     }
     let log = folder.join(LOG);
     let grown = log.exists() && !files.iter().any(|(name, _)| *name == LOG);
     if grown {
         fs::File::open(&log).and_then(|file| file.sync_all()).map_err(|error| cannot_write(&log, error))?;
-        allowed.insert(LOG.into(), vec![of_file(&log)?]);
+        allowed.insert(LOG.into(), vec![of_bytes(&log, &read(&log)?)]);
     }
     if sealed {
         store(folder, allowed.clone())?;
     }
-    for (name, new) in files {
-        let path = folder.join(name);
-        fs::rename(new, &path).map_err(|error| cannot_write(&path, error))?;
+    for (path, (name, _)) in paths.iter().zip(files) {
+        fs::rename(draft_of(path), path).map_err(|error| cannot_write(path, error))?;
         let list = allowed.entry((*name).into()).or_default();
         list.drain(..list.len() - 1);
     }
     sync(folder).map_err(|error| cannot_write(folder, error))?;
     if sealed { store(folder, allowed) } else { Ok(()) }
 }
+
+/// Removes what a killed process left behind of files of these kinds, and nothing of anyone else's.
+pub fn remove_drafts(folder: &Path) -> Result<()> {
+    let failed = |error| cannot_write(folder, error);
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let of = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")).unwrap_or_default();
+        if path.is_file() && (OURS.contains(&of) || of.ends_with("_tokenizer.json")) {
+            fs::remove_file(&path).map_err(failed)?;
+        }
+    }
+    Ok(())
+}
+
+/// The files of a run folder, beside its tokenizers.
+const OURS: [&str; 11] = [
+    NAME,
+    LOG,
+    MODEL,
+    CHECKPOINT,
+    CONFIG,
+    "labels.json",
+    "series.json",
+    "loss.svg",
+    "loss.png",
+    "confusion.svg",
+    "confusion.png",
+];
 
 #[cfg(test)]
 mod tests {
@@ -186,9 +224,7 @@ mod tests {
             fs::write(&log, changed).unwrap();
             assert!(verify(folder, |name| name == LOG).unwrap_err().to_string().contains("metrics.jsonl: damaged"));
         }
-        let shorter = folder.join("next");
-        fs::write(&shorter, "one\n").unwrap();
-        replace(folder, &[(LOG, &shorter)]).unwrap();
+        replace(folder, &[(LOG, b"one\n")]).unwrap();
         assert_eq!(verify(folder, |name| name == LOG).unwrap(), b"one\n");
     }
 
@@ -206,9 +242,7 @@ mod tests {
         verify(folder, all).unwrap();
         fs::write(&file, "new").unwrap();
         verify(folder, all).unwrap();
-        let next = folder.join("next");
-        fs::write(&next, "newer").unwrap();
-        replace(folder, &[("a.json", &next)]).unwrap();
+        replace(folder, &[("a.json", b"newer")]).unwrap();
         verify(folder, all).unwrap();
         for past in ["old", "new"] {
             fs::write(&file, past).unwrap();

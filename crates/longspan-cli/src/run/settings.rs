@@ -1,20 +1,21 @@
 //! Settings as they are gathered. Sources from weakest to strongest: defaults, `--config`, `--set`, flags.
 
-use std::collections::HashSet;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use serde_json::{Map, Value};
 
-use super::config::RunConfig;
+use super::config::{RunConfig, TaskKind};
+use super::keys::KEYS;
 use super::words::{nearest, plain};
 
 /// Settings as they are gathered, one source over the other.
 #[derive(Debug, Clone)]
 pub struct Settings {
     values: Map<String, Value>,
-    /// The keys that a person set.
-    given: HashSet<String>,
+    /// The keys that a person set, and where.
+    given: BTreeMap<String, String>,
 }
 
 impl Settings {
@@ -26,7 +27,7 @@ impl Settings {
     /// The settings of a run.
     pub fn of(config: &RunConfig) -> Result<Self> {
         match serde_json::to_value(config)? {
-            Value::Object(values) => Ok(Self { values, given: HashSet::new() }),
+            Value::Object(values) => Ok(Self { values, given: BTreeMap::new() }),
             other => bail!("settings are {other}, not a table; this is a bug: report it"),
         }
     }
@@ -72,13 +73,13 @@ impl Settings {
             }
             bail!("{origin}: `{key}` = {value}: {}; see the table of keys in `longspan train --help`", plain(&error));
         }
-        self.given.insert(key.to_string());
+        self.given.insert(key.to_string(), origin.to_string());
         Ok(())
     }
 
     /// Whether a person set one of these keys.
     pub fn gives(&self, keys: &[&str]) -> bool {
-        keys.iter().any(|key| self.given.contains(*key))
+        keys.iter().any(|key| self.given.contains_key(*key))
     }
 
     /// Takes all keys of a TOML file.
@@ -105,12 +106,32 @@ impl Settings {
         let (key, value) = (key.trim(), value.trim());
         let value = match format!("value = {value}").parse::<toml::Table>() {
             Ok(mut table) => match table.remove("value") {
+                Some(toml::Value::Float(number)) if !number.is_finite() => {
+                    bail!("--set {key}={value}: expected a finite number")
+                }
+                // A name, as all texts that look like a date are here.
+                Some(toml::Value::Datetime(_)) => Value::String(value.to_string()),
                 Some(value) => serde_json::to_value(value)?,
                 None => Value::String(value.to_string()),
             },
             Err(_) => Value::String(value.to_string()),
         };
         self.set(key, value, "--set")
+    }
+
+    /// Refuses a key that a person set and that a run of this kind does not use.
+    pub fn check_use(&self, kind: TaskKind) -> Result<()> {
+        for (key, tasks, _) in KEYS {
+            if let Some(origin) = self.given.get(key).filter(|_| !tasks.contains(&kind)) {
+                let others: Vec<&str> = tasks.iter().map(|task| task.flag()).collect();
+                bail!(
+                    "{origin}: `{key}` is not used by {}; it belongs to {}: leave it out",
+                    kind.flag(),
+                    others.join(", ")
+                );
+            }
+        }
+        Ok(())
     }
 
     fn build(&self) -> Result<RunConfig, serde_json::Error> {
@@ -147,10 +168,41 @@ mod tests {
     fn every_key_is_explained() {
         let settings = Settings::new().unwrap();
         let mut known: Vec<&str> = settings.values.keys().map(String::as_str).collect();
-        let mut explained: Vec<&str> = crate::run::keys::KEYS.iter().map(|(key, _)| *key).collect();
+        let mut explained: Vec<&str> = KEYS.iter().map(|(key, _, _)| *key).collect();
         known.sort_unstable();
         explained.sort_unstable();
         assert_eq!(explained, known);
+    }
+
+    #[test]
+    fn a_file_whose_name_is_a_date_is_a_file() {
+        let mut settings = Settings::new().unwrap();
+        settings.set_text("pairs=2024-01-31").unwrap();
+        assert_eq!(settings.finish().unwrap().pairs.unwrap(), Path::new("2024-01-31"));
+    }
+
+    #[test]
+    fn keys_that_a_task_does_not_use_are_refused() {
+        for (kind, assignment, others) in [
+            (TaskKind::Pairs, "pooling=nonsense", "--labelled, --series"),
+            (TaskKind::Pairs, "segment=3", "--text"),
+            (TaskKind::Text, "source_tokens=bytes", "--pairs"),
+            (TaskKind::Labelled, "vocabulary=300", "--text"),
+            (TaskKind::Series, "context=3", "--series with --forecast"),
+            (TaskKind::Forecast, "label_smoothing=0.1", "--pairs, --text, --labelled, --series, --synthetic"),
+            (TaskKind::Synthetic, "missing=refuse", "--series, --series with --forecast"),
+        ] {
+            let mut settings = Settings::new().unwrap();
+            settings.set_text(assignment).unwrap();
+            let error = settings.check_use(kind).unwrap_err().to_string();
+            let key = assignment.split('=').next().unwrap();
+            let expected =
+                format!("--set: `{key}` is not used by {}; it belongs to {others}: leave it out", kind.flag());
+            assert_eq!(error, expected);
+        }
+        let mut settings = Settings::new().unwrap();
+        settings.set_text("steps=3").unwrap();
+        settings.check_use(TaskKind::Forecast).unwrap();
     }
 
     #[test]
@@ -172,7 +224,8 @@ mod tests {
             ("workers=100000", "workers = 100000: expected 1 to 1024"),
             ("workers=0", "workers = 0"),
             ("learning_rate=-1.0", "learning_rate = -1"),
-            ("clip_norm=nan", "clip_norm"),
+            ("clip_norm=nan", "--set clip_norm=nan: expected a finite number"),
+            ("text=novel.txt", "expected a list such as [\"novel.txt\"]"),
             ("minutes=0.0", "minutes = 0"),
         ] {
             let mut settings = Settings::new().unwrap();

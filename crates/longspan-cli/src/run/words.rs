@@ -20,6 +20,14 @@ fn meant<T: Copy>(key: &str, word: &str, known: &[(&str, T)]) -> Result<T> {
 }
 
 impl RunConfig {
+    /// Whether all words are known. A run that exists may have one that its task does not use.
+    pub fn check_words(&self) -> Result<()> {
+        self.norm()?;
+        self.norm_kind()?;
+        self.activation()?;
+        self.pooling().map(drop)
+    }
+
     /// Where norms stand.
     pub fn norm(&self) -> Result<Norm> {
         meant("norm", &self.norm, &[("pre", Norm::Pre), ("post", Norm::Post)])
@@ -46,13 +54,14 @@ impl RunConfig {
 
 /// An error of a reader of JSON or TOML without the names of Rust's types.
 pub fn plain(error: &(impl Display + ?Sized)) -> String {
-    const NAMES: [(&str, &str); 12] = [
+    const NAMES: [(&str, &str); 13] = [
         ("expected usize", "expected a whole number from 0"),
         ("expected u64", "expected a whole number from 0"),
         ("expected u32", "expected a whole number from 0"),
         ("expected u8", "expected a whole number from 0 to 255"),
         ("expected f64", "expected a number"),
         ("expected a map", "expected a table such as {relative = {shared = true}}"),
+        ("expected a sequence", "expected a list such as [\"novel.txt\"]"),
         ("invalid type: map", "invalid type: table"),
         ("expected struct ", "expected an object: "),
         ("expected internally tagged enum ", "expected an object with a `type`: "),

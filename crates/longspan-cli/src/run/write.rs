@@ -1,8 +1,8 @@
 //! Writing files in one piece, and what to say when that fails.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow};
 use longspan::checkpoint;
@@ -10,6 +10,22 @@ use longspan::checkpoint;
 /// Replaces a file in one piece: readers see the old contents or the new ones.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     checkpoint::write_atomically(path, bytes).map_err(write_error)
+}
+
+/// As [`write_atomic`], of what is drawn again if a power cut should spoil it: nobody waits for the disk.
+pub fn write_picture(path: &Path, bytes: &[u8]) -> Result<()> {
+    let draft = draft_of(path);
+    let written = fs::write(&draft, bytes).and_then(|()| fs::rename(&draft, path));
+    written.map_err(|error| {
+        // Best effort: the error that matters is the first.
+        let _ = fs::remove_file(&draft);
+        cannot_write(path, error)
+    })
+}
+
+/// The name under which a file is written, as the library has it too.
+pub fn draft_of(path: &Path) -> PathBuf {
+    path.with_file_name(format!(".{}.tmp", path.file_name().unwrap_or_default().display()))
 }
 
 /// Waits until the names in a folder are on the disk. Elsewhere than on Unix folders cannot be opened.
@@ -34,7 +50,7 @@ pub fn cannot_write(path: &Path, source: io::Error) -> anyhow::Error {
 pub fn help(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-            "make room (a run that has begun goes on with --resume), or choose another folder with --out"
+            "free some space (a run that has begun is resumed with --resume), or choose another folder with --out"
         }
         io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
             "choose a folder that can be written with --out"

@@ -30,6 +30,9 @@ pub fn make_absolute(config: &mut RunConfig) -> Result<()> {
     let files = [pairs, labelled, series, development, held_out].into_iter().flatten().chain(text);
     for path in files.filter(|path| !is_standard_input(path)) {
         *path = std::path::absolute(&*path)?;
+        if path.to_str().is_none() {
+            bail!("{}: the name of a folder in it is not UTF-8; rename it, or work in another folder", path.display());
+        }
     }
     Ok(())
 }

@@ -148,7 +148,8 @@ impl ErrorRates {
 impl Display for ErrorRates {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [sequence, token] = self.units;
-        writeln!(f, "{} {sequence}s, {} {token}s in their targets", self.sequences, self.tokens)?;
+        let count = |count, unit| format!("{count} {unit}{}", if count == 1 { "" } else { "s" });
+        writeln!(f, "{}, {} in their targets", count(self.sequences, sequence), count(self.tokens, token))?;
         for (unit, rate) in [(token, self.token_error_rate), (sequence, self.sequence_error_rate)] {
             writeln!(f, "{:<20} {rate}", format!("{unit} error rate"))?;
         }

@@ -161,7 +161,7 @@ pub trait Task: Sized + Sync {
         _wish: &Wish<'_>,
         _out: &mut dyn FnMut(&str) -> Result<bool>,
     ) -> Result<Generated> {
-        bail!("this run does not go on with texts")
+        bail!("this run does not generate text")
     }
 
     /// Answers texts and scores the likeliest answer to each.
@@ -212,7 +212,7 @@ pub trait Task: Sized + Sync {
 
     /// The size of the model's stack, such as `4 blocks`.
     fn blocks(config: &RunConfig) -> String {
-        format!("{} blocks", config.layers)
+        samples::counted(config.layers, "blocks")
     }
 
     /// The pieces of a text that the model does not know, in order.

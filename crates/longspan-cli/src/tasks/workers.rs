@@ -1,6 +1,6 @@
 //! Threads that each take a part of a batch.
 
-use std::collections::BTreeMap;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -15,9 +15,12 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 /// How sums are ordered depends on the number of parts, not on who finishes first.
 pub struct Workers {
     count: usize,
-    /// The pools for each number of parts that has been wanted.
-    pools: Mutex<BTreeMap<usize, Arc<[ThreadPool]>>>,
+    /// The pools for the numbers of parts that were wanted last, the latest first.
+    pools: Mutex<VecDeque<Arc<[ThreadPool]>>>,
 }
+
+/// Sets of pools that are kept: of a whole batch, of the last one of an epoch, and of something between.
+const KEPT: usize = 3;
 
 impl Workers {
     /// So many threads.
@@ -41,15 +44,18 @@ impl Workers {
     /// A pool for each of so many parts; the first have a thread more where the threads cannot be shared out evenly.
     fn pools(&self, parts: usize) -> Result<Arc<[ThreadPool]>> {
         let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(pools) = pools.get(&parts) {
-            return Ok(pools.clone());
+        if let Some(place) = pools.iter().position(|pools| pools.len() == parts) {
+            let found = pools.remove(place).unwrap_or_default();
+            pools.push_front(Arc::clone(&found));
+            return Ok(found);
         }
         let threads = |part| (self.count + parts - 1 - part) / parts;
         let made: Arc<[ThreadPool]> = (0..parts)
             .map(|part| ThreadPoolBuilder::new().num_threads(threads(part)).build())
             .collect::<Result<_, _>>()
             .map_err(|error| anyhow!("cannot start {} threads: {error}; lower --set workers=…", self.count))?;
-        pools.insert(parts, made.clone());
+        pools.push_front(Arc::clone(&made));
+        pools.truncate(KEPT);
         Ok(made)
     }
 
@@ -132,6 +138,12 @@ mod tests {
                 assert!(found.iter().all(|(_, threads)| expected.contains(threads)));
             }
         }
+        let pools = workers.pools.lock().unwrap();
+        assert!(
+            pools.len() <= KEPT
+                && pools.iter().all(|pools| pools.iter().map(ThreadPool::current_num_threads).sum::<usize>() == 5)
+        );
+        drop(pools);
         let failed = workers.each(&[1, 2, 3], |item| if *item == 2 { bail!("two") } else { Ok(*item) });
         assert_eq!(failed.unwrap_err().to_string(), "two");
     }

@@ -39,9 +39,14 @@ fn line(sample: &Sample, width: usize) -> String {
     format!("  {source}{padding} {}{mark}{wrong}\n", cell(&sample.answer, each))
 }
 
-/// A number of things: `1 label`, `2 labels`.
-pub fn counted(count: usize, unit: &str) -> String {
-    format!("{count} {unit}{}", if count == 1 { "" } else { "s" })
+/// What so many things are called: one of `labels` is a `label`.
+pub fn number_of(count: usize, things: &str) -> &str {
+    if count == 1 && things != "series" { things.trim_end_matches('s') } else { things }
+}
+
+/// So many things: `1 label`, `2 labels`, `1 series`.
+pub fn counted(count: usize, things: &str) -> String {
+    format!("{count} {}", number_of(count, things))
 }
 
 /// A text in one line, without characters that a terminal would obey.

@@ -1,9 +1,38 @@
-//! Ctrl-C, SIGTERM and SIGHUP: the first asks the command to save and stop, the second ends it at once.
+//! Ctrl-C, SIGTERM and SIGHUP: the first asks the command to save and stop, the second ends it at once. Those that are ignored stay so.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Result, anyhow};
+#[cfg(unix)]
+use signal_hook::consts::SIGHUP;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag::{register, register_conditional_shutdown};
+
+#[cfg(unix)]
+const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
+#[cfg(not(unix))]
+const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
+
+/// Whether whoever started the command has it ignore a signal, as `nohup` and scripts with background jobs do.
+fn is_ignored(signal: i32) -> bool {
+    #[cfg(unix)]
+    {
+        let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
+        // SAFETY: with no new action `sigaction` only writes the present one into `action`, which has room for it; zeros are a valid
+        // `sigaction` where it fails.
+        let action = unsafe {
+            libc::sigaction(signal, std::ptr::null(), action.as_mut_ptr());
+            action.assume_init()
+        };
+        action.sa_sigaction == libc::SIG_IGN
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = signal;
+        false
+    }
+}
 
 /// Whether a signal asked to stop.
 #[derive(Debug, Clone)]
@@ -13,14 +42,12 @@ impl Stop {
     /// Listens for interrupt, termination and hang-up.
     pub fn listen() -> Result<Self> {
         let stop = Self(Arc::new(AtomicBool::new(false)));
-        let asked = Arc::clone(&stop.0);
-        ctrlc::set_handler(move || {
-            if asked.swap(true, Ordering::SeqCst) {
-                // Files are replaced in one piece, so nothing is left half-written.
-                std::process::exit(130);
-            }
-        })
-        .map_err(|error| anyhow!("cannot listen for Ctrl-C: {error}"))?;
+        for signal in SIGNALS.into_iter().filter(|&signal| !is_ignored(signal)) {
+            // The first sets the flag; one that finds it set exits. Files are replaced in one piece, so nothing is left half-written.
+            register_conditional_shutdown(signal, 130, Arc::clone(&stop.0))
+                .and_then(|_| register(signal, Arc::clone(&stop.0)))
+                .map_err(|error| anyhow!("cannot listen for Ctrl-C: {error}"))?;
+        }
         Ok(stop)
     }
 
@@ -46,5 +73,5 @@ impl Stop {
 pub fn report_large_files() {
     // With any handler the write fails. Without one, where it cannot be set, the system ends the process as usual.
     #[cfg(unix)]
-    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)));
+    let _ = register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)));
 }

@@ -18,8 +18,7 @@ pub fn tells_memory() -> bool {
 pub struct Place(TempDir);
 
 /// Settings of a model that takes a step in a few milliseconds.
-const TINY: [&str; 8] =
-    ["d_model=16", "heads=2", "layers=1", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
+const TINY: [&str; 7] = ["d_model=16", "heads=2", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
 
 /// `--set` before each of these settings.
 pub fn set<'a>(settings: &[&'a str]) -> Vec<&'a str> {
@@ -33,7 +32,9 @@ pub fn able<'a>(settings: &[&'a str]) -> Vec<&'a str> {
 
 /// Arguments of a tiny training run on `source`, whose settings win over the tiny ones, then `more`.
 pub fn train<'a>(source: &[&'a str], out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    [&["train", "--out", out, "--steps", steps], &set(&TINY)[..], source, more].concat()
+    // The blocks of pairs are those of an encoder and a decoder.
+    let layers = if source.contains(&"--pairs") { vec![] } else { set(&["layers=1"]) };
+    [&["train", "--out", out, "--steps", steps], &set(&TINY)[..], &layers, source, more].concat()
 }
 
 impl Place {

@@ -20,6 +20,8 @@ pub struct FusedAdamW {
     constants: longspan_kernels::layers::AdamW,
     /// What other tensors are optimized by.
     plain: AdamW,
+    /// The same for parameters of one dimension.
+    vectors: Box<Option<FusedAdamW>>,
 }
 
 impl FusedAdamW {
@@ -33,7 +35,16 @@ impl FusedAdamW {
         Self {
             constants: longspan_kernels::layers::AdamW { beta_1, beta_2, epsilon, weight_decay },
             plain: plain.build(),
+            vectors: Box::new(None),
         }
+    }
+
+    /// The same without decay of parameters of one dimension: the gains of norms and biases, which decay would only draw away from
+    /// where the data want them.
+    #[must_use]
+    pub fn without_decay_of_vectors(self) -> Self {
+        let longspan_kernels::layers::AdamW { beta_1, beta_2, epsilon, .. } = self.constants;
+        Self { vectors: Box::new(Some(Self::new(beta_1, beta_2, epsilon, 0.0))), ..self }
     }
 }
 
@@ -47,6 +58,9 @@ impl Optimizer for FusedAdamW {
         gradient: Tensor<D>,
         state: Option<AdamWState<D>>,
     ) -> (Tensor<D>, Option<AdamWState<D>>) {
+        if let (1, Some(vectors)) = (D, self.vectors.as_ref()) {
+            return vectors.step(rate, values, gradient, state);
+        }
         #[cfg(feature = "flex")]
         if super::flex::is_f32(&values) && !values.device().is_autodiff() && rate.is_finite() {
             return timed("optimizer", || fused::step(&self.constants, rate, values, gradient, state));

@@ -280,6 +280,24 @@ fn targets_that_do_not_fit_are_refused() {
     assert!(refused(vec![None, None], 1.0).contains("smoothing"));
 }
 
+#[test]
+fn vectors_do_not_decay_where_that_is_said() {
+    let device = Device::flex().autodiff();
+    let model = LinearConfig::new(7, 5).init(&device);
+    let x = random([4, 7], &device);
+    let stepped = |decay, vectors: bool| {
+        let adamw = FusedAdamW::new(0.9, 0.98, 1e-9, decay);
+        let mut optimizer = ModuleOptimizer::from(if vectors { adamw } else { adamw.without_decay_of_vectors() });
+        let gradients = GradientsParams::from_grads(model.forward(x.clone()).sum().backward(), &model);
+        let model = optimizer.step(0.05, model.clone(), gradients);
+        [flat(model.weight.val().inner()), flat(model.bias.unwrap().val().inner())]
+    };
+    let [matrix, vector] = stepped(0.5, false);
+    assert_eq!(matrix, stepped(0.5, true)[0]);
+    assert_eq!(vector, stepped(0.0, true)[1]);
+    assert_ne!(vector, stepped(0.5, true)[1]);
+}
+
 /// Ours and Burn's in turn: the record of one is the other's.
 #[test]
 fn adamw_goes_on_where_burns_stopped_and_the_other_way_round() {

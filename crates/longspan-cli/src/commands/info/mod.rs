@@ -97,7 +97,7 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
             steps.map_or("?".into(), |steps| steps.to_string()),
             duration(saved.seconds)
         )?,
-        None => writeln!(out, "training    none to go on with: the folder has weights and no checkpoint")?,
+        None => writeln!(out, "training    cannot be resumed: the folder has weights and no checkpoint")?,
     }
     if let Some(best) = saved.as_ref().and_then(|saved| saved.best.filter(|best| best.step < saved.step)) {
         writeln!(
@@ -142,7 +142,7 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         }
     }
     if saved.is_some_and(|saved| steps.is_none_or(|steps| saved.step < steps)) {
-        writeln!(out, "unfinished  go on with: {} train --resume {}", shell::program(), shell::path(run))?;
+        writeln!(out, "unfinished  resume it with: {} train --resume {}", shell::program(), shell::path(run))?;
     }
     Ok(Outcome::Done)
 }

@@ -24,7 +24,7 @@ use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::run::keys::KEYS;
 use crate::run::settings::Settings;
-use crate::run::write::write_atomic;
+use crate::run::write::write_picture;
 use crate::tasks::attention;
 use crate::tasks::feed::Feed;
 use crate::tasks::ranks::Ranks;
@@ -32,8 +32,10 @@ use crate::tasks::task::{Answering, Shown};
 use crate::tasks::{Task, for_task, lines};
 use crate::terminal::notes::note;
 use crate::terminal::plot::Picture;
+use crate::terminal::samples::number_of;
 use crate::terminal::shell;
 use crate::terminal::signals::Stop;
+use schedule::relative_rate;
 use session::Session;
 
 /// What `longspan train` takes. Flags win over --set, --set wins over --config.
@@ -44,7 +46,7 @@ pub struct Arguments {
     /// in gzip, or - for standard input; without it, the CMU pronouncing dictionary
     #[arg(long, value_name = "FILE")]
     pairs: Option<PathBuf>,
-    /// Texts to learn to go on with: files, folders, or - for standard input; plain text, also in gzip
+    /// Plain text for a language model: files, folders, or - for standard input; also in gzip
     #[arg(long, value_name = "PATH", num_args = 1.., conflicts_with_all = ["pairs", "development", "held_out"])]
     text: Vec<PathBuf>,
     /// Labelled texts to learn from: a .tsv (text, tab, label), a .csv or a .jsonl with "text" and "label", also in gzip, or -
@@ -54,14 +56,14 @@ pub struct Arguments {
     /// .tsv of the UEA and UCR archives, also in gzip, or -
     #[arg(long, value_name = "FILE", conflicts_with_all = ["pairs", "text", "labelled"])]
     series: Option<PathBuf>,
-    /// Learn to tell the values of the next N points of a series at their times, with quantiles, instead of its label
+    /// Forecast the next N points of a series, with quantiles, instead of predicting its label
     #[arg(long, value_name = "N")]
     forecast: Option<usize>,
     /// Sequences to draw and learn from: mqar, recall, fuzzy, copying, memorization, compression or listops, with sizes such as
     /// mqar:pairs=16,length=256,vocabulary=8192
     #[arg(long, value_name = "NAME", conflicts_with_all = ["pairs", "text", "labelled", "series"])]
     synthetic: Option<String>,
-    /// Segments of a text that a step learns from; gradients reach back so far
+    /// Segments of a text that a step learns from (truncated backpropagation through time)
     #[arg(long, value_name = "N")]
     backpropagate: Option<usize>,
     /// Over several processes, give each a stretch of every sequence of a text rather than some of the sequences
@@ -83,7 +85,7 @@ pub struct Arguments {
     /// The folder to make for the run; by default one under runs/
     #[arg(long, value_name = "DIR", conflicts_with = "resume")]
     out: Option<PathBuf>,
-    /// Go on with a run that was interrupted
+    /// Resume a run
     #[arg(long, value_name = "DIR")]
     resume: Option<PathBuf>,
     /// Settings from a TOML file
@@ -164,6 +166,8 @@ fn begin(arguments: &Arguments, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result
         gather(&mut settings, arguments)?;
     }
     let config = settings.finish()?;
+    settings.check_use(config.kind())?;
+    config.check_words()?;
     check_ranks(&config, ranks.as_deref())?;
     let draft = match &arguments.out {
         Some(path) => Draft::claim(path)?.ok_or_else(|| {
@@ -191,25 +195,48 @@ fn resume(arguments: &Arguments, path: &Path, ranks: Option<Rc<Ranks>>, stop: &S
     let stored = folder.load_config()?;
     let mut settings = Settings::of(&stored)?;
     gather(&mut settings, arguments)?;
-    let config = settings.finish()?;
+    let mut config = settings.finish()?;
+    settings.check_use(config.kind())?;
     check_ranks(&config, ranks.as_deref())?;
-    if let Some(key) = settings.changed(&stored)?.into_iter().find(|key| !CHANGEABLE.contains(&key.as_str())) {
+    // A run that was stopped before its minutes became steps may be given a number of steps.
+    let changeable = |key: &str| CHANGEABLE.contains(&key) || (key == "minutes" && stored.minutes.is_some());
+    if let Some(key) = settings.changed(&stored)?.into_iter().find(|key| !changeable(key)) {
         bail!(
             "--resume {}: `{key}` is fixed by the run; only {} may change: train a new run with --out",
             path.display(),
             CHANGEABLE.join(", ")
         );
     }
+    lines::make_absolute(&mut config)?;
     fn with<T: Task>(
         folder: RunFolder,
         lock: Lock,
-        config: RunConfig,
+        configs: [RunConfig; 2],
         ranks: Option<Rc<Ranks>>,
         stop: &Stop,
     ) -> Result<Outcome> {
-        finish(Session::<T>::resume(folder, lock, config)?, ranks, stop)
+        let [config, stored] = configs;
+        let session = Session::<T>::resume(folder, lock, config)?;
+        say_jump(&session, &stored);
+        finish(session, ranks, stop)
     }
-    for_task!(&config, with(folder, lock, config, ranks, stop))
+    for_task!(&config, with(folder, lock, [config, stored], ranks, stop))
+}
+
+/// Says it where another number of steps makes the learning rate jump up.
+fn say_jump<T: Task>(session: &Session<T>, stored: &RunConfig) {
+    let (config, step) = (&session.config, session.step());
+    let (Some(steps), Some(before)) = (config.known_steps(), stored.known_steps()) else { return };
+    let rate = |step, steps| config.learning_rate * relative_rate(step, config.warmup_steps, steps);
+    if step > 0 && step < steps {
+        let (last, next) = (rate(step - 1, before), rate(step, steps));
+        if next > 1.5 * last && step >= config.warmup_steps {
+            note(format_args!(
+                "with {steps} steps instead of {before} the learning rate goes up from {last:.1e} to {next:.1e}, so the loss may rise \
+                 at first"
+            ));
+        }
+    }
 }
 
 /// Refuses what several processes cannot share.
@@ -246,7 +273,7 @@ fn finish<T: Task>(mut session: Session<T>, ranks: Option<Rc<Ranks>>, stop: &Sto
     introduce(&session);
     if session.train(stop)? == Outcome::Interrupted {
         let (step, program, folder) = (session.step(), shell::program(), shell::path(session.folder.path()));
-        note(format_args!("stopped after step {step} and saved; go on with: {program} train --resume {folder}"));
+        note(format_args!("stopped after step {step} and saved; resume with: {program} train --resume {folder}"));
         return Ok(Outcome::Interrupted);
     }
     stop.nothing_to_save();
@@ -260,7 +287,7 @@ fn introduce<T: Task>(session: &Session<T>) {
     note(session.task.introduce(config, data));
     if data.too_long > 0 {
         note(format_args!(
-            "{} examples have more than {} {} and are left out; --set max_tokens={} takes all in",
+            "{} of the training examples have more than {} {} and are left out; --set max_tokens={} keeps all",
             data.too_long,
             config.max_tokens,
             T::LENGTH,
@@ -307,14 +334,14 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     let held_out = session.data.scored(&session.config);
     let mut text = String::new();
     if held_out.is_empty() {
-        text.push_str("nothing was held out, since there is too little: no scores\n");
+        text.push_str("there was too little data to hold any out: no scores\n");
     } else {
-        note(format_args!("scoring {} held-out {}", held_out.len(), T::EXAMPLES));
+        note(format_args!("scoring {} held-out {}", held_out.len(), number_of(held_out.len(), T::EXAMPLES)));
         let scores = session.task.score(&model, &held_out, &how)?;
         if let Some(picture) = T::picture(&scores) {
             let path = session.folder.path().join("confusion");
-            write_atomic(&path.with_extension("svg"), picture.svg()?.as_bytes())?;
-            write_atomic(&path.with_extension("png"), &picture.png()?)?;
+            write_picture(&path.with_extension("svg"), picture.svg()?.as_bytes())?;
+            write_picture(&path.with_extension("png"), &picture.png()?)?;
         }
         session.log.write(&json!({ "step": session.saved.step, "held_out": scores }))?;
         session.folder.seal_metrics()?;
@@ -427,7 +454,7 @@ fn claim_default(config: &RunConfig) -> Result<Draft> {
 fn keys_help() -> String {
     let mut text = String::from("Keys of --config and --set, with their defaults:\n");
     let defaults = serde_json::to_value(RunConfig::default()).unwrap_or_default();
-    for (key, meaning) in KEYS {
+    for (key, _, meaning) in KEYS {
         let default = match &defaults[key] {
             Value::Null => "-".into(),
             Value::String(name) => name.clone(),

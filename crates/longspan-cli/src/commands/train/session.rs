@@ -29,6 +29,7 @@ use crate::tasks::task::Data;
 use crate::tasks::workers::Workers;
 use crate::terminal::notes::note;
 use crate::terminal::progress::{Progress, duration};
+use crate::terminal::shell;
 use crate::terminal::signals::Stop;
 
 /// A run in training.
@@ -47,6 +48,14 @@ pub struct Session<T: Task> {
     pub ranks: Option<Rc<Ranks>>,
     /// What the model's sizes were chosen for, where they are not the usual ones.
     pub sized_for: Option<String>,
+}
+
+/// What came of a step.
+enum Taken {
+    /// Its loss, the norm of its gradient, and the size of its batch.
+    Step((f64, f64, usize)),
+    Stopped,
+    NoData(anyhow::Error),
 }
 
 /// Which development examples are tried before a checkpoint is written.
@@ -85,6 +94,13 @@ impl<T: Task> Session<T> {
         let task = T::load(&folder)?;
         let model = task.model(&config, &Device::flex().autodiff())?;
         let Checkpoint { model, optimizer, mut saved, place } = folder.load_checkpoint(model, optimizer(&config))?;
+        if config.known_steps().is_some_and(|steps| steps < saved.step) {
+            bail!(
+                "the run has taken {} steps, more than {}; give as many or more with --steps",
+                saved.step,
+                config.steps.unwrap_or_default()
+            );
+        }
         let mut data = task.data(&config).map_err(|error| {
             let moved = config.data().is_some_and(|path| !path.exists() && path.as_os_str() != "-");
             if !moved {
@@ -129,10 +145,19 @@ impl<T: Task> Session<T> {
             let step_started = Instant::now();
             let steps = self.config.known_steps().unwrap_or(usize::MAX);
             let rate = self.config.learning_rate * relative_rate(step, self.config.warmup_steps, steps);
-            let Some((loss, norm, examples)) = self.take(step, rate, stop)? else {
-                drop(progress);
-                self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::Quick)?;
-                return Ok(Outcome::Interrupted);
+            let (loss, norm, examples) = match self.take(step, rate, stop)? {
+                Taken::Step(found) => found,
+                // Other processes would wait for a checkpoint of theirs.
+                Taken::NoData(error) if self.ranks.is_some() => return Err(error),
+                ended => {
+                    drop(progress);
+                    self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::Quick)?;
+                    if let Taken::NoData(error) = ended {
+                        let (program, folder) = (shell::program(), shell::path(self.folder.path()));
+                        bail!("{error}; {step} steps are saved: {program} train --resume {folder}");
+                    }
+                    return Ok(Outcome::Interrupted);
+                }
             };
             step += 1;
             let elapsed = started.elapsed().as_secs_f64();
@@ -171,17 +196,19 @@ impl<T: Task> Session<T> {
         Ok(Outcome::Done)
     }
 
-    /// Takes one step; returns its loss, the norm of its gradient and the size of its batch, or `None` if a signal asks to
-    /// stop: then no step is taken.
-    fn take(&mut self, step: usize, rate: f64, stop: &Stop) -> Result<Option<(f64, f64, usize)>> {
-        let batch = self.data.train.batch(step)?;
+    /// Takes one step, unless its batch cannot be read or a signal asks to stop.
+    fn take(&mut self, step: usize, rate: f64, stop: &Stop) -> Result<Taken> {
+        let batch = match self.data.train.batch(step) {
+            Ok(batch) => batch,
+            Err(error) => return Ok(Taken::NoData(error)),
+        };
         let examples = batch.len();
         let seed = Random::new(self.config.seed, step as u64 + 1).next();
         let smoothing = self.config.label_smoothing;
         let count = self.ranks.as_ref().map_or(1, |ranks| ranks.count());
         let split = self.config.split_sequence && count > 1;
         if split && stop.asked() {
-            return Ok(None);
+            return Ok(Taken::Stopped);
         }
         let share = Share::of(&batch, T::size, (0, count), split);
         let own = || gradients(&self.task, &self.model, &share, smoothing, seed, &self.workers, stop);
@@ -194,7 +221,7 @@ impl<T: Task> Session<T> {
             #[cfg(not(feature = "mpi"))]
             Some(ranks) => match **ranks {},
         };
-        let Some(mut found) = found else { return Ok(None) };
+        let Some(mut found) = found else { return Ok(Taken::Stopped) };
         let norm = clip_gradients(&self.model, &mut found.gradients, self.config.clip_norm);
         for (name, value) in [("loss", found.loss), ("gradient", norm)] {
             if !value.is_finite() {
@@ -203,7 +230,7 @@ impl<T: Task> Session<T> {
         }
         self.model = self.optimizer.step(rate, self.model.clone(), found.gradients);
         self.task.carry(&mut self.data.train, found.carried)?;
-        Ok(Some((found.loss, norm, examples)))
+        Ok(Taken::Step((found.loss, norm, examples)))
     }
 
     fn diverged(&self, step: usize, what: &str, value: f64) -> anyhow::Error {
@@ -238,7 +265,7 @@ impl<T: Task> Session<T> {
                 best = Some(Best { step, loss });
             }
         }
-        self.log.sync(&self.title(), self.task.measure())?;
+        self.log.draw(&self.title(), self.task.measure())?;
         let others = match &self.ranks {
             #[cfg(feature = "mpi")]
             Some(ranks) if !self.config.split_sequence => together::places(ranks, step)?,

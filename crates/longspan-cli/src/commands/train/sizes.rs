@@ -2,7 +2,7 @@
 
 use longspan_bench::machine::product_seconds;
 
-use crate::run::config::RunConfig;
+use crate::run::config::{RunConfig, TaskKind};
 
 /// Settings that are chosen together, where none of them is given.
 pub const KEYS: [&str; 6] = ["d_model", "heads", "d_ff", "layers", "encoder_layers", "decoder_layers"];
@@ -72,8 +72,8 @@ fn resized(config: &RunConfig, width: usize) -> RunConfig {
 fn weights(config: &RunConfig) -> f64 {
     let square = config.d_model * config.d_model;
     let block = 4 * square + (2 + usize::from(config.gated)) * config.d_model * config.d_ff;
-    let all = match config.data_flag() {
-        "--pairs" => (config.encoder_layers + config.decoder_layers) * block + config.decoder_layers * 4 * square,
+    let all = match config.kind() {
+        TaskKind::Pairs => (config.encoder_layers + config.decoder_layers) * block + config.decoder_layers * 4 * square,
         _ => config.layers * block,
     };
     all as f64

@@ -26,7 +26,7 @@ use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::run::seal::hex;
 use crate::terminal::notes::note;
-use crate::terminal::samples::{self, Sample, visible};
+use crate::terminal::samples::{self, Sample, counted, visible};
 use scores::{Scores, Sums};
 use window::{Drawn, Example, Seen, Sizes, Stretch, Window, inputs};
 
@@ -279,16 +279,16 @@ impl Task for Forecast {
         let by_time = stretches.iter().any(|part| part.points.end < part.series.times.len());
         let held_out = match (data.held_out.is_empty(), by_time) {
             (true, _) => "nothing is held out".into(),
-            (_, true) => format!("the last points of series are held out, {} windows", data.held_out.len()),
-            _ => format!("other series are held out, {} windows", data.held_out.len()),
+            (_, true) => format!("the last points of series are held out, {}", counted(data.held_out.len(), "windows")),
+            _ => format!("other series are held out, {}", counted(data.held_out.len(), "windows")),
         };
         format!(
-            "{}: the next {told} points from up to {context} before them; {} series of {channels} channel{} to learn from, {} windows; \
+            "{}: the next {told} points from up to {context} before them; {} series of {} to learn from, {}; \
              {held_out}; {}",
             config.data_name(),
             stretches.len(),
-            if channels == 1 { "" } else { "s" },
-            data.train.count(),
+            counted(channels, "channels"),
+            counted(data.train.count() as usize, "windows"),
             times(config, &self.scaling),
         )
     }

@@ -23,7 +23,7 @@ pub fn read(path: &Path) -> Result<Vec<Labelled>> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
     let (all, again) = parse(&bytes, Format::of(path, &bytes), &name)?;
     if again > 0 {
-        note(format_args!("{name}: {again} lines come again and count once"));
+        note(format_args!("{name}: {again} lines repeat a text and its label; each counts once"));
     }
     Ok(all)
 }

@@ -143,7 +143,7 @@ impl Confusion {
 
 impl Display for Confusion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} {}, {}", self.examples, self.unit, counted(self.labels.len(), "label"))?;
+        writeln!(f, "{}, {}", counted(self.examples, self.unit), counted(self.labels.len(), "labels"))?;
         writeln!(f, "accuracy             {}", self.accuracy)?;
         writeln!(f, "macro F1             {:.1} %", 100.0 * self.macro_f1)?;
         if self.unknown_labels > 0 {

@@ -18,7 +18,7 @@ pub fn read(path: &Path) -> Result<Vec<Example>> {
     let entries = parse(&bytes, Format::of(path, &bytes), &name)?;
     let (examples, dropped) = group(entries);
     if dropped > 0 {
-        note(format_args!("{name}: {dropped} pairs come again and count once"));
+        note(format_args!("{name}: {dropped} pairs are repeated; each counts once"));
     }
     Ok(examples)
 }

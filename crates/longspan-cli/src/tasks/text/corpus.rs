@@ -1,9 +1,10 @@
 //! The texts of a run as one long row of bytes, of which no more than a piece is read at a time.
 
-use std::fs::{self, File, Metadata};
+use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::SystemTime;
 
 use anyhow::{Result, anyhow, bail};
@@ -12,6 +13,7 @@ use sha2::{Digest, Sha256};
 use crate::run::seal::hex;
 use crate::tasks::lines;
 use crate::terminal::notes::note;
+use crate::terminal::samples::counted;
 
 /// Bytes of a piece: a thousand tokens or more, and little beside a model.
 const PIECE: u64 = 16 * 1024;
@@ -30,6 +32,10 @@ pub struct Corpus {
     bounds: Vec<u64>,
     /// Whether every text is UTF-8, rather than any bytes.
     utf8: bool,
+    /// When each plain file was changed last.
+    modified: Mutex<Vec<Option<SystemTime>>>,
+    /// What [`scan`](Self::scan) found.
+    sha256: OnceLock<String>,
 }
 
 /// One text.
@@ -42,7 +48,7 @@ struct Document {
 #[derive(Debug)]
 enum Source {
     /// A plain file: bytes from `skip` on, read where they are wanted.
-    File { path: PathBuf, skip: u64, length: u64, modified: Option<SystemTime> },
+    File { path: PathBuf, skip: u64, length: u64 },
     /// What can be read once, or has to be unpacked.
     Memory(Vec<u8>),
 }
@@ -62,7 +68,8 @@ impl Corpus {
     /// The texts at these paths. The files of a folder come in the order of their names; those that are hidden or binary are
     /// passed over.
     pub fn open(paths: &[PathBuf], utf8: bool) -> Result<Self> {
-        let mut corpus = Self { documents: Vec::new(), bounds: vec![0], utf8 };
+        let (modified, sha256) = (Mutex::default(), OnceLock::new());
+        let mut corpus = Self { documents: Vec::new(), bounds: vec![0], utf8, modified, sha256 };
         for path in paths {
             if !lines::is_standard_input(path) && path.is_dir() {
                 corpus.add_folder(path)?;
@@ -92,9 +99,9 @@ impl Corpus {
         self.walk(folder, &mut binary)?;
         if let [first, ..] = binary.as_slice() {
             note(format_args!(
-                "{}: {} files that are not text are left out, the first is {first}",
+                "{}: left out {}, such as {first}",
                 folder.display(),
-                binary.len()
+                counted(binary.len(), "binary files")
             ));
         }
         Ok(())
@@ -127,18 +134,18 @@ impl Corpus {
     fn add(&mut self, path: &Path) -> Result<()> {
         let name = lines::name(path);
         let plain = !lines::is_standard_input(path) && path.is_file() && !head(path)?.starts_with(&lines::GZIP);
-        let (head, source) = if plain {
+        let (head, source, modified) = if plain {
             let data = fs::metadata(path).map_err(|error| cannot_read(path, &error))?;
             let head = head(path)?;
             let skip = if head.starts_with(BOM) { BOM.len() as u64 } else { 0 };
             let length = data.len().saturating_sub(skip);
-            (head, Source::File { path: path.into(), skip, length, modified: data.modified().ok() })
+            (head, Source::File { path: path.into(), skip, length }, data.modified().ok())
         } else {
             let mut bytes = lines::read(path)?;
             if bytes.starts_with(BOM) {
                 bytes.drain(..BOM.len());
             }
-            (bytes[..bytes.len().min(HEAD)].to_vec(), Source::Memory(bytes))
+            (bytes[..bytes.len().min(HEAD)].to_vec(), Source::Memory(bytes), None)
         };
         if self.utf8
             && let Some(problem) = what_is_wrong(&head)
@@ -155,6 +162,7 @@ impl Corpus {
         if length > 0 {
             self.bounds.push(self.len() + length);
             self.documents.push(Document { name, source });
+            self.times().push(modified);
         }
         Ok(())
     }
@@ -164,18 +172,49 @@ impl Corpus {
         self.bounds.partition_point(|&bound| bound <= at).saturating_sub(1).min(self.documents.len() - 1)
     }
 
-    /// Bytes from `at` to `end`, which lie in one document.
+    fn times(&self) -> MutexGuard<'_, Vec<Option<SystemTime>>> {
+        self.modified.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether all texts hold what they held when they were read first, in spite of other times of change.
+    fn is_the_same(&self) -> Result<bool> {
+        let Some(before) = self.sha256.get() else { return Ok(false) };
+        let mut now = Vec::new();
+        for document in &self.documents {
+            now.push(match &document.source {
+                Source::Memory(_) => None,
+                Source::File { path, skip, length } => {
+                    let data = fs::metadata(path).map_err(|error| cannot_read(path, &error))?;
+                    if data.len() != skip + length {
+                        return Ok(false);
+                    }
+                    data.modified().ok()
+                }
+            });
+        }
+        // So that reading it again does not ask again.
+        let old = std::mem::replace(&mut *self.times(), now);
+        let same = self.fingerprint(|_, _| ()).is_ok_and(|now| now == *before);
+        if !same {
+            *self.times() = old;
+        }
+        Ok(same)
+    }
+
+    /// Bytes from `at` to `end`, which lie in one document. A file that was changed since it was first read is refused, unless it
+    /// holds the same.
     fn read(&self, at: u64, end: u64) -> Result<Vec<u8>> {
         let n = self.document(at);
         let (document, from) = (&self.documents[n], at - self.bounds[n]);
         let count = (end - at) as usize;
         match &document.source {
             Source::Memory(bytes) => Ok(bytes[from as usize..][..count].to_vec()),
-            Source::File { path, skip, length, modified } => {
+            Source::File { path, skip, length } => {
                 let failed = |error: std::io::Error| cannot_read(path, &error);
                 let mut file = File::open(path).map_err(failed)?;
-                let same = |data: &Metadata| data.len() == skip + length && data.modified().ok() == *modified;
-                if !same(&file.metadata().map_err(failed)?) {
+                let data = file.metadata().map_err(failed)?;
+                let touched = data.modified().ok() != self.times()[n];
+                if data.len() != skip + length || (touched && !self.is_the_same()?) {
                     bail!(
                         "{}: changed since it was first read; put it back, or train a new run on a copy that stays",
                         document.name
@@ -246,7 +285,12 @@ impl Corpus {
 
     /// Reads all of it once, piece by piece, each handed to `visit` with where it begins; the SHA-256 of its bytes and of where
     /// documents end.
-    pub fn scan(&self, mut visit: impl FnMut(u64, &Piece)) -> Result<String> {
+    pub fn scan(&self, visit: impl FnMut(u64, &Piece)) -> Result<String> {
+        let sha256 = self.fingerprint(visit)?;
+        Ok(self.sha256.get_or_init(|| sha256).clone())
+    }
+
+    fn fingerprint(&self, mut visit: impl FnMut(u64, &Piece)) -> Result<String> {
         let mut hash = Sha256::new();
         let mut at = 0;
         for piece in self.pieces(0..self.len()) {
@@ -383,5 +427,21 @@ mod tests {
         let corpus = Corpus::open(std::slice::from_ref(&path), true).unwrap();
         fs::write(&path, "another one").unwrap();
         assert!(corpus.piece(0, 8).unwrap_err().to_string().contains("changed since it was first read"));
+        // Another time of change is nothing, another text of the same length is.
+        let corpus = Corpus::open(std::slice::from_ref(&path), true).unwrap();
+        corpus.scan(|_, _| ()).unwrap();
+        let touch = |text: &str, ago| {
+            fs::write(&path, text).unwrap();
+            let time = SystemTime::now() - std::time::Duration::from_secs(ago);
+            File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
+        };
+        touch("another one", 500);
+        assert_eq!(corpus.piece(0, 11).unwrap().bytes, b"another one");
+        touch("ANOTHER ONE", 400);
+        for _ in 0..2 {
+            assert!(corpus.piece(0, 11).unwrap_err().to_string().contains("changed since it was first read"));
+        }
+        touch("another one", 300);
+        assert_eq!(corpus.piece(0, 11).unwrap().bytes, b"another one");
     }
 }

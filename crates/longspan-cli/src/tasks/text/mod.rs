@@ -204,11 +204,11 @@ impl Task for Text {
         let texts = data.held_out.first().map_or(1, |passage| passage.corpus.documents());
         let texts = if texts == 1 { String::new() } else { format!(" in {texts} texts") };
         format!(
-            "{}: {}{texts}, of which the last {} are held out; {} ({} tokens)",
+            "{}: {}{texts}, of which the last {} are held out; {} ({} tokens, 4 of them special)",
             config.data_name(),
             memory::size(corpus),
             memory::size(size(&data.held_out)),
-            self.tokenizer.kind(),
+            if config.tokens.as_deref() == Some("bpe") { "byte-pair encoding" } else { self.tokenizer.kind() },
             self.tokenizer.len()
         )
     }

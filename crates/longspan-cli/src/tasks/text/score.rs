@@ -1,4 +1,4 @@
-//! How well a model foretells texts: bits per byte.
+//! How well a model predicts texts: bits per byte.
 
 use std::fmt::{self, Display};
 use std::sync::Arc;
@@ -11,6 +11,7 @@ use serde::Serialize;
 use super::corpus::{Corpus, Piece};
 use crate::tasks::scores::{Interval, Z};
 use crate::tasks::tokens::{START, Tokenizer, UNKNOWN};
+use crate::terminal::samples::counted;
 
 /// Tokens computed at a time.
 const SEGMENT: usize = 512;
@@ -138,7 +139,7 @@ impl Sums {
     }
 }
 
-/// How well a text was foretold.
+/// How well a text was predicted.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct BitsPerByte {
     pub bits_per_byte: Interval,
@@ -152,9 +153,10 @@ impl Display for BitsPerByte {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Interval { rate, .. } = self.bits_per_byte;
         write!(f, "{rate:.3} bits per byte{}", self.bits_per_byte.confidence(3))?;
-        writeln!(f, "\n{} bytes in {} tokens", self.bytes, self.tokens)?;
+        writeln!(f, "\n{} in {}", counted(self.bytes as usize, "bytes"), counted(self.tokens, "tokens"))?;
         if self.unknown > 0 {
-            writeln!(f, "{} tokens did not occur in training and cost 8 bits a byte more", self.unknown)?;
+            let unknown = counted(self.unknown, "tokens");
+            writeln!(f, "{unknown} did not occur in training and cost 8 bits a byte more")?;
         }
         Ok(())
     }
