@@ -41,7 +41,7 @@ def series(count, channels, missing, target, start=1e6):
             [None if missing and draw.random() < 0.2 else 5 * channel + math.sin(speed * time) for channel in range(channels)]
             for time in times
         ]
-        # A point without any value is left out.
+        # A point without any value counts as one that is missing.
         values[0] = values[0] if missing else [draw.random()] * channels
         label = str(speed) if target == "number" else ("slow", "middle", "fast")[place % 3]
         yield {"times": times, "values": values, "label": label}
@@ -121,13 +121,16 @@ def test_what_is_learned_here_is_read_there(run, tmp_path):
 def test_points_are_counted_without_times():
     run = made()
     values = [1.0, None, 2.5, 4.0]
-    counted = {"times": [0, 2, 3], "values": [[1.0], [2.5], [4.0]]}
-    assert run.predict([values]) == run.predict([counted])
+    counted = {"times": [0, 1, 2, 3], "values": [[1.0], [None], [2.5], [4.0]]}
+    assert run.predict([values]) == run.predict([counted]) == run.predict([[*values, None, None]])
     assert run.predict(np.array([values, values], float)) == run.predict([values] * 2)
     assert run.predict([]) == []
     # Only differences of times count, measured in steps.
-    later = {"times": [1e9, 1e9 + 2, 1e9 + 3], "values": [1.0, 2.5, 4.0]}
-    assert run.predict([later]) == run.predict([counted]) != run.predict([{**counted, "times": [0, 2, 4]}])
+    later = {"times": [1e9, 1e9 + 1, 1e9 + 2, 1e9 + 3], "values": values}
+    assert run.predict([later]) == run.predict([counted]) != run.predict([{**counted, "times": [0, 1, 2, 4]}])
+    # Far from one another, points near one another keep their distances.
+    far = [run.predict([{"times": [0, 1, 1e12, 1e12 + gap], "values": values}]) for gap in (1, 2)]
+    assert far[0] != far[1]
 
 
 def test_answers_do_not_depend_on_what_is_answered_together(monkeypatch):

@@ -48,7 +48,8 @@ fn check<M: Kernel<f32> + Clone + 'static>(
         for heads in [1, 8] {
             for (length, order) in LENGTHS.iter().flat_map(|&l| [(l, Order::Causal), (l, Order::Bidirectional)]) {
                 let dims = Dims::square(1, heads, length, head_dim);
-                let plan = forced(Algorithm::Auto).plan(&dims, &Mask { order, ..Mask::default() })?;
+                let plan = forced(Algorithm::Auto).plan(&dims, &Mask { order, ..Mask::default() });
+                let plan = plan.expect("sizes that make sense");
                 let times: Vec<[f64; 2]> = algorithms
                     .iter()
                     .map(|&algorithm| times(forced(algorithm), dims, order))

@@ -318,7 +318,7 @@ fn pairs_may_be_csv_with_a_header() {
     assert!(status.unwrap().success());
     assert_eq!(place.ok(&["eval", "run", "PAIRS.CSV.GZ"]), scores);
     place.write("bare.csv", b"abc,cba\n");
-    place.fails(&["eval", "run", "bare.csv"], &["bare.csv, line 1: the header is \"abc,cba\"", "two columns `source`"]);
+    place.fails(&["eval", "run", "bare.csv"], &["bare.csv, line 1: no column `source` among `abc`, `cba`", "--source"]);
 }
 
 #[test]
@@ -351,8 +351,26 @@ fn standard_input_and_gzip_are_read() {
     assert!(status.unwrap().success());
     assert_eq!(place.ok(&["predict", "run", "pairs.tsv.gz"]), answers);
     let input = || Stdio::from(std::fs::File::open(place.path("pairs.tsv.gz")).unwrap());
-    let output = place.command(&["predict", "run", "-"]).stdin(input()).output().unwrap();
+    // Of a table the column of sources is answered; standard input has lines.
+    let sources: String =
+        text(&place.read("pairs.tsv")).lines().map(|line| format!("{}\n", line.split('\t').next().unwrap())).collect();
+    place.write("sources", sources.as_bytes());
+    let lines = Stdio::from(std::fs::File::open(place.path("sources")).unwrap());
+    let output = place.command(&["predict", "run", "-"]).stdin(lines).output().unwrap();
     assert_eq!(text(&output.stdout), answers);
+    let rows: String = sources.lines().map(|line| format!("x,{line}\n")).collect();
+    place.write("sources.csv", format!("note,word\n{rows}").as_bytes());
+    assert_eq!(place.ok(&["predict", "run", "sources.csv"]), answers);
+    place.write("named.csv", format!("note,Wort\n{rows}").as_bytes());
+    place.fails(
+        &["predict", "run", "named.csv"],
+        &["named.csv, line 1: no column `source` among `note`, `Wort`", "--source NAME"],
+    );
+    assert_eq!(place.ok(&["predict", "run", "named.csv", "--source", "Wort"]), answers);
+    let table = place.ok(&["predict", "run", "sources.csv", "--csv"]);
+    let first = (sources.lines().next().unwrap(), answers.lines().next().unwrap());
+    assert!(table.starts_with(&format!("source,target\n{},{}\n", first.0, first.1)), "{table}");
+    assert_eq!(table.lines().count(), 201);
     let output = place.command(&place.train_on("-", "piped", "3", &[])).stdin(input()).output().unwrap();
     assert!(text(&output.stderr).starts_with("standard input: "), "{}", text(&output.stderr));
     let scores = place.ok(&["eval", "run", "pairs.tsv"]);

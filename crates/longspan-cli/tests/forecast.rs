@@ -91,7 +91,7 @@ fn waves_at_irregular_times_are_told_with_their_intervals() {
         .collect();
     place.write("new.jsonl", new.as_bytes());
     good(&place.json(&["eval", "run", "new.jsonl", "--json"]));
-    assert_eq!(place.ok(&["predict", "run", "new.jsonl"]).lines().count(), 6 * 40);
+    assert_eq!(place.ok(&["predict", "run", "new.jsonl"]).lines().count(), 1 + 6 * 40);
     let (times, values) = wave(40, 900);
     let last = times[30];
     let mut ahead = times[31..36].to_vec();
@@ -103,7 +103,8 @@ fn waves_at_irregular_times_are_told_with_their_intervals() {
     );
     place.write("one.jsonl", one.as_bytes());
     let lines = place.ok(&["predict", "run", "one.jsonl"]);
-    for (line, (time, value)) in lines.lines().zip(times[31..].iter().zip(&values[31..])) {
+    assert_eq!(lines.lines().next(), Some("id\ttime\t0.1\t0.25\t0.5\t0.75\t0.9"));
+    for (line, (time, value)) in lines.lines().skip(1).zip(times[31..].iter().zip(&values[31..])) {
         let cells: Vec<&str> = line.split('\t').collect();
         assert_eq!((cells[0], cells[1], cells.len()), ("b", time.to_string().as_str(), 7), "{line}");
         let told: Vec<f64> = cells[2..].iter().map(|cell| cell.parse().unwrap()).collect();
@@ -112,12 +113,12 @@ fn waves_at_irregular_times_are_told_with_their_intervals() {
     let object = place.json(&["predict", "run", "one.jsonl", "--json"]);
     assert_eq!(object["quantiles"], serde_json::json!([0.1, 0.25, 0.5, 0.75, 0.9]));
     assert_eq!((object["id"].as_str(), object["values"].as_array().unwrap().len()), (Some("b"), 5));
-    assert_eq!(object["values"][0][0][2].to_string(), lines.split('\t').nth(4).unwrap());
+    assert_eq!(object["values"][0][0][2].to_string(), lines.lines().nth(1).unwrap().split('\t').nth(4).unwrap());
 
     for (ahead, part) in [
         (format!("[{last}]"), "is not after"),
         ("[1e999]".into(), "no JSON"),
-        ("[\"soon\"]".into(), "a time is no number"),
+        ("[\"soon\"]".into(), "a time is no number and no date"),
         ("9".into(), "`forecast` has no list of times"),
     ] {
         let (before, _) = one.split_once("\"forecast\": ").unwrap();
@@ -126,7 +127,7 @@ fn waves_at_irregular_times_are_told_with_their_intervals() {
     }
     place.write("short.jsonl", b"{\"values\": [1, 2]}\n");
     place.fails(&["eval", "run", "short.jsonl"], &["short.jsonl: no series has more than 4 points"]);
-    assert_eq!(place.ok(&["predict", "run", "short.jsonl"]).lines().count(), 6, "little is known, and still told from");
+    assert_eq!(place.ok(&["predict", "run", "short.jsonl"]).lines().count(), 7, "little is known, and still told from");
     let output = place.run(&["predict", "run", "one.jsonl"]);
     assert!(!text(&output.stderr).contains("further ahead"), "{}", text(&output.stderr));
     place.write("far.jsonl", b"{\"values\": [1, 2, 1, 2], \"forecast\": [100]}\n");
@@ -146,16 +147,19 @@ fn one_long_series_is_learned_from_and_its_next_values_are_told() {
     assert!(stderr.contains("the last points of series are held out, 14 windows"), "{stderr}");
     assert!(stdout.contains("1 series, 14 windows, 80 values"), "{stdout}");
     good(&place.info("run")["held_out"]);
-    assert_eq!(place.ok(&["predict", "run", "long.csv"]).lines().count(), 6);
+    assert_eq!(place.ok(&["predict", "run", "long.csv"]).lines().count(), 7);
 
     let last = wave(800, 7).0[799];
     let ahead = [last + 1.0, last + 2.5];
     place.write("more.csv", table(800, &ahead).as_bytes());
     let lines = place.ok(&["predict", "run", "more.csv"]);
-    let times: Vec<&str> = lines.lines().map(|line| line.split('\t').nth(1).unwrap()).collect();
+    let times: Vec<&str> = lines.lines().skip(1).map(|line| line.split('\t').nth(1).unwrap()).collect();
     assert_eq!(times, ahead.map(|time| time.to_string()), "{lines}");
     place.write("date.csv", b"time,height\n2024-01-31,5\n");
-    place.fails(&["predict", "run", "date.csv"], &["date.csv, line 2: \"2024-01-31\"", "write times as numbers"]);
+    place.fails(
+        &["predict", "run", "date.csv"],
+        &["date.csv", "\"2024-01-31\" are dates, and this run learned from numbers"],
+    );
 }
 
 #[test]
@@ -180,7 +184,7 @@ fn several_channels_with_holes_and_every_mechanism_trains() {
         place.ok(&["train", "--resume", name, "--steps", "6"]);
         assert_eq!(place.losses(name).len(), 6, "{name}");
         let lines = place.ok(&["predict", name, "holes.jsonl"]);
-        assert_eq!(lines.lines().count(), 60 * 6, "{name}");
+        assert_eq!(lines.lines().count(), 1 + 60 * 6, "{name}");
         assert!(lines.lines().all(|line| line.split('\t').count() == 2 + 3 * 5), "{name}: {lines}");
     }
     place.fails(
@@ -189,7 +193,7 @@ fn several_channels_with_holes_and_every_mechanism_trains() {
     );
     place.write("one.jsonl", b"{\"values\": [1, 2, 3, 4, 5]}\n");
     for verb in ["predict", "eval"] {
-        let parts = ["one.jsonl, line 1: 1 channels, and this run was trained on 3"];
+        let parts = ["one.jsonl, line 1: 1 channel, and this run was trained on 3"];
         place.fails(&[verb, "fourier", "one.jsonl"], &parts);
     }
 }
@@ -243,6 +247,6 @@ fn mistakes_are_named_and_no_run_is_made() {
     place.write("ahead.jsonl", b"{\"values\": [1, 2], \"forecast\": [3]}\n");
     place.fails(
         &["predict", "labels", "ahead.jsonl"],
-        &["ahead.jsonl, line 1: it has times to forecast, and this run tells labels", "--forecast"],
+        &["ahead.jsonl, line 1: it has times to forecast, and this run predicts labels", "--forecast"],
     );
 }

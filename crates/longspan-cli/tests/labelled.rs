@@ -123,8 +123,11 @@ fn csv_and_forms_of_blocks_and_numbers() {
     ] {
         place.fails(&train("reports.tsv", "run", "3", &["--set", setting]), &parts);
     }
-    place.write("head.csv", b"text,class\na,b\n");
-    place.fails(&train("head.csv", "run", "3", &[]), &["head.csv, line 1", "no column `label`"]);
+    place.write("head.csv", b"text,a,b\na,b,c\n");
+    place.fails(
+        &train("head.csv", "run", "3", &[]),
+        &["head.csv, line 1", "no column `label` among `text`, `a`, `b`", "--label NAME"],
+    );
 
     // The number of a's in a text.
     let counts: String = (0..900usize)
@@ -135,7 +138,8 @@ fn csv_and_forms_of_blocks_and_numbers() {
         })
         .collect();
     place.write("counts.tsv", counts.as_bytes());
-    let stdout = place.ok(&train("counts.tsv", "counts", "300", &able(&WIDER)));
+    let more = [&able(&WIDER)[..], &["--set", "target=number"]].concat();
+    let stdout = place.ok(&train("counts.tsv", "counts", "300", &more));
     assert!(stdout.contains("R²  ") && stdout.contains("mean absolute error"), "{stdout}");
     assert!(place.info("counts")["held_out"]["r_squared"]["rate"].as_f64().unwrap() > 0.9, "{stdout}");
     place.write("questions", format!("{}1\n{}1\n", "ab".repeat(20), "b".repeat(40)).as_bytes());
@@ -161,7 +165,7 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         ("label.tsv", format!("{good}no label\t\n"), ["label.tsv, line 421: the label is empty", "give one"]),
         ("empty.tsv", String::new(), ["empty.tsv: no labelled texts", "a line"]),
         ("pairs.jsonl", "{\"source\": \"a\", \"target\": \"b\"}\n".into(), ["pairs.jsonl, line 1", "--pairs"]),
-        ("key.jsonl", "{\"text\": \"a\"}\n".into(), ["key.jsonl, line 1: the key `label` has no label", "expected"]),
+        ("key.jsonl", "{\"text\": \"a\"}\n".into(), ["key.jsonl, line 1: no column `label` among `text`", "--label"]),
     ] {
         place.write(name, contents.as_bytes());
         place.fails(&train(name, "run", "3", &[]), &parts);

@@ -197,7 +197,11 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
             format!("{good}{{\"values\": [1], \"label\": \"a\"}}\n"),
             ["width.jsonl, line 61: 1 channels", "2"],
         ),
-        ("text.tsv", "how nice\tgood\n".into(), ["text.tsv, line 1: \"good\" is no number", "--labelled"]),
+        (
+            "text.tsv",
+            "how nice\tgood\n".into(),
+            ["text.tsv, line 1: no column of times is known among `how nice`, `good`", "--labelled"],
+        ),
         ("empty.csv", String::new(), ["empty.csv: no series in it", "give"]),
         ("few.jsonl", good.lines().take(1).collect(), ["few.jsonl", "series"]),
     ] {
@@ -215,9 +219,9 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
     place.ok(&train("waves.jsonl", "good", "3", &[]));
     place.fails(&["generate", "good"], &["predicts for lines", "predict good"]);
     place.write("bad.jsonl", b"{\"values\": [[1, 2]]}\n{\"values\": [1]}\n");
-    place.fails(&["predict", "good", "bad.jsonl"], &["bad.jsonl, line 2: 1 channels, and this run was trained on 2"]);
+    place.fails(&["predict", "good", "bad.jsonl"], &["bad.jsonl, line 2: 1 channel, and this run was trained on 2"]);
     place.write("bad.csv", b"id,time,a\n1,2,3\n");
-    place.fails(&["predict", "good", "bad.csv"], &["bad.csv, line 2: 1 channels"]);
+    place.fails(&["predict", "good", "bad.csv"], &["bad.csv, line 2: 1 channel"]);
 
     // Damage is found, and other data are not gone on with.
     let whole = place.read("good/series.json");

@@ -19,7 +19,7 @@ const SHAW: &str = r#"{"mechanism": "shaw"}"#;
 const SOFTMAX: &str = r#"{"mechanism": "softmax"}"#;
 
 fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f32> {
-    x.into_data().to_vec().unwrap()
+    x.into_data().try_to_vec().unwrap()
 }
 
 fn tokens<const N: usize>(batch: usize, ids: [i64; N]) -> Tensor<2, Int> {

@@ -335,7 +335,8 @@ fn measure(
             set: settings.set.clone(),
             mechanism: timed.series.candidate.name.to_owned(),
             algorithm: algorithm.to_string(),
-            chosen: pass == Pass::Decode || plan.algorithm(pass.purpose()) == algorithm,
+            chosen: pass == Pass::Decode
+                || plan.as_ref().is_some_and(|plan| plan.algorithm(pass.purpose()) == algorithm),
             order,
             pass,
             batch: dims.batch,

@@ -7,16 +7,15 @@ use anyhow::{Result, anyhow, bail};
 use clap::Args;
 use serde_json::json;
 
-use super::Outcome;
 use super::search::Search;
+use super::{Outcome, draw};
+use crate::run::columns::Columns;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
 use crate::tasks::task::Answering;
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::notes::note;
-use crate::terminal::plot::{Matrix, Picture};
 
 /// What `longspan eval` takes.
 #[derive(Args)]
@@ -29,6 +28,8 @@ pub struct Arguments {
     /// Draw the confusion matrix of labels: a .svg or a .png
     #[arg(long, value_name = "FILE")]
     picture: Option<PathBuf>,
+    #[command(flatten)]
+    columns: Columns,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -41,7 +42,8 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
 }
 
 fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
-    let trained = Trained::<T>::load(folder, config)?;
+    let mut trained = Trained::<T>::load(folder, config)?;
+    trained.config.columns = trained.config.columns.with(&arguments.columns);
     let workers = Workers::new(Workers::usual_count())?;
     let file = arguments.file.as_deref();
     let name = file.or(trained.config.held_out.as_deref()).map_or(trained.config.data_name(), lines::name);
@@ -61,7 +63,10 @@ fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -
         None => trained.task.score(&trained.model, &held_out(&trained)?, &how)?,
     };
     if let Some(path) = &arguments.picture {
-        draw(T::picture(&scores), path)?;
+        match T::picture(&scores) {
+            Some(picture) => draw(&picture, path)?,
+            None => bail!("--picture: a run that predicts labels has a picture of its scores, this one has none"),
+        }
     }
     let mut out = std::io::stdout().lock();
     if arguments.json {
@@ -97,14 +102,4 @@ fn held_out<T: Task>(trained: &Trained<T>) -> Result<Vec<T::Text>> {
         bail!("this run held out nothing, since there was too little; name a file to score");
     }
     Ok(held_out)
-}
-
-/// Draws scores into a file.
-fn draw(picture: Option<Matrix>, path: &Path) -> Result<()> {
-    let Some(picture) = picture else { bail!("--picture: only a run that predicts labels has a confusion matrix") };
-    match lines::ending(path).as_str() {
-        "svg" => write_atomic(path, picture.svg()?.as_bytes()),
-        "png" => write_atomic(path, &picture.png()?),
-        _ => bail!("--picture {}: expected a name that ends in .svg or .png", path.display()),
-    }
 }

@@ -13,3 +13,19 @@ mod search;
 pub mod train;
 
 pub use outcome::Outcome;
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+
+use crate::run::write::write_atomic;
+use crate::terminal::plot::Picture;
+
+/// Draws a picture into the file of `--picture`, whose name says how.
+fn draw(picture: &impl Picture, path: &Path) -> Result<()> {
+    match path.extension().map(|end| end.to_string_lossy().to_lowercase()).as_deref() {
+        Some("svg") => write_atomic(path, picture.svg()?.as_bytes()),
+        Some("png") => write_atomic(path, &picture.png()?),
+        _ => bail!("--picture {}: expected a name that ends in .svg or .png", path.display()),
+    }
+}

@@ -7,18 +7,20 @@ use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use clap::Args;
 
-use super::Outcome;
 use super::search::Search;
+use super::{Outcome, draw};
+use crate::run::columns::Columns;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
-use crate::tasks::task::{Answering, Verb};
+use crate::tasks::task::{Answering, Asked, Titles, Told, Verb};
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, Trained, for_task, lines};
+use crate::terminal::forecasts::Forecasts;
 use crate::terminal::notes::note;
-use crate::terminal::samples::CUT;
+use crate::terminal::samples::{CUT, one_line};
 use crate::terminal::shell;
 
 /// Lines answered together, if so many are there already: at first,
@@ -35,8 +37,17 @@ const WAIT: Duration = Duration::from_millis(200);
 pub struct Arguments {
     #[command(flatten)]
     search: Search,
-    /// A file with one source a line, also in gzip; standard input if not given or `-`
+    /// Lines of text, a table whose columns are found by name, or series as the run learned from; also in gzip or zip; standard input if
+    /// not given or `-`
     file: Option<PathBuf>,
+    #[command(flatten)]
+    columns: Columns,
+    /// Print a table of CSV with a header, with what was asked beside the answers
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+    /// Draw forecasts: a .svg or a .png
+    #[arg(long, value_name = "FILE")]
+    picture: Option<PathBuf>,
     /// Print a JSON object for each line, with all answers of the beam and their log-probabilities
     #[arg(long)]
     json: bool,
@@ -53,56 +64,48 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
         let (program, run) = (shell::program(), shell::path(folder.path()));
         bail!("this run generates text and does not predict for lines; use: {program} generate {run}");
     }
-    let trained = Trained::<T>::load(folder, config)?;
+    let mut trained = Trained::<T>::load(folder, config)?;
+    trained.config.columns = trained.config.columns.with(&arguments.columns);
     let workers = Workers::new(Workers::usual_count())?;
     let path = arguments.file.as_deref().unwrap_or(Path::new("-"));
     let name = lines::name(path);
-    let lines = match trained.task.lines(path)? {
-        Some(lines) => in_order(lines),
-        None => read_ahead(lines::open(path)?),
+    let questions = match trained.task.asked(path, &trained.config)? {
+        Some(asked) => in_order(asked),
+        None => read_ahead(lines::open(path)?, name.clone()),
     };
-    let mut out = io::stdout().lock();
+    let mut out = Answers::new(arguments, trained.task.titles(&trained.config));
     let mut unknown = BTreeSet::new();
     let mut cut = 0;
-    let mut number = 0;
+    let mut pictures = Vec::new();
     let mut most = FIRST;
-    while let Some((batch, failure)) = next_batch(&lines, most) {
+    while let Some((batch, failure)) = next_batch(&questions, most) {
         let started = Instant::now();
-        let mut texts = Vec::with_capacity(batch.len());
-        let mut bad_line = None;
-        for line in batch {
-            number += 1;
-            match lines::utf8(&line, &format!("{name}, line {number}")) {
-                Ok(text) => texts.push(text.to_string()),
-                Err(error) => {
-                    bad_line = Some(error);
-                    break;
-                }
-            }
-        }
         // What came before a bad line is still answered.
-        let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
-        unknown.extend(texts.iter().flat_map(|text| trained.task.unknown_pieces(text)).map(String::from));
-        let first = number - texts.len() + 1 - usize::from(bad_line.is_some());
+        unknown.extend(batch.iter().flat_map(|one| trained.task.unknown_pieces(&one.text)).map(String::from));
         let how = Answering {
             config: &trained.config,
             beam: arguments.search.beam,
             workers: &workers,
             name: &name,
-            line: &|place| first + place,
+            line: &|place| batch[place].line,
         };
-        for (line, is_cut) in trained.task.told(&trained.model, &texts, &how, arguments.json)? {
-            cut += usize::from(is_cut);
-            writeln!(out, "{line}")?;
+        for told in trained.task.told(&trained.model, &batch, &how)? {
+            cut += usize::from(told.cut);
+            out.write(&told)?;
+            pictures
+                .extend(told.picture.filter(|_| arguments.picture.is_some()).into_iter().flat_map(|picture| picture.0));
         }
         out.flush()?;
         most = if started.elapsed() < WAIT { 2 * most } else { most / 2 }.clamp(FIRST, MOST);
-        if let Some(error) = bad_line {
+        if let Some(error) = failure {
             return Err(error);
         }
-        if let Some(error) = failure {
-            bail!("cannot read {name} after line {number}: {error}; check that it is a file of text");
+    }
+    if let Some(path) = &arguments.picture {
+        if pictures.is_empty() {
+            bail!("--picture: forecasts are drawn, and this run made none");
         }
+        draw(&Forecasts(pictures), path)?;
     }
     say_unknown(&unknown);
     if cut > 0 {
@@ -114,24 +117,72 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
     Ok(Outcome::Done)
 }
 
+/// Answers on standard output.
+struct Answers {
+    out: io::StdoutLock<'static>,
+    titles: Titles,
+    json: bool,
+    csv: bool,
+    begun: bool,
+}
+
+impl Answers {
+    fn new(arguments: &Arguments, titles: Titles) -> Self {
+        Self { out: io::stdout().lock(), titles, json: arguments.json, csv: arguments.csv, begun: false }
+    }
+
+    fn write(&mut self, told: &Told) -> io::Result<()> {
+        if self.json {
+            return writeln!(self.out, "{}", told.json);
+        }
+        let begins = !std::mem::replace(&mut self.begun, true);
+        let Titles { key, answer, always } = &self.titles;
+        if self.csv {
+            let mut writer = csv::WriterBuilder::new().flexible(true).from_writer(&mut self.out);
+            if begins {
+                writer.write_record(key.iter().chain(answer))?;
+            }
+            told.rows.iter().try_for_each(|row| writer.write_record(row))?;
+            return writer.flush();
+        }
+        if begins && *always {
+            writeln!(self.out, "{}", answer.join("\t"))?;
+        }
+        for row in &told.rows {
+            // An answer is one line, and a cell one column.
+            let cells: Vec<String> =
+                row.iter().skip(key.len()).map(|cell| one_line(cell).replace('\t', "\\t")).collect();
+            writeln!(self.out, "{}{}", cells.join("\t"), if told.cut { CUT } else { "" })?;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
+/// What waits to be answered.
+type Questions = Receiver<Result<Asked>>;
+
 /// Reads lines on a thread of its own: a line is answered as soon as it is there, and lines that wait are answered together.
-fn read_ahead(mut reader: Box<dyn BufRead + Send>) -> Receiver<io::Result<Vec<u8>>> {
+fn read_ahead(mut reader: Box<dyn BufRead + Send>, name: String) -> Questions {
     let (sender, receiver) = mpsc::sync_channel(MOST);
     thread::spawn(move || {
-        loop {
+        for number in 1.. {
             let mut line = Vec::new();
             let message = match reader.read_until(b'\n', &mut line) {
                 Ok(0) => return,
                 Ok(_) => {
-                    if line.ends_with(b"\n") {
-                        line.pop();
-                    }
-                    if line.ends_with(b"\r") {
-                        line.pop();
-                    }
-                    Ok(line)
+                    let line = line.strip_suffix(b"\n").unwrap_or(&line);
+                    let line = line.strip_suffix(b"\r").unwrap_or(line);
+                    let text = lines::utf8(line, &format!("{name}, line {number}"));
+                    text.map(|text| Asked { line: number, text: text.into(), series: None })
                 }
-                Err(error) => Err(error),
+                Err(error) => Err(anyhow!(
+                    "cannot read {name} after line {}: {error}; check that it is a file of text",
+                    number - 1
+                )),
             };
             let failed = message.is_err();
             if sender.send(message).is_err() || failed {
@@ -142,27 +193,27 @@ fn read_ahead(mut reader: Box<dyn BufRead + Send>) -> Receiver<io::Result<Vec<u8
     receiver
 }
 
-/// Lines that are all there.
-fn in_order(lines: Vec<String>) -> Receiver<io::Result<Vec<u8>>> {
+/// Questions that are all there.
+fn in_order(asked: Vec<Asked>) -> Questions {
     let (sender, receiver) = mpsc::channel();
     // The receiver is at hand: nothing is refused.
-    lines.into_iter().for_each(|line| drop(sender.send(Ok(line.into_bytes()))));
+    asked.into_iter().for_each(|one| drop(sender.send(Ok(one))));
     receiver
 }
 
-/// Waits for a line and takes those that are there already, up to `most`, with the error that ended them. `None` at the end.
-fn next_batch(lines: &Receiver<io::Result<Vec<u8>>>, most: usize) -> Option<(Vec<Vec<u8>>, Option<io::Error>)> {
+/// Waits for a question and takes those that are there already, up to `most`, with the error that ended them. `None` at the end.
+fn next_batch(questions: &Questions, most: usize) -> Option<(Vec<Asked>, Option<anyhow::Error>)> {
     let mut batch = Vec::new();
-    let mut message = lines.recv().ok()?;
+    let mut message = questions.recv().ok()?;
     loop {
         match message {
-            Ok(line) => batch.push(line),
+            Ok(one) => batch.push(one),
             Err(error) => return Some((batch, Some(error))),
         }
         if batch.len() == most {
             return Some((batch, None));
         }
-        message = match lines.try_recv() {
+        message = match questions.try_recv() {
             Ok(next) => next,
             Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Some((batch, None)),
         };

@@ -7,6 +7,7 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::columns::Columns;
 use super::words::plain;
 
 /// The settings of a training run: the keys of `--config`, `--set` and `config.json`.
@@ -27,7 +28,10 @@ pub struct RunConfig {
     /// Sequences to draw and learn from, instead of pairs: a task and its sizes.
     #[serde(default)]
     pub synthetic: Option<String>,
-    /// What a label is: `label` or `number`; by default numbers where all labels are, and more than 20 differ.
+    /// Which columns of a table are what; by default as the header says.
+    #[serde(default)]
+    pub columns: Columns,
+    /// What a label is: `label` or `number`; by default numbers where all labels are, not all of them whole, and more than 20 differ.
     #[serde(default)]
     pub target: Option<String>,
     /// How many next points of a series are told, instead of its label.
@@ -196,6 +200,7 @@ impl Default for RunConfig {
             labelled: None,
             series: None,
             synthetic: None,
+            columns: Columns::default(),
             target: None,
             forecast: None,
             context: None,
@@ -346,6 +351,9 @@ impl RunConfig {
         }
         if self.context.is_some() && self.forecast.is_none() {
             bail!("context is given without forecast; say how many next points to predict with --forecast");
+        }
+        if !self.columns.known.is_empty() && self.forecast.is_none() {
+            bail!("--known is given without --forecast; labels are predicted from all that a series has");
         }
         if self.target.is_some() && self.forecast.is_some() {
             bail!("target is given along with forecast; a run predicts labels or next values");

@@ -12,12 +12,13 @@ const LABELS: &[TaskKind] = &[Labelled, Series];
 const CAUSAL: &[TaskKind] = &[Labelled, Series, Forecast];
 const ANY_SERIES: &[TaskKind] = &[Series, Forecast];
 const FILES: &[TaskKind] = &[Pairs, Labelled, Series, Forecast];
+const TABLES: &[TaskKind] = FILES;
 const STACK: &[TaskKind] = &[Text, Labelled, Series, Forecast, Synthetic];
 const CLASSES: &[TaskKind] = &[Pairs, Text, Labelled, Series, Synthetic];
 
 /// What each key means and the tasks that use it, in the order of [`RunConfig`](super::config::RunConfig); for
 /// `longspan train --help`, which says the meaning, and to refuse what a task does not use.
-pub const KEYS: [(&str, &[TaskKind], &str); 54] = [
+pub const KEYS: [(&str, &[TaskKind], &str); 55] = [
     ("pairs", ALL, "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("text", ALL, "files and folders of text for a language model, instead of pairs, as a list: [\"novel.txt\"]"),
     ("labelled", ALL, "a .tsv, .csv or .jsonl of texts and labels, instead of pairs"),
@@ -27,7 +28,16 @@ pub const KEYS: [(&str, &[TaskKind], &str); 54] = [
         ALL,
         "mqar, recall, fuzzy, copying, memorization, compression or listops, with sizes: mqar:pairs=16,length=256,vocabulary=8192",
     ),
-    ("target", LABELS, "label or number: what labels are; numbers where all are and more than 20 differ"),
+    (
+        "columns",
+        TABLES,
+        "which columns of a table are what, as the flags: {time = \"Month\", id = \"shop\", channels = [\"sales\"]}",
+    ),
+    (
+        "target",
+        LABELS,
+        "label or number: what labels are; numbers where all are, not all of them whole, and more than 20 differ",
+    ),
     ("forecast", ALL, "how many next points of a series are predicted, instead of its label"),
     (
         "context",

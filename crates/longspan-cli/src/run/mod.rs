@@ -15,9 +15,10 @@
 //! `checkpoint.safetensors`; `model.safetensors` holds the best weights so far. `metrics.jsonl` only grows; when a run is resumed,
 //! lines beyond the checkpoint are dropped.
 //!
-//! Reading order: [`config`], [`keys`], [`words`], [`settings`], [`write`], [`seal`], [`folder`], [`draft`], [`checkpoint`], [`log`].
+//! Reading order: [`columns`], [`config`], [`keys`], [`words`], [`settings`], [`write`], [`seal`], [`folder`], [`draft`], [`checkpoint`], [`log`].
 
 pub mod checkpoint;
+pub mod columns;
 pub mod config;
 pub mod draft;
 pub mod folder;

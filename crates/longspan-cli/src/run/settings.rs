@@ -77,6 +77,14 @@ impl Settings {
         Ok(())
     }
 
+    /// Sets those entries of a table that `values` has.
+    pub fn merge(&mut self, key: &str, values: &Value, origin: &str) -> Result<()> {
+        let Some(values) = values.as_object().filter(|values| !values.is_empty()) else { return Ok(()) };
+        let mut table = self.values.get(key).and_then(Value::as_object).cloned().unwrap_or_default();
+        table.extend(values.clone());
+        self.set(key, Value::Object(table), origin)
+    }
+
     /// Whether a person set one of these keys.
     pub fn gives(&self, keys: &[&str]) -> bool {
         keys.iter().any(|key| self.given.contains_key(*key))

@@ -1,18 +1,22 @@
-//! A person's file of text: `-` is standard input, and gzip is read as what it holds.
+//! A person's file of text: `-` is standard input, gzip is read as what it holds, and zip as the one file in it.
 
+use std::borrow::Cow;
 use std::fmt::Display;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use flate2::bufread::MultiGzDecoder;
-use serde_json::Value;
+use zip::ZipArchive;
 
 use crate::run::config::RunConfig;
 
-/// The first bytes of gzip.
+/// The first bytes of gzip,
 pub const GZIP: [u8; 2] = [0x1f, 0x8b];
+
+/// and of zip.
+const ZIP: &[u8] = b"PK\x03\x04";
 
 /// Whether a path stands for standard input.
 pub fn is_standard_input(path: &Path) -> bool {
@@ -46,10 +50,43 @@ pub fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {
         Box::new(BufReader::new(File::open(path).map_err(failed)?))
     };
     // Of standard input only a terminal waits here, for its first line.
-    if reader.fill_buf().map_err(failed)?.starts_with(&GZIP) {
+    let head = reader.fill_buf().map_err(failed)?;
+    if head.starts_with(&GZIP) {
         return Ok(Box::new(BufReader::new(MultiGzDecoder::new(reader))));
     }
+    if head.starts_with(ZIP) {
+        let mut bytes = Vec::new();
+        reader.read_to_end(&mut bytes).map_err(failed)?;
+        return Ok(Box::new(Cursor::new(unzip(&bytes, &name(path))?)));
+    }
     Ok(reader)
+}
+
+/// The one file in a zip archive, beside folders and what macOS adds.
+fn unzip(bytes: &[u8], name: &str) -> Result<Vec<u8>> {
+    let failed = |error: &dyn Display| {
+        anyhow!("{name}: cannot read the zip archive: {error}; unpack it, and give the file in it")
+    };
+    let mut archive = ZipArchive::new(Cursor::new(bytes)).map_err(|error| failed(&error))?;
+    let hidden = |file: &str| {
+        file.ends_with('/') || file.starts_with("__MACOSX/") || file.rsplit('/').next().unwrap_or(file).starts_with('.')
+    };
+    let names = archive
+        .file_names()
+        .map(|name| name.map(String::from))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|error| failed(&error))?;
+    let files: Vec<String> = names.into_iter().filter(|file| !hidden(file)).collect();
+    let [file] = &files[..] else {
+        bail!("{name}: the zip archive holds {} files, and one is read; unpack it, and give one of them", files.len());
+    };
+    let mut contents = Vec::new();
+    archive
+        .by_name(file)
+        .map_err(|error| failed(&error))?
+        .read_to_end(&mut contents)
+        .map_err(|error| failed(&error))?;
+    Ok(contents)
 }
 
 /// Reads a whole file.
@@ -63,40 +100,27 @@ fn cannot_read(path: &Path, error: &io::Error) -> anyhow::Error {
     anyhow!("cannot read {}: {error}; check the name, the permissions, and that it is whole", name(path))
 }
 
-/// How examples are written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
-    Tabs,
-    Csv,
-    JsonLines,
-}
-
-impl Format {
-    /// By the end of the name, in letters of any case, before `.gz`; standard input by its first character.
-    pub fn of(path: &Path, bytes: &[u8]) -> Self {
-        let braced = is_standard_input(path) && bytes.trim_ascii_start().starts_with(b"{");
-        match ending(path).as_str() {
-            "jsonl" | "ndjson" => Self::JsonLines,
-            "csv" => Self::Csv,
-            _ if braced => Self::JsonLines,
-            _ => Self::Tabs,
-        }
-    }
-}
-
-/// The end of a file's name in small letters, before `.gz`.
+/// The end of a file's name in small letters, before `.gz` or `.zip`.
 pub fn ending(path: &Path) -> String {
     let name = path.to_string_lossy().to_lowercase();
-    let name = name.strip_suffix(".gz").unwrap_or(&name);
+    let name = name.strip_suffix(".gz").or(name.strip_suffix(".zip")).unwrap_or(&name);
     name.rsplit_once('.').map_or("", |(_, end)| end).into()
 }
 
-/// The bytes of a file without the mark at their beginning, if they are UTF-8.
-pub fn unmarked<'a>(bytes: &'a [u8], name: &str) -> Result<&'a [u8]> {
+/// The bytes of a file as text, without a byte order mark. Line ends of old Macs become those of today.
+pub fn text<'a>(bytes: &'a [u8], name: &str) -> Result<Cow<'a, str>> {
     if bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff") {
         bail!("{name}: UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
     }
-    Ok(bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes))
+    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        for (line, number) in bytes.split(|&byte| byte == b'\n').zip(1..) {
+            utf8(line, &format!("{name}, line {number}"))?;
+        }
+        bail!("{name}: invalid UTF-8; convert the file, such as with `iconv -f latin1 -t utf8`");
+    };
+    let old = text.contains('\r') && !text.contains('\n');
+    Ok(if old { Cow::Owned(text.replace('\r', "\n")) } else { Cow::Borrowed(text) })
 }
 
 /// A line as text, or an error that says where it is not UTF-8.
@@ -116,39 +140,18 @@ pub fn in_line<E: Display>(name: impl Display, line: usize) -> impl Fn(E) -> any
     move |problem| anyhow!("{name}, line {line}: {problem}")
 }
 
-/// What `read` makes of the lines of a file and their numbers; `None` for those that hold nothing, as empty ones do. Line ends are taken off.
+/// What `read` makes of the lines of a text and their numbers; `None` for those that hold nothing, as empty ones do. Line ends are taken off.
 pub fn each<T, E: Display>(
-    bytes: &[u8],
+    text: &str,
     name: &str,
     mut read: impl FnMut(&str, usize) -> Result<Option<T>, E>,
 ) -> Result<Vec<T>> {
     let mut all = Vec::new();
-    for (line, number) in bytes.split(|&byte| byte == b'\n').zip(1..) {
-        let line = utf8(line.strip_suffix(b"\r").unwrap_or(line), &format!("{name}, line {number}"))?;
+    for (line, number) in text.split('\n').zip(1..) {
+        let line = line.strip_suffix('\r').unwrap_or(line);
         if !line.is_empty() {
             all.extend(read(line, number).map_err(in_line(name, number))?);
         }
     }
     Ok(all)
-}
-
-/// A line's two columns, which are called so.
-pub fn two_columns<'a>(line: &'a str, [first, second]: [&str; 2]) -> Result<[&'a str; 2], String> {
-    let columns: Vec<&str> = line.split('\t').collect();
-    columns.try_into().map_err(|columns: Vec<&str>| {
-        let (plural, help) = match columns.len() {
-            1 => ("", format!("separate {first} and {second} by a tab, or learn a text as it is with --text")),
-            _ => ("s", "keep two columns, as `cut -f 1,2` does".into()),
-        };
-        format!("{} column{plural}, expected two ({first}, tab, {second}); {help}", columns.len())
-    })
-}
-
-/// A line as JSON.
-pub fn json(line: &str) -> Result<Value, String> {
-    serde_json::from_str(line).map_err(|error| {
-        // serde_json counts from the line it was given: its own "line 1" would mislead.
-        let problem = error.to_string();
-        format!("no JSON: {}", problem.split(" at line ").next().unwrap_or_default())
-    })
 }

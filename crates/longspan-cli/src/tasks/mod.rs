@@ -1,14 +1,13 @@
 //! What a run can learn.
 //!
 //! [`Task`] says what a task is; [`pairs`], [`text`], [`labelled`], [`series`], [`forecast`] and [`synthetic`] are those there are. A task is built from [`tokens`]
-//! and [`tokenizer_file`], [`split`], [`batches`], [`feed`], [`lines`], [`csv`], [`attention`], [`stack`], [`memory`], [`workers`] and
+//! and [`tokenizer_file`], [`split`], [`batches`], [`feed`], [`lines`], [`table`], [`attention`], [`stack`], [`memory`], [`workers`] and
 //! [`scores`], which know nothing of tasks; what [`labelled`] and [`series`] tell is in [`labels`]; [`forecast`] has its files from
 //! [`series`]. [`Trained`] is a run that has been
 //! read back.
 
 pub mod attention;
 pub mod batches;
-pub mod csv;
 pub mod feed;
 pub mod forecast;
 pub mod labelled;
@@ -22,6 +21,7 @@ pub mod series;
 pub mod split;
 pub mod stack;
 pub mod synthetic;
+pub mod table;
 pub mod task;
 pub mod text;
 pub mod tokenizer_file;

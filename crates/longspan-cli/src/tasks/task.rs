@@ -10,16 +10,18 @@ use burn::tensor::{Device, Tensor};
 use longspan::backend::Peers;
 use longspan::sample::SampleOptions;
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::feed::Feed;
+use super::series::file::Series;
 use super::split::evenly;
 use super::workers::Workers;
 use crate::run::checkpoint::Place;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::terminal::forecasts::Forecasts;
 use crate::terminal::plot::Matrix;
-use crate::terminal::samples::{self, CUT, Sample, visible};
+use crate::terminal::samples::{self, Sample, visible};
 use crate::terminal::shell;
 
 /// A task: data → examples → model → loss → answers → scores. A value holds what turns text into ids and back.
@@ -60,7 +62,7 @@ pub trait Task: Sized + Sync {
     fn data(&self, config: &RunConfig) -> Result<Data<Self>>;
 
     /// The texts of a person's file, for [`evaluate`](Self::evaluate).
-    fn read(path: &Path) -> Result<Vec<Self::Text>> {
+    fn read(path: &Path, _config: &RunConfig) -> Result<Vec<Self::Text>> {
         bail!("{}: this run has its own way to read what it is scored on", path.display())
     }
 
@@ -115,9 +117,14 @@ pub trait Task: Sized + Sync {
         "nats per token"
     }
 
-    /// A person's file as lines that [`answer`](Self::answer) takes, where its examples are not lines already.
-    fn lines(&self, _path: &Path) -> Result<Option<Vec<String>>> {
+    /// What a person's file asks, where that is not simply its lines.
+    fn asked(&self, _path: &Path, _config: &RunConfig) -> Result<Option<Vec<Asked>>> {
         Ok(None)
+    }
+
+    /// What the columns of [`told`](Self::told) are called.
+    fn titles(&self, _config: &RunConfig) -> Titles {
+        Titles { key: vec!["source".into()], answer: vec!["target".into()], always: false }
     }
 
     /// Up to `beam` answers to each text, the likeliest first.
@@ -125,32 +132,24 @@ pub trait Task: Sized + Sync {
         bail!("this run does not answer lines")
     }
 
-    /// The answers to a text as a line without an end.
-    fn line(answers: &[Answer]) -> String {
-        answers.first().map_or_else(String::new, |best| best.target.clone())
+    /// The answers to a text as cells of a row.
+    fn cells(answers: &[Answer]) -> Vec<String> {
+        vec![answers.first().map_or_else(String::new, |best| best.target.clone())]
     }
 
-    /// What `predict` prints of each text, without an end, and whether the answer was cut.
-    fn told(
-        &self,
-        model: &Self::Model,
-        texts: &[&str],
-        how: &Answering<'_>,
-        json: bool,
-    ) -> Result<Vec<(String, bool)>> {
-        let answers = self.answer(model, texts, how)?;
-        let one = |(text, answers): (&&str, Vec<Answer>)| {
+    /// What `predict` prints of each question.
+    fn told(&self, model: &Self::Model, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
+        let texts: Vec<&str> = asked.iter().map(|one| one.text.as_str()).collect();
+        let answers = self.answer(model, &texts, how)?;
+        let one = |(text, answers): (&str, Vec<Answer>)| {
             let best = answers.first();
             let cut = best.is_some_and(|answer| !answer.finished);
-            if json {
-                let (target, score) = (best.map(|answer| &answer.target), best.map(|answer| answer.score));
-                let value = json!({ "source": text, "target": target, "score": score, "answers": answers });
-                return (value.to_string(), cut);
-            }
-            let line = samples::one_line(&Self::line(&answers));
-            (if cut { line + CUT } else { line }, cut)
+            let (target, score) = (best.map(|answer| &answer.target), best.map(|answer| answer.score));
+            let json = json!({ "source": text, "target": target, "score": score, "answers": answers });
+            let row = std::iter::once(text.to_string()).chain(Self::cells(&answers)).collect();
+            Told { rows: vec![row], json, cut, picture: None }
         };
-        Ok(texts.iter().zip(answers).map(one).collect())
+        Ok(texts.into_iter().zip(answers).map(one).collect())
     }
 
     /// Goes on with a text: hands the pieces to `out` as they come, until `out` gives `false`.
@@ -169,7 +168,7 @@ pub trait Task: Sized + Sync {
 
     /// Scores a person's file.
     fn evaluate(&self, model: &Self::Model, path: &Path, how: &Answering<'_>) -> Result<Self::Scores> {
-        self.score(model, &Self::read(path)?, how)
+        self.score(model, &Self::read(path, how.config)?, how)
     }
 
     /// The picture that shows scores, if there is one.
@@ -204,7 +203,7 @@ pub trait Task: Sized + Sync {
         let short = |text: &&&str| text.len() <= 40 && !text.is_empty() && **text == visible(text);
         let example = shell::quoted(sources.iter().find(short).unwrap_or(&"hello"));
         let next = format!("printf '%s\\n' {example} | {} predict {folder}", shell::program());
-        Ok(Shown { text, next })
+        Ok(Shown { text, next, picture: None })
     }
 
     /// The data in a line, for the beginning of training.
@@ -219,6 +218,36 @@ pub trait Task: Sized + Sync {
     fn unknown_pieces<'a>(&self, _text: &'a str) -> Vec<&'a str> {
         Vec::new()
     }
+}
+
+/// A question: a text, or a series.
+#[derive(Debug, Clone)]
+pub struct Asked {
+    pub line: usize,
+    pub text: String,
+    /// Where the file was read whole as series.
+    pub series: Option<Series>,
+}
+
+/// The answer to a question.
+pub struct Told {
+    /// Rows of cells, as [`Titles`] names them.
+    pub rows: Vec<Vec<String>>,
+    pub json: Value,
+    /// Whether it was cut at the limit.
+    pub cut: bool,
+    /// A forecast to draw.
+    pub picture: Option<Forecasts>,
+}
+
+/// Names of the columns of answers.
+pub struct Titles {
+    /// Of what is asked, which is not repeated where a line is answered by a line,
+    pub key: Vec<String>,
+    /// and of what is answered.
+    pub answer: Vec<String>,
+    /// Whether they stand above answers to a person too.
+    pub always: bool,
 }
 
 /// What a run is asked with.
@@ -236,6 +265,8 @@ pub struct Shown {
     pub text: String,
     /// A command to try.
     pub next: String,
+    /// Forecasts of what was held out.
+    pub picture: Option<Forecasts>,
 }
 
 /// What `longspan generate` is asked for.

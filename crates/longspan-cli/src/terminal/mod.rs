@@ -1,5 +1,6 @@
 //! What a person sees: notes, a progress bar, samples, plots; and what a person asks: signals.
 
+pub mod forecasts;
 pub mod notes;
 pub mod plot;
 pub mod progress;

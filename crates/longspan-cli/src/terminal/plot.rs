@@ -14,10 +14,10 @@ use super::samples::visible;
 /// A point of a curve: step and loss.
 pub type Point = (f64, f64);
 
-const TRAINING: RGBColor = RGBColor(0x1f, 0x6f, 0xb4);
-const DEVELOPMENT: RGBColor = RGBColor(0xd9, 0x5f, 0x02);
-const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
-const TEXT: RGBColor = RGBColor(0x33, 0x33, 0x33);
+pub const TRAINING: RGBColor = RGBColor(0x1f, 0x6f, 0xb4);
+pub const DEVELOPMENT: RGBColor = RGBColor(0xd9, 0x5f, 0x02);
+pub const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
+pub const TEXT: RGBColor = RGBColor(0x33, 0x33, 0x33);
 
 /// DejaVu Sans, reduced to Latin. A bitmap needs a font, and not every machine has one.
 pub const FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-latin.ttf");
@@ -206,7 +206,7 @@ impl Picture for Matrix {
     }
 }
 
-fn broken(error: &dyn Display) -> anyhow::Error {
+pub fn broken(error: &dyn Display) -> anyhow::Error {
     anyhow!("cannot draw the picture: {error}")
 }
 

@@ -22,8 +22,8 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
     }
     let (width, features, value_dim) = (problem.head_width, problem.features, problem.dims.value_dim);
     let per_head = Arena::measure(|arena| {
-        (arena.take(TILE * width), arena.take(value_dim), MapBuffers::new(&problem.mapping, TILE, arena));
-        (arena.take(FarSum::len(problem)), KeyBlock::new(problem, false, arena))
+        let block = (arena.take(TILE * width), arena.take(value_dim), MapBuffers::new(&problem.mapping, TILE, arena));
+        (block, arena.take(FarSum::len(problem)), KeyBlock::new(problem, false, arena))
     });
     let heads: Vec<_> = state.heads_mut().map(Head::from).enumerate().collect();
     let memory = scratch.take(heads.len() * per_head).chunks_exact_mut(per_head);

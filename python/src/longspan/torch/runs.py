@@ -88,6 +88,8 @@ _SPECIALS = 4
 _TOGETHER = 16384
 #: Waves that fill the span of a clock.
 _WAVES = (0.5, 1.0, 2.0, 4.0)
+#: Distances of times, in usual ones, up to which they count as they are.
+_NEAR = 1000.0
 
 
 def read_json(path: Path) -> Any:
@@ -291,6 +293,10 @@ class Scaling:
     clock : dict, optional
         When times begin, ``begin``, and how long they last, ``span``, where they count from a start that series share: then four
         sines and cosines tell the model the time.
+    dates : dict, optional
+        How the data wrote times, where they were dates, on whose calendar they count: ``Months`` since the year 0, or seconds since 1970.
+    known : sequence of bool
+        Of a forecast, the channels that are known ahead.
 
     Examples
     --------
@@ -305,6 +311,8 @@ class Scaling:
     step: float
     masked: bool
     clock: Mapping[str, float] | None = None
+    dates: Mapping[str, Any] | None = None
+    known: Sequence[bool] = ()
 
     @property
     def inputs(self) -> int:
@@ -341,15 +349,18 @@ class Scaling:
             if wrong.any():
                 raise ValueError(f"{where}: {name}: expected finite numbers, got another at point {wrong.argmax()}; give one, or "
                                  "leave the point out")  # fmt: skip
-        # As the command does: points without any value are left out, the others sorted.
-        known = ~np.isnan(values).all(1)
-        order = np.flatnonzero(known)[times[known].argsort(kind="stable")]
+        # As the command does: points are sorted, and those without any value at the end are left out.
+        order = times.argsort(kind="stable")
         values, times = values[order], times[order]
+        count = np.flatnonzero(~np.isnan(values).all(1))[-1] + 1
+        values, times = values[:count], times[:count]
         missing = np.isnan(values)
         with np.errstate(over="ignore"):
             points = np.where(missing, 0.0, (values - self.means) / self.deviations).astype(np.float32)
             angles = [] if self.clock is None else [2 * np.pi * n * (times - self.clock["begin"]) / self.clock["span"] for n in _WAVES]
-            times = ((times - times[0]) / self.step).astype(np.float32)
+            gaps = np.diff(times, prepend=times[:1]) / self.step
+            # Of distances beyond a thousand usual ones the logarithm grows, so that float32 keeps the short ones.
+            times = np.cumsum(np.where(gaps > _NEAR, _NEAR * (1 + np.log(np.maximum(gaps, _NEAR) / _NEAR)), gaps)).astype(np.float32)
         if not (np.isfinite(points).all() and np.isfinite(times).all()):
             raise ValueError(f"{where}: expected values and times as large as those of training, got some beyond all measure; "
                              "leave the series out")  # fmt: skip

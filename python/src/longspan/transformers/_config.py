@@ -14,15 +14,15 @@ from ..torch import _weights, runs
 
 #: Keys of a run's ``config.json`` with the command's defaults.
 SETTINGS: dict[str, Any] = {
-    "pairs": None, "text": [], "labelled": None, "series": None, "synthetic": None, "target": None, "forecast": None,
-    "context": None, "clock": None, "missing": "mask", "tokens": None, "vocabulary": None, "segment": 256, "carry": 16,
-    "backpropagate": 1, "split_sequence": False, "layers": 4, "pooling": "mean", "causal": False, "development": None,
-    "held_out": None, "split_version": 2, "source_tokens": None, "target_tokens": None, "max_tokens": 512, "answer_tokens": None,
-    "attention": "shaw", "attention_options": {}, "feature_map": "elu+1", "radius": 8, "d_model": 128, "heads": 4, "encoder_layers": 2,
-    "decoder_layers": 2, "d_ff": 256, "dropout": 0.0, "norm": "pre", "norm_kind": "layer", "activation": "relu", "gated": False,
-    "gated_attention": False, "recompute": False, "seed": 1, "steps": 1, "minutes": None, "batch_size": 64, "learning_rate": 4e-3,
-    "warmup_steps": 100, "weight_decay": 0.01, "label_smoothing": 0.05, "clip_norm": 1.0, "workers": None,
-    "checkpoint_steps": 500, "evaluate": 0,
+    "pairs": None, "text": [], "labelled": None, "series": None, "synthetic": None, "columns": {}, "target": None,
+    "forecast": None, "context": None, "clock": None, "missing": "mask", "tokens": None, "vocabulary": None, "segment": 256,
+    "carry": 16, "backpropagate": 1, "split_sequence": False, "layers": 4, "pooling": "mean", "causal": False,
+    "development": None, "held_out": None, "split_version": 2, "source_tokens": None, "target_tokens": None, "max_tokens": 512,
+    "answer_tokens": None, "attention": "shaw", "attention_options": {}, "feature_map": "elu+1", "radius": 8, "d_model": 128,
+    "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "d_ff": 256, "dropout": 0.0, "norm": "pre", "norm_kind": "layer",
+    "activation": "relu", "gated": False, "gated_attention": False, "recompute": False, "seed": 1, "steps": 1, "minutes": None,
+    "batch_size": 64, "learning_rate": 4e-3, "warmup_steps": 100, "weight_decay": 0.01, "label_smoothing": 0.05,
+    "clip_norm": 1.0, "workers": None, "checkpoint_steps": 500, "evaluate": 0,
 }  # fmt: skip
 
 #: For each model the settings that say what it learned from, and its tokenizers.

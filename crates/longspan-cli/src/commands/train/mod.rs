@@ -19,6 +19,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::Outcome;
+use crate::run::columns::Columns;
 use crate::run::config::RunConfig;
 use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
@@ -82,6 +83,8 @@ pub struct Arguments {
     /// The same for the scores at the end
     #[arg(long, value_name = "FILE")]
     held_out: Option<PathBuf>,
+    #[command(flatten)]
+    columns: Columns,
     /// The folder to make for the run; by default one under runs/
     #[arg(long, value_name = "DIR", conflicts_with = "resume")]
     out: Option<PathBuf>,
@@ -349,9 +352,15 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         text.extend(scores.to_string().lines().map(|line| format!("  {line}\n")));
     }
     let folder = shell::path(session.folder.path());
-    let Shown { text: samples, next } = session.task.show(&model, &held_out, &how, &folder)?;
+    let Shown { text: samples, next, picture } = session.task.show(&model, &held_out, &how, &folder)?;
     if !samples.is_empty() {
         text.push_str(&format!("\nSamples:\n{samples}"));
+    }
+    if let Some(picture) = &picture {
+        let path = session.folder.path().join("forecast");
+        write_picture(&path.with_extension("svg"), picture.svg()?.as_bytes())?;
+        write_picture(&path.with_extension("png"), &picture.png()?)?;
+        text.push_str(&format!("\nForecasts beside what was held out: {}\n", shell::path(&path.with_extension("svg"))));
     }
     let curve = shell::path(&session.folder.loss_curve("svg"));
     text.push_str(&format!("\nThe run is in {folder}; its loss curve is {curve}. Next:\n  {next}\n"));
@@ -398,6 +407,7 @@ fn gather(settings: &mut Settings, arguments: &Arguments) -> Result<()> {
             settings.set(key, value, flag)?;
         }
     }
+    settings.merge("columns", &serde_json::to_value(&arguments.columns)?, "--time, --id and their like")?;
     if arguments.steps.is_some() {
         // `minutes` in a file would win over `steps`.
         settings.set("minutes", Value::Null, "--steps")?;

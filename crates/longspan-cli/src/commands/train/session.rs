@@ -222,7 +222,7 @@ impl<T: Task> Session<T> {
             Some(ranks) => match **ranks {},
         };
         let Some(mut found) = found else { return Ok(Taken::Stopped) };
-        let norm = clip_gradients(&self.model, &mut found.gradients, self.config.clip_norm);
+        let norm = clip_gradients(&self.model, &mut found.gradients, self.config.clip_norm)?;
         for (name, value) in [("loss", found.loss), ("gradient", norm)] {
             if !value.is_finite() {
                 return Err(self.diverged(step + 1, name, value));

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::layers::pinball;
 use longspan::models::SeriesModel;
@@ -17,16 +17,17 @@ use sha2::{Digest, Sha256};
 
 use super::labels;
 use super::lines;
-use super::series::file::{self, Series};
+use super::series::file::{self, Found, Point, Reading, Series};
 use super::series::scaling::{Scaling, usual_gap};
-use super::series::{check_missing, model, next, padded, times};
+use super::series::{check_missing, model, next, padded, settle, times};
 use super::split::{self, Split, evenly};
-use super::task::{Answering, Data, Loss, Shown, Task, Vocabulary};
+use super::task::{Answering, Asked, Data, Loss, Shown, Task, Titles, Told, Vocabulary};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::run::seal::hex;
+use crate::terminal::forecasts::{Drawing, Forecasts, Written};
 use crate::terminal::notes::note;
-use crate::terminal::samples::{self, Sample, counted, visible};
+use crate::terminal::samples::{self, Sample, counted};
 use scores::{Scores, Sums};
 use window::{Drawn, Example, Seen, Sizes, Stretch, Window, inputs};
 
@@ -39,6 +40,9 @@ const MANY: usize = 50;
 
 /// The fewest points that are seen, where series are so long.
 const CONTEXT: usize = 64;
+
+/// Windows that are drawn at the end.
+const DRAWN: usize = 4;
 
 /// Windows of the development loss.
 const DEVELOPMENT: usize = 512;
@@ -62,7 +66,17 @@ impl Task for Forecast {
 
     fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
         check_missing(config)?;
-        let all = read(config, config.series.as_deref().unwrap_or(Path::new("-")))?;
+        let reading = Reading { columns: Some(&config.columns), ..Reading::default() };
+        let mut found = read(config, config.series.as_deref().unwrap_or(Path::new("-")), &reading)?;
+        let all = std::mem::take(&mut found.series);
+        settle(config, found);
+        let names = all.first().map(|one| one.names.to_vec()).unwrap_or_default();
+        let known = if config.columns.known.is_empty() {
+            Vec::new()
+        } else {
+            names.iter().map(|name| config.columns.has_known(name)).collect()
+        };
+        let dates = all.first().and_then(|one| one.dates.clone());
         let told = config.forecast.unwrap_or(1);
         let longest = all.iter().map(|one| one.times.len()).max().unwrap_or(0);
         let name = config.data_name();
@@ -94,9 +108,12 @@ impl Task for Forecast {
             // Weights that add up to 1 and are never negative give a mean, which goes beyond no value that was seen.
             config.attention_options.entry("normalizer").or_insert(json!("unrotated"));
         }
-        let parts = parts(config, all, sizes)?;
+        let reading = Reading { columns: Some(&config.columns), dates: dates.as_deref(), ..Reading::default() };
+        let parts = parts(config, all, sizes, &reading)?;
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
-        let task = Self { scaling: Scaling::of(&learned, None), sizes };
+        let mut scaling = Scaling::of(&learned, None);
+        scaling.known = known;
+        let task = Self { scaling, sizes };
         let data = task.windows(parts, config)?;
         lines::make_absolute(config)?;
         Ok((task, data))
@@ -118,8 +135,9 @@ impl Task for Forecast {
     }
 
     fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
-        let all = read(config, config.series.as_deref().unwrap_or(Path::new("-")))?;
-        self.windows(parts(config, all, self.sizes)?, config)
+        let reading = self.reading(config);
+        let all = read(config, config.series.as_deref().unwrap_or(Path::new("-")), &reading)?.series;
+        self.windows(parts(config, all, self.sizes, &reading)?, config)
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
@@ -154,25 +172,35 @@ impl Task for Forecast {
         "mean pinball loss, in deviations of what is seen"
     }
 
-    fn lines(&self, path: &Path) -> Result<Option<Vec<String>>> {
-        let all = file::read_whole(path, |one| self.ahead(one).map(drop))?;
-        Ok(all.map(|all| all.iter().map(file::to_json).collect()))
+    fn asked(&self, path: &Path, config: &RunConfig) -> Result<Option<Vec<Asked>>> {
+        file::asked(path, &self.reading(config), |one| self.ahead(one).map(drop))
     }
 
-    fn told(
-        &self,
-        model: &SeriesModel,
-        texts: &[&str],
-        how: &Answering<'_>,
-        json: bool,
-    ) -> Result<Vec<(String, bool)>> {
-        let read = |(place, text): (usize, &&str)| {
-            let line = (how.line)(place);
-            let one = file::from_json(text, line).map_err(lines::in_line(how.name, line))?;
-            let (seen, times) = self.ahead(&one).map_err(lines::in_line(how.name, line))?;
+    fn titles(&self, config: &RunConfig) -> Titles {
+        let columns = &config.columns;
+        let id = columns.id.clone().unwrap_or("id".into());
+        let time = columns.time.clone().filter(|name| name != "row").unwrap_or("time".into());
+        let names = self.scaling.names();
+        let several = self.predicted().count() > 1;
+        let quantiles = self.predicted().flat_map(|channel| {
+            let name = if several { format!("{} ", names[channel]) } else { String::new() };
+            decimals().into_iter().map(move |q| format!("{name}{q}"))
+        });
+        Titles { key: Vec::new(), answer: [id, time].into_iter().chain(quantiles).collect(), always: true }
+    }
+
+    fn told(&self, model: &SeriesModel, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
+        let reading = self.reading(how.config);
+        let read = |one: &Asked| {
+            let wrong = lines::in_line(how.name, one.line);
+            let one = match &one.series {
+                Some(one) => one.clone(),
+                None => file::from_json(&one.text, one.line, &reading).map_err(|problem| wrong(anyhow!(problem)))?,
+            };
+            let (seen, times) = self.ahead(&one).map_err(wrong)?;
             Ok((one, seen, times))
         };
-        let all = texts.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
+        let all = asked.iter().map(read).collect::<Result<Vec<_>>>()?;
         let Sizes { told, .. } = self.sizes;
         let strange = all.iter().filter(|(one, seen, _)| {
             let far = seen.points.1.last().is_some_and(|time| *time > 1.5 * told as f32);
@@ -186,25 +214,40 @@ impl Task for Forecast {
                 self.sizes.least()
             ));
         }
+        let few = all.iter().filter(|(one, ..)| (1..told).contains(&one.ahead.len())).count();
+        if few > 0 {
+            note(format_args!(
+                "note: {few} series end with fewer than {told} times without a value, which alone are predicted; without any the next {told} are"
+            ));
+        }
         let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
-        let line = |((one, seen, times), told): (&(Series, Seen, Vec<f64>), Vec<Quantiles>)| {
+        let width = self.scaling.channels();
+        let line = |((one, seen, times), found): (&(Series, Seen, Vec<f64>), Vec<Quantiles>)| {
             let name = one.id.clone().unwrap_or_else(|| one.line.to_string());
-            let shown = |n: usize, value: &f64| shown(*value, seen.measures[n % self.scaling.channels()].1);
-            let points = || told.chunks(self.scaling.channels()).map(|point| point.iter().enumerate());
-            if json {
-                let values: Vec<Vec<Vec<f64>>> = points()
-                    .map(|point| point.map(|(n, row)| row.iter().map(|value| shown(n, value)).collect()).collect())
-                    .collect();
-                return json!({ "id": name, "times": times, "quantiles": decimals(), "values": values }).to_string();
-            }
-            let lines = points().zip(times).map(|(point, time)| {
-                let cells: Vec<String> =
-                    point.flat_map(|(n, row)| row.iter().map(move |value| format!("\t{}", shown(n, value)))).collect();
-                format!("{}\t{time}{}", visible(&name), cells.concat())
+            let shown = |n: usize, value: &f64| shown(*value, seen.measures[n].1);
+            let point = |point: &[Quantiles]| -> Vec<Vec<f64>> {
+                self.predicted().map(|n| point[n].iter().map(|value| shown(n, value)).collect()).collect()
+            };
+            let points: Vec<Vec<Vec<f64>>> = found.chunks(width).map(point).collect();
+            let written: Vec<String> = times.iter().map(|time| one.time(*time)).collect();
+            let names = self.scaling.names();
+            let dated = one.dates.is_some();
+            let json = json!({
+                "id": name,
+                "times": if dated { json!(written) } else { json!(times) },
+                "channels": self.predicted().map(|n| &names[n]).collect::<Vec<_>>(),
+                "quantiles": decimals(),
+                "values": points,
             });
-            lines.collect::<Vec<_>>().join("\n")
+            let rows = points.iter().zip(&written).map(|(point, time)| {
+                [name.clone(), time.clone()]
+                    .into_iter()
+                    .chain(point.iter().flatten().map(ToString::to_string))
+                    .collect()
+            });
+            Told { rows: rows.collect(), json, cut: false, picture: Some(self.picture_of(one, times, &found, &[])) }
         };
-        Ok(all.iter().zip(self.quantiles(model, &seen, how)?).map(|found| (line(found), false)).collect())
+        Ok(all.iter().zip(self.quantiles(model, &seen, how)?).map(line).collect())
     }
 
     fn score(&self, model: &SeriesModel, windows: &[Window], how: &Answering<'_>) -> Result<Scores> {
@@ -214,7 +257,9 @@ impl Task for Forecast {
         let mut by_series: BTreeMap<(&str, usize), Vec<Sums>> = BTreeMap::new();
         for ((window, seen), told) in windows.iter().zip(&seen).zip(told) {
             let mut sums = Sums { windows: 1, ..Sums::default() };
-            for (n, (y, row)) in window.truth().iter().zip(told).enumerate().filter(|(_, (y, _))| !y.is_nan()) {
+            for (n, (y, row)) in
+                window.truth(&self.scaling).iter().zip(told).enumerate().filter(|(_, (y, _))| !y.is_nan())
+            {
                 let channel = n % self.scaling.channels();
                 let unit = if several { self.scaling.deviations[channel] } else { 1.0 };
                 let losses = row.iter().zip(QUANTILES).map(|(found, q)| {
@@ -238,7 +283,7 @@ impl Task for Forecast {
     }
 
     fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
-        let (name, all) = (lines::name(path), read(how.config, path)?);
+        let (name, all) = (lines::name(path), read(how.config, path, &self.reading(how.config))?.series);
         all.iter().try_for_each(|one| self.scaling.check(one).map_err(lines::in_line(&name, one.line)))?;
         let windows: Vec<Window> =
             all.into_iter().flat_map(|one| self.sizes.whole(one).windows(self.sizes, self.sizes.told)).collect();
@@ -250,32 +295,45 @@ impl Task for Forecast {
     }
 
     fn show(&self, model: &SeriesModel, held_out: &[Window], how: &Answering<'_>, folder: &str) -> Result<Shown> {
-        let mut all = Vec::new();
-        for window in evenly(held_out, 2) {
+        let (mut all, mut pictures) = (Vec::new(), Vec::new());
+        let width = self.scaling.channels();
+        let channel = self.predicted().next().unwrap_or(0);
+        for (n, window) in evenly(held_out, DRAWN).into_iter().enumerate() {
             let seen = window.example(&self.scaling)?.seen;
             let told = self.quantiles(model, &[&seen], how)?.concat();
-            let width = self.scaling.channels();
-            let values = window.truth().iter().zip(told).enumerate().step_by(width);
-            all.extend(values.take(6).map(|(n, (y, row))| {
-                let [low, _, median, _, high] = row.map(|value| shown(value, seen.measures[0].1));
+            let times = &window.series.times[window.known.end..window.until];
+            let known = Series {
+                times: window.series.times[window.known.clone()].to_vec(),
+                values: window.values(),
+                ..(*window.series).clone()
+            };
+            pictures.extend(self.picture_of(&known, times, &told, &window.truth(&self.scaling)).0);
+            if n >= 2 {
+                continue;
+            }
+            let truth = window.truth(&self.scaling);
+            let values = truth.iter().zip(&told).skip(channel).step_by(width).zip(times);
+            all.extend(values.take(6).map(|((y, row), time)| {
+                let [low, _, median, _, high] = row.map(|value| shown(value, seen.measures[channel].1));
+                let time = match &window.series.dates {
+                    Some(dates) => dates.text(*time),
+                    None => format!("time {}", shown(*time, self.scaling.step)),
+                };
                 Sample {
-                    source: format!(
-                        "time {}",
-                        shown(window.series.times[window.known.end + n / width], self.scaling.step)
-                    ),
+                    source: time,
                     answer: format!("{median} ({low} … {high})"),
                     cut: false,
-                    expected: (!y.is_nan()).then(|| shown(*y, seen.measures[0].1).to_string()),
+                    expected: (!y.is_nan()).then(|| shown(*y, seen.measures[channel].1).to_string()),
                 }
             }));
         }
-        Ok(Shown { text: samples::table(&all), next: next(folder, how.config.series.as_deref()) })
+        let picture = (!pictures.is_empty()).then_some(Forecasts(pictures));
+        Ok(Shown { text: samples::table(&all), next: next(folder, how.config.series.as_deref()), picture })
     }
 
     fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
         let Sizes { told, context } = self.sizes;
         let stretches = data.train.stretches();
-        let channels = self.scaling.channels();
         let by_time = stretches.iter().any(|part| part.points.end < part.series.times.len());
         let held_out = match (data.held_out.is_empty(), by_time) {
             (true, _) => "nothing is held out".into(),
@@ -287,7 +345,7 @@ impl Task for Forecast {
              {held_out}; {}",
             config.data_name(),
             stretches.len(),
-            counted(channels, "channels"),
+            counted(self.scaling.channels(), "channels"),
             counted(data.train.count() as usize, "windows"),
             times(config, &self.scaling),
         )
@@ -309,12 +367,12 @@ fn shown(value: f64, unit: f64) -> f64 {
 }
 
 /// Reads series.
-fn read(config: &RunConfig, path: &Path) -> Result<Vec<Series>> {
-    file::read(path, config.missing == "refuse")
+fn read(config: &RunConfig, path: &Path, reading: &Reading<'_>) -> Result<Found> {
+    file::read(path, reading, config.missing == "refuse", "the value before")
 }
 
 /// The points of all series that are told, by use: of some series all, or of each the first and the last.
-fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes) -> Result<Split<Stretch>> {
+fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes, reading: &Reading<'_>) -> Result<Split<Stretch>> {
     let (least, told, count) = (sizes.least(), sizes.told, all.len());
     let all: Vec<Series> = all.into_iter().filter(|one| one.times.len() >= least + told).collect();
     if all.len() < count {
@@ -325,7 +383,7 @@ fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes) -> Result<Split<Str
         ));
     }
     let whole = |all: Vec<Series>| all.into_iter().map(|one| sizes.whole(one)).collect();
-    let reader = |path: &Path| read(config, path);
+    let reader = |path: &Path| Ok(read(config, path, reading)?.series);
     if all.len() >= MANY || (config.development.is_some() && config.held_out.is_some()) {
         let split = split::of(config, all, "series", reader, |one| &one.key)?;
         return Ok(Split {
@@ -402,21 +460,69 @@ impl Forecast {
         })
     }
 
-    /// The end of a series as the model gets it, and the times to tell: its own, or the next ones at the usual distance.
+    /// How files are read to predict from.
+    fn reading<'a>(&'a self, config: &'a RunConfig) -> Reading<'a> {
+        Reading { columns: Some(&config.columns), dates: self.scaling.dates.as_ref(), labels: false, learned: true }
+    }
+
+    /// The channels that are predicted.
+    fn predicted(&self) -> impl Iterator<Item = usize> {
+        (0..self.scaling.channels()).filter(|channel| !self.scaling.is_known(*channel))
+    }
+
+    /// The end of a series as the model gets it, and the times to predict: its own, or the next ones at the usual distance.
     fn ahead(&self, one: &Series) -> Result<(Seen, Vec<f64>)> {
         let count = one.times.len();
         let known = count.saturating_sub(self.sizes.context)..count;
-        let mut times = one.ahead.clone();
-        if times.is_empty() {
+        let mut ahead = one.ahead.clone();
+        if ahead.is_empty() {
             let gap = usual_gap([&one.times[known.clone()]].into_iter()).unwrap_or(self.scaling.step);
             let last = one.times.last().copied().unwrap_or(0.0);
-            times = (1..=self.sizes.told).map(|n| shown(last + gap * n as f64, gap)).collect();
+            let point = |n: usize| (shown(last + gap * n as f64, gap), vec![f64::NAN; one.width]);
+            ahead = (1..=self.sizes.told).map(point).collect();
+            if !self.scaling.known.is_empty() {
+                bail!(
+                    "{} are known ahead (--known), and no row after the last known one has them; add rows with them and without {}",
+                    self.list(|channel| self.scaling.is_known(channel)),
+                    self.list(|channel| !self.scaling.is_known(channel))
+                );
+            }
         }
-        Ok((self.seen(one, known, &times)?, times))
+        let times = ahead.iter().map(|(time, _)| *time).collect();
+        Ok((self.seen(one, known, &ahead)?, times))
+    }
+
+    /// Names of some channels.
+    fn list(&self, holds: impl Fn(usize) -> bool) -> String {
+        let names = self.scaling.names().into_iter().enumerate().filter(|(channel, _)| holds(*channel));
+        names.map(|(_, name)| format!("`{name}`")).collect::<Vec<_>>().join(", ")
+    }
+
+    /// A forecast to draw, for each channel that is predicted: what is known before it, and what was right, if that is known.
+    fn picture_of(&self, one: &Series, times: &[f64], found: &[Quantiles], truth: &[f64]) -> Forecasts {
+        let width = self.scaling.channels();
+        let names = self.scaling.names();
+        let from = one.times.len().saturating_sub(self.sizes.context.min(4 * times.len().max(8)));
+        let draw = |channel: usize| {
+            let history = (from..one.times.len()).map(|n| (one.times[n], one.values[n * width + channel]));
+            let of =
+                |q: usize| times.iter().enumerate().map(|(n, time)| (*time, found[n * width + channel][q])).collect();
+            let truth =
+                times.iter().enumerate().filter_map(|(n, time)| Some((*time, *truth.get(n * width + channel)?)));
+            let name = names[channel].clone();
+            Drawing {
+                title: one.id.as_ref().map_or_else(|| name.clone(), |id| format!("{id}: {name}")),
+                history: history.collect(),
+                quantiles: std::array::from_fn(of),
+                truth: truth.collect(),
+                dates: one.dates.clone().map(|dates| Arc::new(move |time| dates.text(time)) as Written),
+            }
+        };
+        Forecasts(self.predicted().map(draw).collect())
     }
 
     /// Some points of any series as the model gets them.
-    fn seen(&self, one: &Series, known: Range<usize>, ahead: &[f64]) -> Result<Seen> {
+    fn seen(&self, one: &Series, known: Range<usize>, ahead: &[Point]) -> Result<Seen> {
         self.scaling.check(one)?;
         Seen::of(&self.scaling, one, known, ahead)
     }

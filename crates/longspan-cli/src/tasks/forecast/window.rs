@@ -10,7 +10,7 @@ use crate::tasks::batches::Random;
 use crate::tasks::feed::Feed;
 use crate::tasks::labels::moments;
 use crate::tasks::series::Points;
-use crate::tasks::series::file::Series;
+use crate::tasks::series::file::{Point, Series};
 use crate::tasks::series::scaling::{Scaling, finite};
 
 /// Points of a series that may be told.
@@ -61,10 +61,10 @@ impl Window {
     /// As the model learns from it.
     pub fn example(&self, scaling: &Scaling) -> Result<Example> {
         let Self { series, known, until } = self;
-        let seen = Seen::of(scaling, series, known.clone(), &series.times[known.end..*until])?;
+        let seen = Seen::of(scaling, series, known.clone(), &series.points(known.end..*until))?;
         // Beyond any forecast the slope of the loss does not change.
         let scaled = |(value, (centre, unit)): (&f64, &(f64, f64))| ((value - centre) / unit).clamp(-1e6, 1e6) as f32;
-        let targets: Vec<f32> = self.truth().iter().zip(seen.measures.iter().cycle()).map(scaled).collect();
+        let targets: Vec<f32> = self.truth(scaling).iter().zip(seen.measures.iter().cycle()).map(scaled).collect();
         Ok(Example { seen, targets })
     }
 
@@ -84,18 +84,30 @@ impl Window {
         values.into_iter().find(|value| !value.is_nan())
     }
 
-    /// The values that are to be told, point after point.
-    pub fn truth(&self) -> &[f64] {
-        &self.series.values[self.known.end * self.series.width..self.until * self.series.width]
+    /// The values that are known.
+    pub fn values(&self) -> Vec<f64> {
+        let width = self.series.width;
+        self.series.values[self.known.start * width..self.known.end * width].to_vec()
+    }
+
+    /// The values that are to be predicted, point after point; NaN where one is missing or known.
+    pub fn truth(&self, scaling: &Scaling) -> Vec<f64> {
+        let width = self.series.width;
+        let values = &self.series.values[self.known.end * width..self.until * width];
+        values
+            .iter()
+            .enumerate()
+            .map(|(n, value)| if scaling.is_known(n % width) { f64::NAN } else { *value })
+            .collect()
     }
 }
 
 impl Seen {
-    /// Some points of a series, and times at which values are to be told.
+    /// Some points of a series, and those at which values are to be predicted, of which the model gets the channels that are known.
     ///
     /// Each channel is measured by the mean and the standard deviation of what is known of it (reversible instance normalisation, Kim et
     /// al. 2022): what is learned at one level serves at another. Of what is missing or to be told the model gets the last known value.
-    pub fn of(scaling: &Scaling, one: &Series, known: Range<usize>, ahead: &[f64]) -> Result<Self> {
+    pub fn of(scaling: &Scaling, one: &Series, known: Range<usize>, ahead: &[Point]) -> Result<Self> {
         let width = scaling.channels();
         let values = &one.values[known.start * width..known.end * width];
         let measures: Vec<(f64, f64)> = (0..width)
@@ -107,16 +119,26 @@ impl Seen {
                     return (scaling.means[channel], usual);
                 }
                 let (centre, unit) = moments(&own);
-                // Values that are all alike, but for rounding, have no unit of their own.
-                let varies = own.iter().any(|value| (value - centre).abs() > 1e-6 * centre.abs().max(1e-6 * usual));
+                // Values that are all alike, but for the rounding of their sum, have no unit of their own.
+                let varies = own.iter().any(|value| (value - centre).abs() > 1e-12 * centre.abs().max(usual));
                 (centre, if varies { unit } else { usual })
             })
             .collect();
-        let times = &one.times[known];
-        let last = times.last().copied().unwrap_or(0.0);
-        let times: Vec<f32> = times.iter().chain(ahead).map(|time| ((time - last) / scaling.step) as f32).collect();
-        let missing = vec![f64::NAN; width];
-        let points = values.chunks(width).chain(std::iter::repeat_n(missing.as_slice(), ahead.len()));
+        let count = known.len();
+        let mut times = scaling.measured(one.times[known].iter().chain(ahead.iter().map(|(time, _)| time)).copied());
+        let last = count.checked_sub(1).map_or(0.0, |last| times[last]);
+        times.iter_mut().for_each(|time| *time -= last);
+        let to_predict: Vec<Vec<f64>> = ahead
+            .iter()
+            .map(|(_, values)| {
+                values
+                    .iter()
+                    .enumerate()
+                    .map(|(n, value)| if scaling.is_known(n) { *value } else { f64::NAN })
+                    .collect()
+            })
+            .collect();
+        let points = values.chunks(width).chain(to_predict.iter().map(Vec::as_slice));
         let (mut numbers, mut carried) = (Vec::with_capacity(times.len() * inputs(scaling)), vec![0.0; width]);
         for (point, time) in points.zip(&times) {
             for ((value, (centre, unit)), carried) in point.iter().zip(&measures).zip(&mut carried) {
@@ -252,14 +274,14 @@ mod tests {
     /// A series whose values are its times, the first of which is missing in the second channel.
     fn line(count: usize) -> Series {
         let points = (0..count).map(|n| (n as f64, vec![n as f64, if n == 0 { f64::NAN } else { 7.0 }]));
-        series(points.collect(), None, 1).unwrap()
+        series(points.collect(), &[], None, 1).unwrap()
     }
 
     #[test]
     fn a_window_is_measured_by_what_is_known_of_it() {
         let one = line(6);
         let scaling = Scaling::of(std::slice::from_ref(&one), None);
-        let seen = Seen::of(&scaling, &one, 0..3, &[4.5]).unwrap();
+        let seen = Seen::of(&scaling, &one, 0..3, &[(4.5, vec![1.0, 2.0])]).unwrap();
         // Of 0, 1, 2 the mean is 1 and the variance 2/3; 7 and 7 do not vary, and the channel's unit is 1 for that.
         let unit = (2f64 / 3.0).sqrt();
         assert_eq!(seen.measures, [(1.0, unit), (7.0, 1.0)]);

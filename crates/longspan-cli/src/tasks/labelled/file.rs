@@ -1,4 +1,4 @@
-//! A person's own labelled texts: tab-separated columns, or JSON lines or CSV with the keys `text` and `label`.
+//! A person's own labelled texts: tab-separated columns, CSV or JSON, with the columns `text` and `label`.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -6,9 +6,19 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use serde_json::Value;
 
-use crate::tasks::csv::two_columns;
-use crate::tasks::lines::{self, Format};
+use crate::run::columns::Columns;
+use crate::tasks::lines;
+use crate::tasks::table::columns::TextColumn;
+use crate::tasks::table::{Form, Table};
 use crate::terminal::notes::note;
+
+pub const TEXT: TextColumn = TextColumn {
+    key: "text",
+    flag: "--text-column",
+    names: &["sentence", "review", "comment", "message", "content", "body", "document", "tweet", "title", "question"],
+};
+pub const LABEL: TextColumn =
+    TextColumn { key: "label", flag: "--label", names: &["class", "category", "target", "sentiment", "labels", "y"] };
 
 /// A text and its label.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -17,11 +27,10 @@ pub struct Labelled {
     pub label: String,
 }
 
-/// Reads labelled texts. The name decides on the format: `.jsonl` or `.ndjson`, `.csv`, otherwise tab-separated. Empty lines are
-/// passed over.
-pub fn read(path: &Path) -> Result<Vec<Labelled>> {
+/// Reads labelled texts. Empty lines are passed over.
+pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
-    let (all, again) = parse(&bytes, Format::of(path, &bytes), &name)?;
+    let (all, again) = parse(&bytes, &lines::ending(path), &name, columns)?;
     if again > 0 {
         note(format_args!("{name}: {again} lines repeat a text and its label; each counts once"));
     }
@@ -29,14 +38,35 @@ pub fn read(path: &Path) -> Result<Vec<Labelled>> {
 }
 
 /// The labelled texts, no two alike, and how many lines came again.
-fn parse(bytes: &[u8], format: Format, name: &str) -> Result<(Vec<Labelled>, usize)> {
-    let bytes = lines::unmarked(bytes, name)?;
+fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Labelled>, usize)> {
+    let text = lines::text(bytes, name)?;
+    let are_names = |title: &str| TEXT.knows(title) || LABEL.knows(title) || columns.names_text(title);
+    let Some(table) = Table::of_texts(&text, Form::of(ending, &text), name, &["text", "label"], are_names)? else {
+        bail!("{name}: no labelled texts in it; give a file with one text and its label a line");
+    };
+    let has = |key: &str| table.find(key).is_some();
+    if columns.text.is_none() && !has("text") && has("source") && has("target") {
+        bail!("{}: it has a source and a target; give such pairs with --pairs", table.at_header());
+    }
+    if columns.text.is_none() && !has("text") && has("values") {
+        bail!("{}: it has values; give numeric series with --series", table.at_header());
+    }
+    let place = TEXT.place(&table, columns.text.as_ref(), None)?;
+    let label = LABEL.place(&table, columns.label.as_ref(), Some(place))?;
     let (mut all, mut known, mut again) = (Vec::new(), HashSet::new(), 0);
-    let found = if format == Format::Csv { from_table(bytes, name)? } else { by_line(bytes, format, name)? };
-    for (line, labelled) in found {
-        if labelled.label.is_empty() {
-            bail!("{name}, line {line}: the label is empty; give one, or remove the line");
+    for row in &table.rows {
+        let Value::String(text) = &row.cells[place] else {
+            return Err(row.wrong(name, format_args!("the key `{}` has no text; {EXAMPLE}", table.header[place])));
+        };
+        let label = match &row.cells[label] {
+            Value::String(label) => label.trim().to_owned(),
+            label @ (Value::Number(_) | Value::Bool(_)) => label.to_string(),
+            _ => return Err(row.wrong(name, format_args!("the key `{}` has no label; {EXAMPLE}", table.header[label]))),
+        };
+        if label.is_empty() {
+            return Err(row.wrong(name, "the label is empty; give one, or remove the line"));
         }
+        let labelled = Labelled { text: text.clone(), label };
         if known.insert(labelled.clone()) {
             all.push(labelled);
         } else {
@@ -49,77 +79,63 @@ fn parse(bytes: &[u8], format: Format, name: &str) -> Result<(Vec<Labelled>, usi
     Ok((all, again))
 }
 
-/// Labelled texts, each with the line in which it begins.
-type Found = Vec<(usize, Labelled)>;
-
-fn by_line(bytes: &[u8], format: Format, name: &str) -> Result<Found> {
-    let read = if format == Format::JsonLines { from_json } else { from_columns };
-    lines::each(bytes, name, |text, line| Ok::<_, String>(Some((line, read(text)?))))
-}
-
-fn from_table(bytes: &[u8], name: &str) -> Result<Found> {
-    let rows = two_columns(bytes, name, ["text", "label"])?.into_iter();
-    Ok(rows.map(|(line, [text, label])| (line, Labelled { text, label: label.trim().into() })).collect())
-}
-
-fn from_columns(line: &str) -> Result<Labelled, String> {
-    let [text, label] = lines::two_columns(line, ["text", "label"])?;
-    Ok(Labelled { text: text.into(), label: label.trim().into() })
-}
-
-fn from_json(line: &str) -> Result<Labelled, String> {
-    const EXAMPLE: &str = "expected an object such as {\"text\": \"how nice\", \"label\": \"good\"}";
-    let value = lines::json(line).map_err(|problem| format!("{problem}; {EXAMPLE}"))?;
-    if value.get("source").is_some() && value.get("target").is_some() {
-        return Err("it has a source and a target; give such pairs with --pairs".into());
-    }
-    if value.get("values").is_some() {
-        return Err("it has values; give numeric series with --series".into());
-    }
-    let text = value["text"].as_str().ok_or_else(|| format!("the key `text` has no text; {EXAMPLE}"))?;
-    let label = match &value["label"] {
-        Value::String(label) => label.trim().to_owned(),
-        label @ (Value::Number(_) | Value::Bool(_)) => label.to_string(),
-        _ => return Err(format!("the key `label` has no label; {EXAMPLE}")),
-    };
-    Ok(Labelled { text: text.into(), label })
-}
+const EXAMPLE: &str = "expected an object such as {\"text\": \"how nice\", \"label\": \"good\"}";
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn found(bytes: &[u8], ending: &str) -> (Vec<Labelled>, usize) {
+        parse(bytes, ending, "f", &Columns::default()).unwrap()
+    }
+
     #[test]
     fn all_formats_give_the_same() {
-        let tabs = parse(b"\xef\xbb\xbfab c\tgood\r\n\nd\t1\nd\t1\n", Format::Tabs, "f").unwrap();
+        let tabs = found(b"\xef\xbb\xbfab c\tgood\r\n\nd\t1\nd\t1\n", "tsv");
         let json = b"{\"text\": \"ab c\", \"label\": \"good\"}\n{\"label\": 1, \"text\": \"d\", \"other\": []}\n";
-        let json = parse(json, Format::JsonLines, "f").unwrap();
+        let list = b"[{\"text\": \"ab c\", \"label\": \"good\"},\n{\"label\": 1, \"text\": \"d\", \"other\": []}]\n";
         let table = b"label,other,Text\ngood,3,\"ab c\"\n 1 ,,d\n";
-        let table = parse(table, Format::Csv, "f").unwrap();
-        assert_eq!((&tabs.0, &tabs.0), (&json.0, &table.0));
-        assert_eq!((tabs.1, json.1), (1, 0));
+        for (bytes, ending) in [
+            (&json[..], "jsonl"),
+            (json, "json"),
+            (json, ""),
+            (list, "json"),
+            (list, ""),
+            (table, "csv"),
+            (table, ""),
+            (b"review;sentiment;n\nab c;good;1\nd;1;2\n", "csv"),
+            (b"text\tlabel\nab c\tgood\nd\t1\n", "tsv"),
+        ] {
+            assert_eq!(found(bytes, ending).0, tabs.0, "{ending}: {}", String::from_utf8_lossy(bytes));
+        }
+        assert_eq!(tabs.1, 1);
         assert_eq!(tabs.0[1], Labelled { text: "d".into(), label: "1".into() });
+        let columns = Columns { text: Some("name".into()), label: Some("state".into()), ..Columns::default() };
+        let named = parse(b"state,name,n\ngood,ab c,1\n1,d,2\n", "csv", "f", &columns).unwrap();
+        assert_eq!(named.0, tabs.0);
     }
 
     #[test]
     fn mistakes_are_named_with_their_line() {
-        let error = |bytes: &[u8], json| {
-            let format = if json { Format::JsonLines } else { Format::Tabs };
-            parse(bytes, format, "f").unwrap_err().to_string()
-        };
-        assert!(error(b"a\tb\nc\n", false).contains("f, line 2: 1 column, expected two (text, tab, label)"));
-        assert!(error(b"a\tb\tc\n", false).contains("3 columns"));
-        assert!(error(b"a\t \n", false).contains("the label is empty"));
-        assert!(error(b"a\xff\tb\n", false).contains("line 1, byte 2: invalid UTF-8"));
-        assert!(error(b"\n", false).contains("no labelled texts"));
-        assert!(error(b"{\"text\": 1, \"label\": 2}", true).contains("`text` has no text"));
-        assert!(error(b"{\"text\": \"a\", \"label\": null}", true).contains("`label` has no label"));
-        assert!(error(b"{\"source\": \"a\", \"target\": \"b\"}", true).contains("--pairs"));
-        assert!(error(b"{a", true).contains("no JSON"));
-        let error = |bytes: &[u8]| parse(bytes, Format::Csv, "f").unwrap_err().to_string();
+        let error = |bytes: &[u8], ending| parse(bytes, ending, "f", &Columns::default()).unwrap_err().to_string();
+        assert!(error(b"a\tb\nc\n", "tsv").contains("f, line 2: 1 column, expected two (text, tab, label)"));
+        assert!(error(b"a\tb\tc\n", "tsv").contains("3 columns"));
+        assert!(error(b"a\t \n", "tsv").contains("the label is empty"));
+        assert!(error(b"a\xff\tb\n", "tsv").contains("line 1, byte 2: invalid UTF-8"));
+        assert!(error(b"\n", "tsv").contains("no labelled texts"));
+        assert!(error(b"{\"text\": 1, \"label\": 2}", "jsonl").contains("`text` has no text"));
+        assert!(error(b"{\"text\": \"a\", \"label\": null}", "jsonl").contains("`label` has no label"));
+        assert!(error(b"{\"source\": \"a\", \"target\": \"b\"}", "jsonl").contains("--pairs"));
+        assert!(error(b"{\"values\": [1], \"label\": \"b\"}", "jsonl").contains("--series"));
+        assert!(error(b"{a", "jsonl").contains("no JSON"));
         assert!(
-            error(b"source,target\na,b\n").contains("no column `text`; let the first line name two columns `text`")
+            error(b"a,b,c\na,b,c\n", "csv")
+                .contains("no column `text` among `a`, `b`, `c`; name it with --text-column NAME")
         );
-        assert!(error(b"text,label\na,b\n\nc,\n").contains("f, line 4: the label is empty"));
+        assert!(
+            error(b"text,a,b\na,b,c\n", "csv")
+                .contains("no column `label` among `text`, `a`, `b`; name it with --label NAME")
+        );
+        assert!(error(b"text,label\na,b\n\nc,\n", "csv").contains("f, line 4: the label is empty"));
     }
 }

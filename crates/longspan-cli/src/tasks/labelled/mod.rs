@@ -15,7 +15,7 @@ use super::feed::Shuffled;
 use super::labels::{self, Scores, Target};
 use super::lines;
 use super::split::{self, Split, evenly};
-use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
+use super::task::{Answer, Answering, Asked, Data, Loss, Task, Titles, Vocabulary};
 use super::tokens::{END, Kind, Tokenizer};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
@@ -70,8 +70,16 @@ impl Task for Labels {
         self.encode(read_split(config)?, config)
     }
 
-    fn read(path: &Path) -> Result<Vec<Labelled>> {
-        file::read(path)
+    fn read(path: &Path, config: &RunConfig) -> Result<Vec<Labelled>> {
+        file::read(path, &config.columns)
+    }
+
+    fn asked(&self, path: &Path, config: &RunConfig) -> Result<Option<Vec<Asked>>> {
+        file::TEXT.asked(path, config.columns.text.as_ref())
+    }
+
+    fn titles(&self, config: &RunConfig) -> Titles {
+        self.target.titles(config.columns.text.as_deref().unwrap_or(file::TEXT.key), &config.columns)
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
@@ -104,8 +112,8 @@ impl Task for Labels {
         Ok(found.iter().map(|row| self.target.answers(row)).collect())
     }
 
-    fn line(answers: &[Answer]) -> String {
-        Target::line(answers)
+    fn cells(answers: &[Answer]) -> Vec<String> {
+        Target::cells(answers)
     }
 
     fn measure(&self) -> &'static str {
@@ -173,5 +181,6 @@ impl Labels {
 /// Reads the texts that the settings name, by use.
 fn read_split(config: &RunConfig) -> Result<Split<Labelled>> {
     let Some(path) = &config.labelled else { bail!("no labelled texts are given; name them with --labelled") };
-    split::of(config, file::read(path)?, Labels::EXAMPLES, file::read, |labelled| &labelled.text)
+    let read = |path: &Path| file::read(path, &config.columns);
+    split::of(config, read(path)?, Labels::EXAMPLES, read, |labelled| &labelled.text)
 }

@@ -4,7 +4,7 @@ mod confusion;
 mod numbers;
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::{self, Display};
 use std::path::PathBuf;
 
@@ -18,11 +18,13 @@ use super::batches::{micro_batches, values};
 use super::feed::Shuffled;
 use super::scores::likeliest;
 use super::split::evenly;
-use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
+use super::task::{Answer, Answering, Data, Loss, Task, Titles, Vocabulary};
+use crate::run::columns::Columns;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::run::seal::hex;
 use crate::run::write::write_atomic;
+use crate::terminal::notes::note;
 use crate::terminal::plot::Matrix;
 use confusion::Confusion;
 use numbers::Errors;
@@ -78,9 +80,20 @@ pub fn number(text: &str) -> Option<f64> {
     text.trim().parse::<f64>().ok().filter(|number| number.is_finite())
 }
 
+/// Whether a number is a name: with zeros before it, as codes have.
+fn is_name(label: &str) -> bool {
+    let digits = label.trim().trim_start_matches(['-', '+']);
+    digits.len() > 1 && digits.starts_with('0') && digits.as_bytes()[1].is_ascii_digit()
+}
+
+/// Whether labels are one number in two spellings, such as `1` and `1.0`.
+fn is_same_number(a: &str, b: &str) -> bool {
+    !is_name(a) && !is_name(b) && number(a).is_some_and(|a| number(b) == Some(a))
+}
+
 impl Target {
-    /// What the labels of the examples to learn from are, which `config` may say; else numbers where all are and more than
-    /// [`MOST_NUMBERED`] differ. `examples` is what a person calls them.
+    /// What the labels of the examples to learn from are, which `config` may say; else numbers where all are, not all of them whole, and
+    /// more than [`MOST_NUMBERED`] differ. `examples` is what a person calls them.
     pub fn of<'a>(labels: impl Iterator<Item = &'a str>, config: &mut RunConfig, examples: &str) -> Result<Self> {
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
         labels.for_each(|label| *counts.entry(label).or_default() += 1);
@@ -88,7 +101,20 @@ impl Target {
         let name = config.data_name();
         let strange = counts.keys().find(|label| number(label).is_none());
         let numbers = match config.target.as_deref() {
-            None => strange.is_none() && counts.len() > MOST_NUMBERED,
+            None if strange.is_some() => false,
+            None => {
+                let whole = counts.keys().all(|label| number(label).is_some_and(|number| number.fract() == 0.0));
+                let named = counts.keys().any(|label| is_name(label));
+                let numbers = !whole && !named && counts.len() > MOST_NUMBERED;
+                let kind = if whole { "whole numbers" } else { "numbers" };
+                let (taken, other) =
+                    if numbers { ("to be predicted as numbers", "label") } else { ("names of classes", "number") };
+                note(format_args!(
+                    "{name}: the labels are {} different {kind}, taken as {taken}; --set target={other} decides otherwise",
+                    counts.len()
+                ));
+                numbers
+            }
             Some("label") => false,
             Some("number") => match strange {
                 Some(label) => {
@@ -115,7 +141,15 @@ impl Target {
                 counts.len()
             );
         }
-        Ok(Self::Labels(counts.into_keys().map(String::from).collect()))
+        let mut labels: Vec<String> = Vec::new();
+        let mut known = HashSet::new();
+        for label in counts.into_keys() {
+            let number = number(label).filter(|_| !is_name(label));
+            if number.is_none_or(|number| known.insert(number.to_bits())) {
+                labels.push(label.into());
+            }
+        }
+        Ok(Self::Labels(labels))
     }
 
     /// Reads what [`store`](Self::store) wrote.
@@ -165,7 +199,9 @@ impl Target {
         match self {
             // In any order: another program may have written the list.
             Self::Labels(labels) => {
-                Ok(labels.iter().position(|known| known == label).map(|place| Goal::Label(place as u32)))
+                let place = labels.iter().position(|known| known == label);
+                let place = place.or_else(|| labels.iter().position(|known| is_same_number(known, label)));
+                Ok(place.map(|place| Goal::Label(place as u32)))
             }
             Self::Number { mean, deviation } => match number(label) {
                 Some(number) => Ok(Some(Goal::Number(((number - mean) / deviation) as f32))),
@@ -231,13 +267,23 @@ impl Target {
         order.into_iter().map(answer).collect()
     }
 
-    /// Answers as a line without an end.
-    pub fn line(answers: &[Answer]) -> String {
+    /// Answers as cells: the likeliest label and its probability, or a number.
+    pub fn cells(answers: &[Answer]) -> Vec<String> {
         match answers.first() {
-            Some(best) if best.score.is_nan() => best.target.clone(),
-            Some(best) => format!("{}\t{:.4}", best.target, best.log_probability.exp()),
-            None => String::new(),
+            Some(best) if best.score.is_nan() => vec![best.target.clone()],
+            Some(best) => vec![best.target.clone(), format!("{:.4}", best.log_probability.exp())],
+            None => Vec::new(),
         }
+    }
+
+    /// What these cells are called, after what was asked.
+    pub fn titles(&self, key: &str, columns: &Columns) -> Titles {
+        let label = columns.label.clone().unwrap_or("label".into());
+        let answer = match self {
+            Self::Labels(_) => vec![label, "probability".into()],
+            Self::Number { .. } => vec![label],
+        };
+        Titles { key: vec![key.into()], answer, always: false }
     }
 
     /// A number that the model gave, in its own measure, with the digits that it has.
@@ -395,19 +441,34 @@ mod tests {
 
     #[test]
     fn many_different_numbers_are_numbers_and_a_setting_decides() {
-        let numbers: Vec<String> = (0..42).map(|n| (n % 21).to_string()).collect();
-        let numbers: Vec<&str> = numbers.iter().map(String::as_str).collect();
+        let labels = |label: fn(usize) -> String| -> Vec<String> { (0..42).map(|n| label(n % 21)).collect() };
+        let words = |labels: &[String], config: &mut RunConfig| {
+            target(&labels.iter().map(String::as_str).collect::<Vec<_>>(), config)
+        };
         let mut config = RunConfig::of_labelled();
-        let found = target(&numbers, &mut config).unwrap();
+        let found = words(&labels(|n| format!("{}", n as f64 / 2.0)), &mut config).unwrap();
         assert_eq!(config.target.as_deref(), Some("number"));
         let Target::Number { mean, deviation } = found else { panic!("{found:?}") };
-        assert_eq!((mean, (deviation * deviation * 3.0).round()), (10.0, 110.0));
-        let Some(Goal::Number(goal)) = found.goal(" 20.0").unwrap() else { panic!() };
-        assert!((found.foretold(&[goal]) - 20.0).abs() < 1e-5);
+        assert_eq!((mean, (deviation * deviation * 12.0).round()), (5.0, 110.0));
+        let Some(Goal::Number(goal)) = found.goal(" 10.0").unwrap() else { panic!() };
+        assert!((found.foretold(&[goal]) - 10.0).abs() < 1e-5);
+        // Whole numbers are classes, and so are codes with zeros before them.
+        for names in [labels(|n| n.to_string()), labels(|n| format!("{n:05}")), labels(|n| format!("{n}.0"))] {
+            let mut config = RunConfig::of_labelled();
+            let found = words(&names, &mut config).unwrap();
+            assert_eq!((found.outputs(), config.target.as_deref()), (21, Some("label")), "{found:?}");
+        }
+        let numbers = labels(|n| n.to_string());
+        let numbers: Vec<&str> = numbers.iter().map(String::as_str).collect();
         assert!(found.goal("many").unwrap_err().to_string().contains("\"many\" is no number"));
 
         let mut config = RunConfig { target: Some("label".into()), ..RunConfig::of_labelled() };
         assert_eq!(target(&numbers, &mut config).unwrap().outputs(), 21);
+        // One number in two spellings is one label; a code is none.
+        let mut config = RunConfig::of_labelled();
+        let both = target(&["1", "2", "1.0", "2"], &mut config).unwrap();
+        assert_eq!(both, Target::Labels(vec!["1".into(), "2".into()]));
+        assert_eq!((both.goal("2.0e0").unwrap(), both.goal("02").unwrap()), (Some(Goal::Label(1)), None));
         let few = ["1", "2", "1", "2"];
         assert_eq!(target(&few, &mut RunConfig::of_labelled()).unwrap(), Target::Labels(vec!["1".into(), "2".into()]));
         let mut config = RunConfig { target: Some("number".into()), ..RunConfig::of_labelled() };
@@ -425,6 +486,6 @@ mod tests {
         let names: Vec<&str> = answers.iter().map(|answer| answer.target.as_str()).collect();
         assert_eq!(names, ["b", "c", "a"]);
         let total: f64 = answers.iter().map(|answer| answer.log_probability.exp()).sum();
-        assert!((total - 1.0).abs() < 1e-12 && Target::line(&answers).starts_with("b\t0.4683"), "{answers:?}");
+        assert!((total - 1.0).abs() < 1e-12 && Target::cells(&answers) == ["b", "0.4683"], "{answers:?}");
     }
 }

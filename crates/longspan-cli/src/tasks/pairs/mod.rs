@@ -19,7 +19,8 @@ use super::lines;
 use super::memory;
 use super::scores::ErrorRates;
 use super::split::{self, Split, evenly};
-use super::task::{Answer, Answering, Data, Loss, Task, Vocabulary};
+use super::table::columns::TextColumn;
+use super::task::{Answer, Answering, Asked, Data, Loss, Task, Titles, Vocabulary};
 use super::tokens::{Kind, Tokenizer};
 use super::workers::Workers;
 use crate::run::config::RunConfig;
@@ -81,8 +82,22 @@ impl Task for Pairs {
         self.encode(read_split(config)?, config)
     }
 
-    fn read(path: &Path) -> Result<Vec<Example>> {
-        file::read(path)
+    fn read(path: &Path, config: &RunConfig) -> Result<Vec<Example>> {
+        file::read(path, &config.columns)
+    }
+
+    fn asked(&self, path: &Path, config: &RunConfig) -> Result<Option<Vec<Asked>>> {
+        file::SOURCE.asked(path, config.columns.source.as_ref())
+    }
+
+    fn titles(&self, config: &RunConfig) -> Titles {
+        let named = |name: &Option<String>, column: &TextColumn| vec![name.clone().unwrap_or(column.key.into())];
+        let columns = &config.columns;
+        Titles {
+            key: named(&columns.source, &file::SOURCE),
+            answer: named(&columns.target, &file::TARGET),
+            always: false,
+        }
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
@@ -149,10 +164,10 @@ impl Task for Pairs {
 /// Reads the examples that the settings name, by use.
 fn read_split(config: &RunConfig) -> Result<Split<Example>> {
     let examples = match &config.pairs {
-        Some(path) => file::read(path)?,
+        Some(path) => file::read(path, &config.columns)?,
         None => cmudict::examples(),
     };
-    split::of(config, examples, "pairs", file::read, |example| &example.source)
+    split::of(config, examples, "pairs", |path| file::read(path, &config.columns), |example| &example.source)
 }
 
 impl Pairs {

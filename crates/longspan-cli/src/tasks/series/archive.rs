@@ -1,11 +1,14 @@
-//! The files of the UCR and UEA archives: `.tsv`, a label and a value a step in each line, and `.ts`, whose header says what is in it.
+//! The files of archives of series: `.ts`, `.tsv` and `.arff` of UCR and UEA, and `.tsf` of Monash. Their heads say what is in them.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 
-use super::file::{Point, Series, series, value};
+use super::file::{Found, Point, Reading, Series, dates_of, series};
 use crate::tasks::lines;
+use crate::tasks::table::dates::Dates;
+use crate::tasks::table::value;
 
 /// A series from a line of a `.tsv`: the label, then values at the times 0, 1, 2, …. Missing ones at the end are padding.
 pub fn from_columns(text: &str, line: usize) -> Result<Series, String> {
@@ -17,63 +20,180 @@ pub fn from_columns(text: &str, line: usize) -> Result<Series, String> {
     if values.is_empty() {
         return Err("one column, expected a label and values, with tabs between them".into());
     }
-    series(counted(values), (!label.is_empty()).then_some(label), line)
+    series(counted(values), &[], (!label.is_empty()).then_some(label), line)
 }
 
 fn number(text: &str, help: &str) -> Result<f64, String> {
-    value(text).ok_or_else(|| format!("{text:?} is no number; {help}"))
+    value(text).ok_or_else(|| format!("{:?} is no number; {help}", text.trim()))
 }
 
 fn counted(values: Vec<f64>) -> Vec<Point> {
     values.into_iter().enumerate().map(|(n, value)| (n as f64, vec![value])).collect()
 }
 
-/// Series from a `.ts`: lines that begin with `@` say what is in it, those after `@data` are series.
-pub fn read(bytes: &[u8], name: &str) -> Result<Vec<Series>> {
-    let (mut timed, mut labelled, mut begun) = (false, None, false);
-    let all = lines::each(bytes, name, |text, line| {
-        let text = text.trim();
-        if text.is_empty() || text.starts_with('#') {
-            return Ok(None);
+/// What the head of a `.ts` says.
+#[derive(Default)]
+struct Head {
+    timed: bool,
+    channels: Option<usize>,
+    /// Whether there are labels, and which; and whether they are numbers.
+    labelled: Option<bool>,
+    labels: Vec<String>,
+    numbers: bool,
+    /// Points of each series, where all have as many.
+    length: Option<usize>,
+    unequal: bool,
+}
+
+impl Head {
+    /// Takes a line that begins with `@`.
+    fn take(&mut self, words: &str) -> Result<(), String> {
+        let mut words = words.split_whitespace();
+        let key = words.next().unwrap_or_default().to_lowercase();
+        let rest: Vec<&str> = words.collect();
+        let first = rest.first().map(|word| word.to_lowercase()).unwrap_or_default();
+        let holds = first == "true";
+        let count = || first.parse().map(Some).map_err(|_| format!("@{key} {first}: expected a number"));
+        match key.as_str() {
+            "timestamps" => self.timed = holds,
+            "univariate" if holds => self.channels = Some(1),
+            "dimension" | "dimensions" => self.channels = count()?,
+            "equallength" => self.unequal = !holds,
+            "serieslength" => self.length = count()?,
+            "classlabel" => {
+                self.labelled = Some(self.labelled == Some(true) || holds);
+                self.labels = rest.iter().skip(1).map(ToString::to_string).collect();
+            }
+            "targetlabel" => {
+                self.labelled = Some(self.labelled == Some(true) || holds);
+                self.numbers |= holds;
+            }
+            _ => {}
         }
-        if let Some(words) = text.strip_prefix('@') {
-            let words = words.to_lowercase();
-            let mut words = words.split_whitespace();
-            let (key, holds) = (words.next().unwrap_or_default(), words.next() == Some("true"));
-            match key {
-                "timestamps" => timed = holds,
-                "classlabel" | "targetlabel" => labelled = Some(labelled == Some(true) || holds),
-                "data" => begun = true,
+        Ok(())
+    }
+
+    /// The channels of a line, and the label.
+    fn fields<'a>(&self, text: &'a str) -> Result<(Vec<&'a str>, Option<&'a str>), String> {
+        // A colon within brackets is one of a time.
+        let mut depth = 0usize;
+        let mut cuts: Vec<usize> = Vec::new();
+        for (place, c) in text.char_indices() {
+            match c {
+                '(' if self.timed => depth += 1,
+                ')' if self.timed => depth = depth.saturating_sub(1),
+                ':' if depth == 0 => cuts.push(place),
                 _ => {}
             }
-            return Ok(None);
         }
-        if !begun {
-            return Err("a series before the line @data; put the lines that begin with @ first".into());
+        if let Some(count) = self.channels {
+            // What comes after the last channel is the label, with any colons.
+            cuts.truncate(count);
+            let labelled = self.labelled.unwrap_or(cuts.len() == count);
+            let expected = if labelled { count } else { count - 1 };
+            if cuts.len() != expected {
+                let label = if labelled { " and a label" } else { "" };
+                return Err(format!(
+                    "{} fields, and the head says {count} channels{label}, with colons between them",
+                    cuts.len() + 1
+                ));
+            }
         }
+        let starts = std::iter::once(0).chain(cuts.iter().map(|cut| cut + 1));
+        let ends = cuts.iter().copied().chain([text.len()]);
+        let mut fields: Vec<&str> = starts.zip(ends).map(|(start, end)| &text[start..end]).collect();
         // Of a file that does not say, the last field is a label where it is no list of numbers.
-        from_line(text, timed, labelled.unwrap_or(true), line).map(Some)
-    })?;
+        let is_list = |text: &str| text.contains(',') && text.split(',').all(|one| value(one).is_some());
+        let last = fields.last().is_some_and(|last| !is_list(last) && !last.starts_with('('));
+        let labelled =
+            self.labelled.unwrap_or(self.channels.map_or(last, |count| fields.len() > count)) && fields.len() > 1;
+        let label = if labelled { fields.pop().map(str::trim) } else { None };
+        Ok((fields, label))
+    }
+
+    fn check(&self, label: Option<&str>, points: usize) -> Result<(), String> {
+        if let Some(label) = label.filter(|label| !self.labels.is_empty() && !label.is_empty()) {
+            let same = |known: &String| known == label || value(known).zip(value(label)).is_some_and(|(a, b)| a == b);
+            if !self.labels.iter().any(same) {
+                return Err(format!(
+                    "the label {label:?} is none that @classLabel lists ({}); correct one of them",
+                    self.labels.join(", ")
+                ));
+            }
+        }
+        match self.length {
+            Some(length) if !self.unequal && points != length && self.channels.is_some() => Err(format!(
+                "{points} points, and @seriesLength says {length}; correct one of them, or write @equalLength false"
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Values with the texts of their times, or counted.
+type Channel<'a> = Vec<(Option<&'a str>, f64)>;
+
+/// Series from a `.ts`: lines that begin with `@` say what is in it, those after `@data` are series.
+pub fn read(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
+    let (mut head, mut begun) = (Head::default(), false);
+    let mut found: Vec<(usize, Vec<Channel<'_>>, Option<String>)> = Vec::new();
+    for (line, number) in text.lines().zip(1..) {
+        let line = line.trim();
+        let wrong = lines::in_line(name, number);
+        if line.is_empty() || line.starts_with(['#', '%']) {
+        } else if let Some(words) = line.strip_prefix('@') {
+            head.take(words).map_err(wrong)?;
+            begun |= words.to_lowercase().starts_with("data");
+        } else if !begun {
+            return Err(wrong("a series before the line @data; put the lines that begin with @ first".into()));
+        } else {
+            let (fields, label) = head.fields(line).map_err(&wrong)?;
+            let channels =
+                fields.into_iter().map(|field| if head.timed { timed_points(field) } else { plain_points(field) });
+            let channels = channels.collect::<Result<Vec<_>, _>>().map_err(&wrong)?;
+            head.check(label, channels.iter().map(Vec::len).max().unwrap_or(0)).map_err(&wrong)?;
+            found.push((number, channels, label.map(String::from)));
+        }
+    }
     if !begun {
         bail!("{name}: no line @data; give a .ts file of the UEA or UCR archive");
     }
-    Ok(all)
+    let texts: Vec<&str> =
+        found.iter().flat_map(|(_, channels, _)| channels.iter().flatten()).filter_map(|(time, _)| *time).collect();
+    let dates = dates_of(&texts, reading).map_err(|problem| anyhow!("{name}: {problem}"))?;
+    let one = |(line, channels, label): (usize, Vec<Channel<'_>>, Option<String>)| {
+        let points = together(&channels, dates.as_deref()).map_err(lines::in_line(name, line))?;
+        let one = series(points, &[], label, line).map_err(lines::in_line(name, line))?;
+        Ok(Series { dates: dates.clone(), ..one })
+    };
+    let target = if head.numbers { "number" } else { "label" };
+    let labelled = head.labelled == Some(true);
+    Ok(Found {
+        series: found.into_iter().map(one).collect::<Result<_>>()?,
+        target: labelled.then_some(target),
+        ..Found::default()
+    })
 }
 
-/// Channels with colons between them, then the label.
-fn from_line(text: &str, timed: bool, labelled: bool, line: usize) -> Result<Series, String> {
-    let mut channels: Vec<&str> = text.split(':').collect();
-    let label = if labelled && channels.len() > 1 { channels.pop().map(|label| label.trim().to_owned()) } else { None };
-    // By the bits of the time, which sort as times do from 0 on, and serve to find equal ones below.
+/// Points of all channels at any time.
+fn together(channels: &[Channel<'_>], dates: Option<&Dates>) -> Result<Vec<Point>, String> {
+    // By the bits of the time, which sort as times do from 0 on, and serve to find equal ones.
     let mut rows: BTreeMap<Time, Vec<f64>> = BTreeMap::new();
-    let width = channels.len();
-    for (channel, text) in channels.into_iter().enumerate() {
-        let points = if timed { timed_points(text)? } else { plain_points(text)? };
-        for (time, value) in points {
-            rows.entry(Time(time)).or_insert_with(|| vec![f64::NAN; width])[channel] = value;
+    for (channel, points) in channels.iter().enumerate() {
+        for (n, (text, value)) in points.iter().enumerate() {
+            let time = match (text, dates) {
+                (None, _) => n as f64,
+                (Some(text), Some(dates)) => {
+                    dates.number(text).ok_or_else(|| format!("{text:?} is no date as those before it"))?
+                }
+                (Some(text), None) => text.parse().map_err(|_| {
+                    format!("{text:?} is no point such as (0.5,1.25): its time is neither a number nor a date")
+                })?,
+            };
+            rows.entry(Time(time)).or_insert_with(|| vec![f64::NAN; channels.len()])[channel] = *value;
         }
     }
-    series(rows.into_iter().map(|(Time(time), values)| (time, values)).collect(), label, line)
+    Ok(rows.into_iter().map(|(Time(time), values)| (time, values)).collect())
 }
 
 /// A time as a key.
@@ -94,19 +214,125 @@ impl PartialOrd for Time {
     }
 }
 
-fn plain_points(text: &str) -> Result<Vec<(f64, f64)>, String> {
-    let values = text.split(',').map(|text| number(text, "write ? for a missing value"));
-    values.enumerate().map(|(n, value)| Ok((n as f64, value?))).collect()
+fn plain_points(text: &str) -> Result<Channel<'_>, String> {
+    text.split(',').map(|text| Ok((None, number(text, "write ? for a missing value")?))).collect()
 }
 
-/// `(time,value),(time,value)`, with numbers for times.
-fn timed_points(text: &str) -> Result<Vec<(f64, f64)>, String> {
+/// `(time,value),(time,value)`, with numbers or dates for times.
+fn timed_points(text: &str) -> Result<Channel<'_>, String> {
     let points = text.trim().split("),").map(|point| {
         let inner = point.trim().trim_start_matches('(').trim_end_matches(')');
-        let wrong = || format!("\"({inner})\" is no point such as (0.5,1.25); write times as numbers, not as dates");
-        let (time, text) = inner.split_once(',').ok_or_else(wrong)?;
-        let time = time.trim().parse().map_err(|_| wrong())?;
-        Ok((time, value(text).ok_or_else(wrong)?))
+        let wrong = || format!("\"({inner})\" is no point such as (0.5,1.25)");
+        let (time, text) = inner.rsplit_once(',').ok_or_else(wrong)?;
+        Ok((Some(time.trim()), value(text).ok_or_else(wrong)?))
     });
     points.collect()
+}
+
+/// Series from a `.tsf`: attributes of a series, with colons between them, then its values.
+pub fn forecasting(text: &str, name: &str) -> Result<Found> {
+    let (mut attributes, mut frequency, mut begun) = (Vec::new(), String::new(), false);
+    let mut found = Vec::new();
+    for (line, number) in text.lines().zip(1..) {
+        let (line, wrong) = (line.trim(), lines::in_line(name, number));
+        if line.is_empty() || line.starts_with(['#', '%']) {
+        } else if let Some(words) = line.strip_prefix('@') {
+            let words: Vec<&str> = words.split_whitespace().collect();
+            match words[..] {
+                ["attribute", title, kind, ..] => attributes.push((title.to_string(), kind == "date")),
+                ["frequency", word, ..] => frequency = word.to_lowercase(),
+                ["data", ..] => begun = true,
+                _ => {}
+            }
+        } else if begun {
+            found.push(from_monash(line, &attributes, &frequency, number).map_err(wrong)?);
+        } else {
+            return Err(wrong("a series before the line @data; put the lines that begin with @ first".to_string()));
+        }
+    }
+    Ok(Found { series: found, ..Found::default() })
+}
+
+fn from_monash(text: &str, attributes: &[(String, bool)], frequency: &str, line: usize) -> Result<Series, String> {
+    let fields: Vec<&str> = text.split(':').collect();
+    let (Some(values), true) = (fields.last(), fields.len() == attributes.len() + 1) else {
+        return Err(format!(
+            "{} fields, and the head says {} attributes, then values, with colons between them",
+            fields.len(),
+            attributes.len()
+        ));
+    };
+    let values =
+        values.split(',').map(|text| number(text, "write ? for a missing value")).collect::<Result<Vec<_>, _>>()?;
+    let names: Vec<&str> =
+        attributes.iter().zip(&fields).filter(|((_, date), _)| !date).map(|(_, text)| text.trim()).collect();
+    let start = attributes.iter().zip(&fields).find(|((_, date), _)| *date).map(|(_, text)| text.trim());
+    let (months, seconds) = match frequency {
+        "yearly" => (12.0, 0.0),
+        "quarterly" => (3.0, 0.0),
+        "monthly" => (1.0, 0.0),
+        "weekly" => (0.0, 604_800.0),
+        "daily" => (0.0, 86_400.0),
+        "hourly" => (0.0, 3600.0),
+        "half_hourly" => (0.0, 1800.0),
+        "minutely" => (0.0, 60.0),
+        "secondly" => (0.0, 1.0),
+        other => match other.split_once('_').and_then(|(count, unit)| Some((count.parse::<f64>().ok()?, unit))) {
+            Some((count, unit)) if unit.starts_with("minute") => (0.0, 60.0 * count),
+            Some((count, unit)) if unit.starts_with("second") => (0.0, count),
+            _ => (0.0, 0.0),
+        },
+    };
+    let dates = match start {
+        Some(text) if months + seconds > 0.0 => {
+            let dates = Dates::starting(text, months > 0.0)
+                .ok_or_else(|| format!("{text:?} is no date such as 1979-01-31 00-00-00"))?;
+            let first = dates.number(text).unwrap_or(0.0);
+            Some((Arc::new(dates), first))
+        }
+        _ => None,
+    };
+    let time = |n: usize| dates.as_ref().map_or(n as f64, |(_, first)| first + n as f64 * (months + seconds));
+    let points = values.into_iter().enumerate().map(|(n, value)| (time(n), vec![value])).collect();
+    let one = series(points, &[], None, line)?;
+    Ok(Series { id: (!names.is_empty()).then(|| names.join(" ")), dates: dates.map(|(dates, _)| dates), ..one })
+}
+
+/// Series from an `.arff`: a row of values and a label, or several rows in quotes, with `\n` between channels.
+pub fn attributes(text: &str, name: &str) -> Result<Found> {
+    let (mut begun, mut named, mut numbers) = (false, false, false);
+    let mut found = Vec::new();
+    for (line, number) in text.lines().zip(1..) {
+        let (line, wrong) = (line.trim(), lines::in_line(name, number));
+        let lower = line.to_lowercase();
+        if line.is_empty() || line.starts_with('%') || lower.starts_with("@relation") || lower.starts_with("@end") {
+        } else if lower.starts_with("@data") {
+            begun = true;
+        } else if lower.starts_with("@attribute") {
+            // The last one says what labels are.
+            named = line.ends_with('}');
+            numbers = !named && (lower.ends_with("numeric") || lower.ends_with("real"));
+        } else if begun {
+            found.push(from_attributes(line, number).map_err(wrong)?);
+        } else {
+            return Err(wrong("neither @relation, @attribute nor @data; give an .arff of series".to_string()));
+        }
+    }
+    let target = if named { Some("label") } else { numbers.then_some("number") };
+    Ok(Found { series: found, target, ..Found::default() })
+}
+
+fn from_attributes(text: &str, line: usize) -> Result<Series, String> {
+    let quote = text.chars().next().filter(|c| ['\'', '"'].contains(c));
+    let (channels, label) = match quote.and_then(|quote| text[1..].split_once(quote)) {
+        Some((values, label)) => (values.split("\\n").collect(), label.trim_start_matches(',')),
+        None => {
+            let (values, label) =
+                text.rsplit_once(',').ok_or("one field, expected values and a label, with commas between them")?;
+            (vec![values], label)
+        }
+    };
+    let channels = channels.into_iter().map(plain_points).collect::<Result<Vec<_>, _>>()?;
+    let label = label.trim().trim_matches(['\'', '"']);
+    series(together(&channels, None)?, &[], (!label.is_empty() && label != "?").then(|| label.to_string()), line)
 }

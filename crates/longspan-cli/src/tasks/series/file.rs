@@ -1,21 +1,24 @@
-//! A person's own series: JSON lines, CSV with a point a line, or the files of the UEA and UCR archives.
+//! A person's own series: JSON lines, tables with a point a row, or the files of archives.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
-use serde_json::{Value, json};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::archive;
+use crate::run::columns::Columns;
 use crate::run::seal::hex;
-use crate::tasks::csv::Table;
+use crate::run::words::nearest;
 use crate::tasks::lines;
+use crate::tasks::table::columns::{Roles, time_text};
+use crate::tasks::table::dates::Dates;
+use crate::tasks::table::{Form, Row, Table, is_missing, json, value};
+use crate::tasks::task::Asked;
 use crate::terminal::notes::note;
-
-/// What stands for a missing value, beside an empty field.
-pub const MISSING: [&str; 4] = ["?", "NaN", "nan", "NA"];
 
 /// A series: points in the order of their times.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,8 +32,10 @@ pub struct Series {
     pub label: Option<String>,
     /// What the file calls the series.
     pub id: Option<String>,
-    /// Times after the last point whose values are to be told, in their order.
-    pub ahead: Vec<f64>,
+    /// Points after the last one that has a value to learn from: their values are to be predicted.
+    pub ahead: Vec<Point>,
+    /// How the file writes times, where they are dates.
+    pub dates: Option<Arc<Dates>>,
     /// A hash of times and values, which decides on whether the series is held out.
     pub key: String,
     /// The line in which it begins.
@@ -46,13 +51,47 @@ impl Series {
         let (times, values) = (self.times[..count].to_vec(), self.values[..count * self.width].to_vec());
         Self { times, values, ..self.clone() }
     }
+
+    /// Some of its points.
+    pub fn points(&self, range: Range<usize>) -> Vec<Point> {
+        range.map(|n| (self.times[n], self.values[n * self.width..(n + 1) * self.width].to_vec())).collect()
+    }
+
+    /// A time as the file writes it.
+    pub fn time(&self, time: f64) -> String {
+        self.dates.as_ref().map_or_else(|| time.to_string(), |dates| dates.text(time))
+    }
 }
 
 /// A point: its time and its values.
 pub type Point = (f64, Vec<f64>);
 
-/// A series of points in any order. A point without any value is left out.
-pub fn series(mut points: Vec<Point>, label: Option<String>, line: usize) -> Result<Series, String> {
+/// How a file is to be read.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Reading<'a> {
+    /// The columns that a person named, or that the run learned from.
+    pub columns: Option<&'a Columns>,
+    /// The dates that the run learned from, on whose calendar times count.
+    pub dates: Option<&'a Dates>,
+    /// Whether series are to have labels.
+    pub labels: bool,
+    /// Whether a run reads it that has learned already.
+    pub learned: bool,
+}
+
+/// What was read.
+#[derive(Debug, Default)]
+pub struct Found {
+    pub series: Vec<Series>,
+    /// What the file itself says that labels are.
+    pub target: Option<&'static str>,
+    /// The columns as they were found in a table, and in words.
+    pub columns: Option<(Columns, String)>,
+}
+
+/// A series of points in any order. Points at the end that have no value, but for channels that are `known` ahead, are those to
+/// predict.
+pub fn series(mut points: Vec<Point>, known: &[bool], label: Option<String>, line: usize) -> Result<Series, String> {
     let width = points.first().map_or(0, |(_, values)| values.len());
     for (time, values) in &points {
         if !time.is_finite() {
@@ -65,12 +104,14 @@ pub fn series(mut points: Vec<Point>, label: Option<String>, line: usize) -> Res
             return Err("a value is infinite; give a finite number, or leave it empty".into());
         }
     }
-    points.retain(|(_, values)| values.iter().any(|value| !value.is_nan()));
-    if points.is_empty() {
-        return Err("no point of it has a value; leave the series out".into());
-    }
     let backwards = points.windows(2).any(|pair| pair[0].0 > pair[1].0);
     points.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let is_known = |channel: usize| known.get(channel).copied().unwrap_or(false);
+    let has_value = |(_, values): &Point| values.iter().enumerate().any(|(n, value)| !value.is_nan() && !is_known(n));
+    let Some(last) = points.iter().rposition(has_value) else {
+        return Err(NO_VALUE.into());
+    };
+    let ahead = points.split_off(last + 1);
     let repeats = points.windows(2).any(|pair| pair[0].0 == pair[1].0);
     let (times, values): (Vec<f64>, Vec<Vec<f64>>) = points.into_iter().unzip();
     let values = values.concat();
@@ -84,7 +125,8 @@ pub fn series(mut points: Vec<Point>, label: Option<String>, line: usize) -> Res
         names: Arc::new([]),
         label,
         id: None,
-        ahead: Vec::new(),
+        ahead,
+        dates: None,
         key,
         line,
         backwards,
@@ -92,26 +134,13 @@ pub fn series(mut points: Vec<Point>, label: Option<String>, line: usize) -> Res
     })
 }
 
-/// The times of points without any value after the last one that has some.
-fn ahead(points: &[Point]) -> Vec<f64> {
-    let (known, empty): (Vec<&Point>, Vec<&Point>) =
-        points.iter().partition(|(_, values)| values.iter().any(|value| !value.is_nan()));
-    let last = known.iter().map(|(time, _)| *time).fold(f64::NEG_INFINITY, f64::max);
-    let mut times: Vec<f64> = empty.into_iter().map(|(time, _)| *time).filter(|time| *time > last).collect();
-    times.sort_by(f64::total_cmp);
-    times
-}
+const NO_VALUE: &str = "no point of it has a value; leave the series out";
 
-/// A value as text: `None` where it is no number, NaN where it is missing.
-pub fn value(text: &str) -> Option<f64> {
-    let text = text.trim();
-    if text.is_empty() || MISSING.contains(&text) { Some(f64::NAN) } else { text.parse().ok() }
-}
-
-/// Reads series, and says what is unusual about them. `refuse` refuses missing values.
-pub fn read(path: &Path, refuse: bool) -> Result<Vec<Series>> {
+/// Reads series, and says what is unusual about them. `refuse` refuses missing values, for which `instead` stands otherwise.
+pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> Result<Found> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
-    let all = parse(&bytes, &lines::ending(path), &name)?;
+    let found = parse(&bytes, &lines::ending(path), &name, reading)?;
+    let all = &found.series;
     let count = |holds: fn(&Series) -> bool| all.iter().filter(|one| holds(one)).count();
     let missing = |one: &Series| one.values.iter().filter(|value| value.is_nan()).count();
     if let (true, Some(one)) = (refuse, all.iter().find(|one| missing(one) > 0)) {
@@ -133,44 +162,54 @@ pub fn read(path: &Path, refuse: bool) -> Result<Vec<Series>> {
         some => {
             let of: usize = all.iter().map(|one| one.values.len()).sum();
             let share = 100.0 * some as f64 / of as f64;
-            note(format_args!(
-                "{name}: {some} of {of} values are missing ({share:.1} %); the mean of the channel stands for each"
-            ));
+            note(format_args!("{name}: {some} of {of} values are missing ({share:.1} %); {instead} stands for each"));
         }
     }
-    Ok(all)
+    Ok(found)
 }
 
-/// The series of a file that is answered whole, once each is checked; `None` of JSON lines, which are answered as they come.
-pub fn read_whole(path: &Path, check: impl Fn(&Series) -> Result<()>) -> Result<Option<Vec<Series>>> {
+/// The series of a file that is answered whole, once each is checked; `None` of lines of JSON, which are answered as they come.
+pub fn asked(path: &Path, reading: &Reading<'_>, check: impl Fn(&Series) -> Result<()>) -> Result<Option<Vec<Asked>>> {
     if lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str()) {
         return Ok(None);
     }
-    let (name, all) = (lines::name(path), read(path, false)?);
+    let name = lines::name(path);
+    let all = read(path, reading, false, "what is known of the channel")?.series;
     all.iter().try_for_each(|one| check(one).map_err(lines::in_line(&name, one.line)))?;
-    Ok(Some(all))
+    Ok(Some(all.into_iter().map(|one| Asked { line: one.line, text: String::new(), series: Some(one) }).collect()))
 }
 
 /// The series in the contents of a file whose name has this end; `name` is its name in errors.
-pub fn parse(bytes: &[u8], ending: &str, name: &str) -> Result<Vec<Series>> {
-    let bytes = lines::unmarked(bytes, name)?;
-    let start = bytes.trim_ascii_start().first().copied().unwrap_or(b' ');
-    let all = match ending {
-        "jsonl" | "ndjson" => by_line(bytes, name, from_json)?,
-        "csv" => from_table(bytes, name)?,
-        "ts" => archive::read(bytes, name)?,
-        "tsv" => by_line(bytes, name, archive::from_columns)?,
-        _ if start == b'{' => by_line(bytes, name, from_json)?,
-        _ if start == b'@' || start == b'#' => archive::read(bytes, name)?,
-        _ if bytes.split(|&byte| byte == b'\n').next().is_some_and(|line| line.contains(&b'\t')) => {
-            by_line(bytes, name, archive::from_columns)?
-        }
-        _ => from_table(bytes, name)?,
+pub fn parse(bytes: &[u8], ending: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
+    let text = lines::text(bytes, name)?;
+    let form = Form::of(ending, &text);
+    let is_archive =
+        text.lines().any(|line| line.trim_start().starts_with('@')) && text.trim_start().starts_with(['@', '#', '%']);
+    let has = |word: &str| text.lines().take(200).any(|line| line.trim_start().to_lowercase().starts_with(word));
+    let known_ending = ["json", "jsonl", "ndjson", "csv", "tsv"].contains(&ending);
+    let found = match ending {
+        "ts" => archive::read(&text, name, reading)?,
+        "tsf" => archive::forecasting(&text, name)?,
+        "arff" => archive::attributes(&text, name)?,
+        _ if is_archive && !known_ending && has("@frequency") => archive::forecasting(&text, name)?,
+        _ if is_archive && !known_ending && has("@attribute") => archive::attributes(&text, name)?,
+        _ if is_archive && !known_ending => archive::read(&text, name, reading)?,
+        _ if form == Form::Json && holds_series(&text) => from_lines(&text, name, reading)?,
+        _ if form == Form::Tabs && is_row_of_numbers(&text) => Found {
+            series: lines::each(&text, name, |text, line| {
+                if text.trim().is_empty() { Ok(None) } else { archive::from_columns(text, line).map(Some) }
+            })?,
+            ..Found::default()
+        },
+        _ => match Table::read(&text, form, name)? {
+            Some(table) => from_table(&table, reading)?,
+            None => Found::default(),
+        },
     };
-    let Some(first) = all.first() else {
-        bail!("{name}: no series in it; give a .jsonl, .csv, .ts or .tsv of numeric series");
+    let Some(first) = found.series.first() else {
+        bail!("{name}: no series in it; give a .jsonl, .csv, .ts, .tsf, .arff or .tsv of numeric series");
     };
-    if let Some(other) = all.iter().find(|one| one.width != first.width) {
+    if let Some(other) = found.series.iter().find(|one| one.width != first.width) {
         bail!(
             "{name}, line {}: {} channels, the series before it have {}; give as many to each",
             other.line,
@@ -178,40 +217,98 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str) -> Result<Vec<Series>> {
             first.width
         );
     }
-    Ok(all)
+    Ok(found)
 }
 
-/// A series on each line that is not empty.
-fn by_line(bytes: &[u8], name: &str, read: impl Fn(&str, usize) -> Result<Series, String>) -> Result<Vec<Series>> {
-    lines::each(bytes, name, |text, line| if text.trim().is_empty() { Ok(None) } else { read(text, line).map(Some) })
+/// Whether the first line is a row of the UCR archive: a label, then numbers.
+fn is_row_of_numbers(text: &str) -> bool {
+    let first = text.lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
+    let values: Vec<&str> = first.split('\t').skip(1).collect();
+    !values.is_empty() && values.iter().any(|text| !is_missing(text)) && values.iter().all(|text| value(text).is_some())
 }
 
-/// A series as a line of JSON, which a run answers.
-pub fn to_json(one: &Series) -> String {
-    let number = |value: &f64| if value.is_nan() { Value::Null } else { json!(value) };
-    let values: Vec<Vec<Value>> =
-        one.values.chunks(one.width.max(1)).map(|point| point.iter().map(number).collect()).collect();
-    let mut object = json!({ "times": one.times, "values": values });
-    if !one.ahead.is_empty() {
-        object["forecast"] = json!(one.ahead);
+/// Whether the first object of JSON is a series rather than a point.
+fn holds_series(text: &str) -> bool {
+    let first = text.trim_start().trim_start_matches('[');
+    let value = serde_json::Deserializer::from_str(first).into_iter::<Value>().next();
+    // What is no JSON is named by the reader of series.
+    !matches!(value, Some(Ok(Value::Object(object))) if object.values().all(|cell| !cell.is_array()) && !object.contains_key("text"))
+}
+
+/// Dates that these texts are, on the calendar of those that the run learned from; none where they are numbers.
+pub fn dates_of(texts: &[&str], reading: &Reading<'_>) -> Result<Option<Arc<Dates>>, String> {
+    if texts.is_empty() {
+        return Ok(None);
     }
-    if let Some(id) = &one.id {
-        object["id"] = json!(id);
+    let wanted = reading.columns.and_then(|columns| columns.dates.as_deref());
+    let found = match reading.dates {
+        Some(known) if texts.iter().all(|text| known.number(text).is_some()) => Some(known.clone()),
+        Some(known) => Dates::of(texts, wanted)?.map(|found| found.on(known.calendar)),
+        None => Dates::of(texts, wanted)?,
+    };
+    match (reading.learned, reading.dates.is_some(), found.is_some()) {
+        (true, true, false) => {
+            Err(format!("times such as {:?} are no dates, and this run learned from dates; give such", texts[0]))
+        }
+        (true, false, true) => {
+            Err(format!("times such as {:?} are dates, and this run learned from numbers; give such", texts[0]))
+        }
+        _ => Ok(found.map(Arc::new)),
     }
-    object.to_string()
 }
 
-/// A series from a line of JSON. Without times, points are counted.
-pub fn from_json(text: &str, line: usize) -> Result<Series, String> {
-    const EXAMPLE: &str =
-        "expected an object such as {\"times\": [0, 0.5, 2], \"values\": [1.5, 1.4, 0.2], \"label\": \"a\"}";
-    let value = lines::json(text).map_err(|problem| format!("{problem}; {EXAMPLE}"))?;
-    if value.get("text").is_some() {
+/// A series in each object.
+fn from_lines(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
+    if let Some(known) = reading.columns.and_then(|columns| columns.known.first()) {
+        bail!("{name}: --known {known} names a column, and series in JSON have none; give a table");
+    }
+    // Dates are of one format in all series.
+    let mut texts: Vec<String> = Vec::new();
+    json::each(text, name, |value, _| {
+        let times = value["times"].as_array().into_iter().flatten();
+        texts.extend(times.filter_map(Value::as_str).map(String::from));
+        Ok(())
+    })?;
+    let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+    let dates = dates_of(&texts, reading).map_err(|problem| anyhow!("{name}: {problem}"))?;
+    let mut series = Vec::new();
+    json::each(text, name, |value, line| {
+        series.push(from_value(&value, line, dates.clone()).map_err(lines::in_line(name, line))?);
+        Ok(())
+    })?;
+    Ok(Found { series, ..Found::default() })
+}
+
+/// A series from a line of JSON.
+pub fn from_json(text: &str, line: usize, reading: &Reading<'_>) -> Result<Series, String> {
+    let value = json::line(text).map_err(|problem| format!("{problem}; {EXAMPLE}"))?;
+    let times: Vec<&str> = value["times"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let dates = dates_of(&times, reading)?;
+    if reading.dates.is_some() && dates.is_none() {
+        return Err("it has no dates in `times`, and this run learned from dates; give them".into());
+    }
+    from_value(&value, line, dates)
+}
+
+const EXAMPLE: &str =
+    "expected an object such as {\"times\": [0, 0.5, 2], \"values\": [1.5, 1.4, 0.2], \"label\": \"a\"}";
+
+/// The keys of a series.
+const KEYS: [&str; 5] = ["times", "values", "label", "id", "forecast"];
+
+/// A series from an object of JSON. Without times, points are counted.
+fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<Series, String> {
+    let Value::Object(object) = value else { return Err(format!("{value} is no series; {EXAMPLE}")) };
+    if object.contains_key("text") {
         return Err("it has a text; give labelled texts with --labelled".into());
+    }
+    if let Some(key) = object.keys().find(|key| !KEYS.contains(&key.as_str())) {
+        let nearest = nearest(key, &KEYS).map(|name| format!("did you mean `{name}`? ")).unwrap_or_default();
+        return Err(format!("unknown key `{key}`; {nearest}known are {}", KEYS.join(", ")));
     }
     let number = |value: &Value| match value {
         Value::Null => Some(f64::NAN),
-        Value::String(text) if MISSING.contains(&text.as_str()) => Some(f64::NAN),
+        Value::String(text) if is_missing(text) => Some(f64::NAN),
         other => other.as_f64(),
     };
     let values = value["values"].as_array().ok_or_else(|| format!("the key `values` has no list; {EXAMPLE}"))?;
@@ -222,11 +319,15 @@ pub fn from_json(text: &str, line: usize) -> Result<Series, String> {
     let points = values.iter().map(point).collect::<Option<Vec<Vec<f64>>>>();
     let points = points
         .ok_or_else(|| format!("an entry of `values` is neither a number, nor null, nor a list of them; {EXAMPLE}"))?;
+    let time = |value: &Value| match (value, &dates) {
+        (Value::String(text), Some(dates)) => {
+            dates.number(text).ok_or_else(|| format!("{text:?} is no date as those before it"))
+        }
+        _ => value.as_f64().ok_or_else(|| format!("a time is no number and no date: {value}")),
+    };
     let list = |key: &str| match &value[key] {
         Value::Null => Ok(None),
-        Value::Array(times) => {
-            times.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>().map(Some).ok_or("a time is no number".into())
-        }
+        Value::Array(times) => times.iter().map(time).collect::<Result<Vec<f64>, _>>().map(Some),
         _ => Err(format!("the key `{key}` has no list of times; {EXAMPLE}")),
     };
     let times = list("times")?.unwrap_or_else(|| (0..points.len()).map(|n| n as f64).collect());
@@ -239,74 +340,244 @@ pub fn from_json(text: &str, line: usize) -> Result<Series, String> {
         text @ (Value::Number(_) | Value::Bool(_)) => Ok(Some(text.to_string())),
         _ => Err(format!("the {key} is neither text nor number")),
     };
-    let one = series(times.into_iter().zip(points).collect(), text("label")?, line)?;
-    let (mut ahead, last) = (list("forecast")?.unwrap_or_default(), one.times.last().copied().unwrap_or(0.0));
-    if let Some(early) = ahead.iter().find(|time| **time <= last) {
-        return Err(format!(
-            "the time {early} in `forecast` is not after {last}, the last that has a value; give later times"
-        ));
+    let mut one = series(times.into_iter().zip(points).collect(), &[], text("label")?, line)?;
+    if let Some(mut ahead) = list("forecast")? {
+        let last = one.times.last().copied().unwrap_or(0.0);
+        if let Some(early) = ahead.iter().find(|time| **time <= last) {
+            return Err(format!(
+                "the time {early} in `forecast` is not after {last}, the last that has a value; give later times"
+            ));
+        }
+        ahead.sort_by(f64::total_cmp);
+        one.ahead = ahead.into_iter().map(|time| (time, vec![f64::NAN; one.width])).collect();
     }
-    ahead.sort_by(f64::total_cmp);
-    Ok(Series { ahead, id: text("id")?, ..one })
+    Ok(Series { id: text("id")?, dates, ..one })
 }
 
-/// Series from CSV: a point a line, with the column `time`, perhaps `id` and `label`, and a column for each channel. Without `id` all
-/// points are of one series.
-fn from_table(bytes: &[u8], name: &str) -> Result<Vec<Series>> {
-    let Some(table) = Table::read(bytes, name)? else { return Ok(Vec::new()) };
-    let time = table.column("time", "the columns `time`, one for each channel, and perhaps `id` and `label`")?;
-    let (id, label) = (table.find("id"), table.find("label"));
-    let channels: Vec<usize> =
-        (0..table.header.len()).filter(|n| Some(*n) != id && *n != time && Some(*n) != label).collect();
-    if channels.is_empty() {
-        bail!("{name}, line 1: no column beside id, time and label; give one for each channel");
+/// Series from a table: a point a row, or a series.
+fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
+    let none = Columns::default();
+    let columns = reading.columns.unwrap_or(&none);
+    if columns.wide {
+        return from_wide(table, columns, reading);
     }
-    let names: Arc<[String]> = channels.iter().map(|&n| table.header[n].clone()).collect();
-    let mut places: HashMap<&str, usize> = HashMap::new();
-    let mut found: Vec<(usize, Vec<Point>, Option<String>)> = Vec::new();
-    for (line, fields) in &table.records {
-        let at = format!("{name}, line {line}");
-        let read = |n: usize| {
-            value(&fields[n]).ok_or_else(|| {
-                let mend =
-                    if n == time { "write times as numbers, not as dates" } else { "leave it empty if it is missing" };
-                anyhow!("{at}: {:?} in the column `{}` is no number; {mend}", fields[n], table.header[n])
-            })
-        };
-        let place = *places.entry(id.map_or("", |n| &fields[n])).or_insert_with(|| {
-            found.push((*line, Vec::new(), None));
+    let name = &table.name;
+    if table.header.iter().all(|title| value(title).is_some_and(f64::is_finite)) {
+        bail!("{}: it has numbers and no names; let the first line name the columns", table.at_header());
+    }
+    let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
+    let texts: Vec<Option<String>> = (0..table.rows.len()).map(|row| time_text(table, &roles.time, row)).collect();
+    let some: Vec<&str> = texts.iter().flatten().map(String::as_str).filter(|_| !roles.time.is_empty()).collect();
+    let dates = dates_of(&some, reading).map_err(|problem| anyhow!("{name}: {problem}"))?;
+    let mut numbers = Vec::with_capacity(roles.channels.len());
+    for &place in &roles.channels {
+        numbers.push(table.numbers(place).map_err(|row| no_number(table, &roles, place, row))?);
+    }
+    let names: Arc<[String]> = roles.channels.iter().map(|&place| table.header[place].clone()).collect();
+    if let Some(wanted) =
+        columns.known.iter().find(|wanted| !names.iter().any(|name| name.to_lowercase() == wanted.to_lowercase()))
+    {
+        bail!("{}: --known {wanted}: no such channel; they are {}", table.at_header(), names.join(", "));
+    }
+    let known: Vec<bool> =
+        if columns.known.is_empty() { Vec::new() } else { names.iter().map(|name| columns.has_known(name)).collect() };
+    if !known.is_empty() && known.iter().all(|known| *known) {
+        bail!("{}: --known names all channels; leave out those that are to be predicted", table.at_header());
+    }
+    let mut places: HashMap<String, usize> = HashMap::new();
+    let mut found: Vec<(usize, String, Vec<Point>, Option<String>)> = Vec::new();
+    let title =
+        |places: &[usize]| places.iter().map(|place| table.header[*place].as_str()).collect::<Vec<_>>().join(",");
+    for (n, row) in table.rows.iter().enumerate() {
+        let id: Vec<String> = roles.id.iter().map(|place| cell(row, *place)).collect();
+        let place = *places.entry(id.join(" ")).or_insert_with_key(|id| {
+            found.push((row.line, id.clone(), Vec::new(), None));
             found.len() - 1
         });
-        let (_, points, known) = &mut found[place];
-        points.push((read(time)?, channels.iter().map(|&n| read(n)).collect::<Result<_>>()?));
-        if let Some(own) = label.map(|n| fields[n].trim()).filter(|own| !own.is_empty()) {
-            match known {
-                Some(known) if known.as_str() != own => {
-                    bail!(
-                        "{at}: the label is {own:?}, and {known:?} in a line before with the same id; give a series one label"
-                    )
+        let (_, _, points, label) = &mut found[place];
+        let time = match (&texts[n], &dates) {
+            _ if roles.time.is_empty() => points.len() as f64,
+            (None, _) => return Err(row.wrong(name, format_args!("the column `{}` is empty; give a time, or leave the row out", title(&roles.time)))),
+            (Some(text), Some(dates)) => dates.number(text).ok_or_else(|| {
+                row.wrong(name, format_args!("{text:?} in the column `{}` is no date as the others, such as {:?}", title(&roles.time), some[0]))
+            })?,
+            (Some(text), None) => value(text).filter(|time| !time.is_nan()).ok_or_else(|| {
+                row.wrong(name, format_args!(
+                    "{text:?} in the column `{}` is neither a number nor a date that is known; say how dates are written, such as --dates %d.%m.%Y",
+                    title(&roles.time)
+                ))
+            })?,
+        };
+        points.push((time, numbers.iter().map(|channel| channel[n]).collect()));
+        if let Some(own) = roles.label.map(|place| cell(row, place)).filter(|own| !own.is_empty()) {
+            match label {
+                Some(known) if *known != own => {
+                    return Err(row.wrong(name, format_args!(
+                        "the label is {own:?}, and {known:?} in a line before with the same id; give a series one label"
+                    )));
                 }
-                _ => *known = Some(own.into()),
+                _ => *label = Some(own),
             }
         }
     }
-    let ids: HashMap<usize, &str> = places.into_iter().map(|(id, place)| (place, id)).collect();
-    let one = |(place, (line, points, label)): (usize, (usize, Vec<Point>, Option<String>))| {
-        let ahead = ahead(&points);
-        let one = series(points, label, line).map_err(lines::in_line(name, line))?;
-        let id = ids.get(&place).filter(|_| id.is_some()).map(|id| id.trim().to_owned());
-        Ok(Series { names: names.clone(), id, ahead, ..one })
+    let (mut series_found, mut empty) = (Vec::new(), 0);
+    for (line, id, points, label) in found {
+        match series(points, &known, label, line) {
+            Ok(one) => {
+                series_found.push(Series {
+                    names: names.clone(),
+                    id: (!roles.id.is_empty()).then_some(id),
+                    dates: dates.clone(),
+                    ..one
+                });
+            }
+            Err(problem) if problem == NO_VALUE && places.len() > 1 => empty += 1,
+            Err(problem) => return Err(lines::in_line(name, line)(problem)),
+        }
+    }
+    if empty > 0 {
+        note(format_args!("{name}: {empty} of {} series have no value at all and are left out", places.len()));
+    }
+    say_partly_known(name, &series_found, &known);
+    let columns = (roles.named(table, columns), roles.introduce(table, dates.as_deref()));
+    Ok(Found { series: series_found, target: None, columns: Some(columns) })
+}
+
+/// A cell as it stands, without the space around it.
+fn cell(row: &Row, place: usize) -> String {
+    match &row.cells[place] {
+        Value::Null => String::new(),
+        Value::String(text) => text.trim().into(),
+        other => other.to_string(),
+    }
+}
+
+/// Says that a cell of a channel is no number, and what helps.
+fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::Error {
+    let is_number = |cell: &Option<String>| cell.as_ref().is_none_or(|text| value(text).is_some());
+    let numbers = table.texts(place).filter(is_number).count();
+    let title = &table.header[place];
+    let text = cell(row, place);
+    if 2 * numbers >= table.rows.len() {
+        let comma = if text.contains(',') {
+            "write a point in numbers, such as 1.5, and no commas"
+        } else {
+            "leave it empty if it is missing"
+        };
+        return row.wrong(&table.name, format_args!("{text:?} in the column `{title}` is no number; {comma}"));
+    }
+    let others: Vec<&str> = roles
+        .channels
+        .iter()
+        .filter(|other| table.numbers(**other).is_ok())
+        .map(|other| table.header[*other].as_str())
+        .collect();
+    let without = if others.is_empty() { "NAMES".into() } else { others.join(",") };
+    row.wrong(
+        &table.name,
+        format_args!(
+            "{text:?} in the column `{title}` is no number; if it says which series a row is of, give --id '{title}', else leave the column out: --channels '{without}'"
+        ),
+    )
+}
+
+/// A note where the last points of series have some channels, and others not up to the end: they may be meant to be predicted.
+fn say_partly_known(name: &str, all: &[Series], known: &[bool]) {
+    let Some(first) = all.first().filter(|one| one.width > 1 && known.is_empty()) else { return };
+    let end_of = |one: &Series, channel: usize| {
+        let values = one.values.iter().skip(channel).step_by(one.width);
+        values.rev().take_while(|value| value.is_nan()).count()
     };
-    found.into_iter().enumerate().map(one).collect()
+    let ends: Vec<usize> =
+        (0..first.width).map(|channel| all.iter().map(|one| end_of(one, channel)).min().unwrap_or(0)).collect();
+    let (Some(channel), true) = (ends.iter().position(|end| *end > 0), ends.contains(&0)) else { return };
+    let list = |open: bool| {
+        let some = first.names.iter().zip(&ends).filter(|(_, end)| (**end > 0) == open).map(|(name, _)| name.as_str());
+        some.collect::<Vec<_>>().join(",")
+    };
+    note(format_args!(
+        "{name}: the last {} points have no {}; they count as known points with a missing value: to predict it there, train with --known {}",
+        ends[channel],
+        list(true),
+        list(false)
+    ));
+}
+
+/// Series from a table with a series a row and a column for each time.
+fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<Found> {
+    let name = &table.name;
+    let label = match &columns.label {
+        Some(title) => Some(table.named(title, "--label")?),
+        None => table.find("label").or(table.find("class")),
+    };
+    let id = columns
+        .id
+        .as_ref()
+        .or(columns.time.as_ref())
+        .map(|title| table.named(title, "--id"))
+        .transpose()?
+        .or(table.find("year"));
+    let chosen = columns.channels.iter().map(|title| table.named(title, "--channels")).collect::<Result<Vec<_>>>()?;
+    let free = (0..table.header.len())
+        .filter(|place| Some(*place) != label && Some(*place) != id && !table.header[*place].is_empty());
+    let is_number = |place: &usize| table.numbers(*place).is_ok();
+    let (values, texts): (Vec<usize>, Vec<usize>) = free.partition(is_number);
+    let values = if chosen.is_empty() { values } else { chosen };
+    if values.is_empty() {
+        bail!("{}: --wide: no column of numbers", table.at_header());
+    }
+    let is_time = |place: &usize| value(&table.header[*place]).is_some();
+    // Where some names are numbers, the others are no times.
+    let values: Vec<usize> = if values.iter().filter(|place| is_time(place)).count() * 2 > values.len() {
+        values.into_iter().filter(is_time).collect()
+    } else {
+        values
+    };
+    let titles: Vec<&str> = values.iter().map(|place| table.header[*place].as_str()).collect();
+    let dates = dates_of(&titles, reading).map_err(|problem| anyhow!("{}: {problem}", table.at_header()))?;
+    let times: Option<Vec<f64>> = match &dates {
+        Some(dates) => titles.iter().map(|title| dates.number(title)).collect(),
+        None => titles.iter().map(|title| value(title).filter(|time| time.is_finite())).collect(),
+    };
+    let counted = times.is_none();
+    let times = times.unwrap_or_else(|| (0..titles.len()).map(|n| n as f64).collect());
+    let id = id.or(texts.first().copied());
+    let numbers = values.iter().map(|place| table.numbers(*place)).collect::<Result<Vec<_>, _>>();
+    let numbers = numbers.map_err(|row| row.wrong(name, "a value is no number; leave it empty if it is missing"))?;
+    let (mut found, mut empty) = (Vec::new(), 0);
+    for (n, row) in table.rows.iter().enumerate() {
+        let points = times.iter().zip(&numbers).map(|(time, column)| (*time, vec![column[n]])).collect();
+        let own = label.map(|place| cell(row, place)).filter(|own| !own.is_empty());
+        match series(points, &[], own, row.line) {
+            Ok(one) => found.push(Series { id: id.map(|place| cell(row, place)), dates: dates.clone(), ..one }),
+            Err(problem) if problem == NO_VALUE => empty += 1,
+            Err(problem) => return Err(row.wrong(name, problem)),
+        }
+    }
+    if empty > 0 {
+        note(format_args!("{name}: {empty} of {} series have no value at all and are left out", table.rows.len()));
+    }
+    let said = format!(
+        "columns: a series a row, {} {} `{}` … `{}`{}",
+        titles.len(),
+        if counted { "values" } else { "times" },
+        titles[0],
+        titles[titles.len() - 1],
+        id.map_or(String::new(), |place| format!(", ids `{}`", table.header[place]))
+    );
+    Ok(Found { series: found, target: None, columns: Some((columns.clone(), said)) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn all(text: &str, ending: &str) -> Vec<Series> {
+        parse(text.as_bytes(), ending, "f", &Reading { labels: true, ..Reading::default() }).unwrap().series
+    }
+
     fn found(text: &str, ending: &str) -> Vec<(Vec<f64>, String, Option<String>)> {
-        let all = parse(text.as_bytes(), ending, "f").unwrap();
-        all.into_iter().map(|one| (one.times, format!("{:?}", one.values), one.label)).collect()
+        all(text, ending).into_iter().map(|one| (one.times, format!("{:?}", one.values), one.label)).collect()
     }
 
     #[test]
@@ -322,23 +593,178 @@ mod tests {
         for (text, ending) in [(csv, "csv"), (archive, "ts"), (timed, "ts"), (json, ""), (csv, "txt"), (archive, "")] {
             assert_eq!(found(text, ending), expected, "{text}");
         }
-        let all = parse(csv.as_bytes(), "csv", "f").unwrap();
-        assert!(all[0].backwards && !all[1].backwards && !all[0].repeats);
-        assert_eq!(&*all[0].names, ["x".to_string(), "y".to_string()]);
+        let series = all(csv, "csv");
+        assert!(series[0].backwards && !series[1].backwards && !series[0].repeats);
+        assert_eq!(&*series[0].names, ["x".to_string(), "y".to_string()]);
         let one = found("1\t0.5\t-2\tNaN\n2\t1\t\t3\n", "tsv");
         assert_eq!(
             one[0],
             (vec![0.0, 1.0], "[0.5, -2.0]".into(), Some("1".into())),
             "what is missing at the end is no point"
         );
-        assert_eq!(one[1].0, [0.0, 2.0], "a point without values is none");
-        let again = from_json(&to_json(&all[0]), 1).unwrap();
-        assert_eq!((again.times, again.key), (all[0].times.clone(), all[0].key.clone()));
-        let open = parse(b"time,x\n1,5\n4,\n2,\n3,6\n6,?\n5,\n", "csv", "f").unwrap();
-        assert_eq!((open[0].times.as_slice(), open[0].ahead.as_slice()), (&[1.0, 3.0][..], &[4.0, 5.0, 6.0][..]));
-        assert_eq!(from_json(&to_json(&open[0]), 1).unwrap().ahead, open[0].ahead);
-        let repeated = from_json("{\"times\": [1, 1], \"values\": [1, 2]}", 1).unwrap();
+        assert_eq!(one[1].1, "[1.0, NaN, 3.0]", "what is missing elsewhere is");
+        let open = &all("time,x\n1,5\n4,\n2,\n3,6\n6,?\n5,\n", "csv")[0];
+        let ahead: Vec<f64> = open.ahead.iter().map(|(time, _)| *time).collect();
+        assert_eq!((open.times.as_slice(), ahead.as_slice()), (&[1.0, 2.0, 3.0][..], &[4.0, 5.0, 6.0][..]));
+        let repeated = from_json("{\"times\": [1, 1], \"values\": [1, 2]}", 1, &Reading::default()).unwrap();
         assert!(repeated.repeats && repeated.label.is_none());
+    }
+
+    /// What is found in a table of `labels` or not: columns in words, ids, and the values of the first series.
+    #[allow(clippy::type_complexity, reason = "a test's four findings")]
+    fn of_table(text: &str, columns: Columns) -> Result<(String, Vec<Option<String>>, Vec<f64>, Vec<String>)> {
+        let found = parse(text.as_bytes(), "csv", "f", &Reading { columns: Some(&columns), ..Reading::default() })?;
+        let ids = found.series.iter().map(|one| one.id.clone()).collect();
+        let first = &found.series[0];
+        let times = first.times.iter().map(|time| first.time(*time)).collect();
+        Ok((found.columns.unwrap().1, ids, first.values.clone(), times))
+    }
+
+    #[test]
+    fn columns_are_found_by_their_names_and_contents() {
+        let none = Columns::default;
+        let say = |text: &str| of_table(text, none()).unwrap();
+        // A date, an id by its name, a row number of pandas, and a part of the time.
+        let (said, ids, values, times) =
+            say(",symbol,date,price\n0,b,Jan 1 2000,1\n1,a,Jan 1 2000,2\n2,b,Feb 1 2000,3\n");
+        assert!(said.contains("times `date` (dates of the form %b %-d %Y, in months), ids `symbol`, channels `price`; not read: `` (row numbers)"), "{said}");
+        assert_eq!(
+            (ids, values, times),
+            (vec![Some("b".into()), Some("a".into())], vec![1.0, 3.0], vec!["Jan 1 2000".into(), "Feb 1 2000".into()])
+        );
+        let (said, ..) = say("YEAR,x,TIME\n1951,3,1\n1952,4,2\n");
+        assert!(said.contains("times `TIME` (numbers), channels `x`; not read: `YEAR` (a part of the time)"), "{said}");
+        let (_, _, _, times) = say("year,quarter,x\n1959,4,1\n1960,1,2\n");
+        assert_eq!(times, ["1959 Q4", "1960 Q1"]);
+        assert_eq!(say("year,x\n1959,1\n1960,2\n").3, ["1959", "1960"]);
+        assert_eq!(
+            say(",0\n1821,269\n1822,321\n").2,
+            [269.0, 321.0],
+            "numbers without a name are the time where no other column is"
+        );
+        assert_eq!(say("date,x\n20230228,1\n20230301,2\n").3, ["20230228", "20230301"]);
+        // Texts that tell rows of one time apart are ids; spaces around them count as nothing.
+        let (_, ids, ..) = say("shop,time,x\n a,0,1\nb ,0,2\na,1,3\nb,1,4\n");
+        assert_eq!(ids, [Some("a".into()), Some("b".into())]);
+        // Columns that a person names, in any order, and a column without a name or values.
+        let columns = Columns { id: Some("store".into()), channels: vec!["y".into(), "x".into()], ..none() };
+        let (said, ids, values, _) = of_table("store,time,x,y,\n1,0,1,2,\n2,0,3,4,\n", columns).unwrap();
+        assert_eq!((ids.len(), values), (2, vec![2.0, 1.0]), "{said}");
+        let (said, _, values, times) =
+            of_table("a,b\n1,2\n3,4\n", Columns { time: Some("row".into()), ..none() }).unwrap();
+        assert!(said.contains("rows are counted"), "{said}");
+        assert_eq!((values, times), (vec![1.0, 2.0, 3.0, 4.0], vec!["0".to_string(), "1".into()]));
+        let wide = of_table("name,1990,1991\na,1,2\nb,,\nc,3,4\n", Columns { wide: true, ..none() }).unwrap();
+        assert_eq!(
+            (wide.1, wide.3),
+            (vec![Some("a".into()), Some("c".into())], vec!["1990".to_string(), "1991".into()])
+        );
+        for (text, columns, part) in [
+            ("time,Time,x\n0,0,1\n", none(), "f, line 1: `time`, `Time` may all be times; say which with --time"),
+            ("time,x,x\n0,1,1\n", none(), "two columns are called `x`"),
+            (
+                "a,b\n1,2\n",
+                none(),
+                "no column of times is known among `a`, `b`; name it with --time NAME, or count the rows with --time row",
+            ),
+            ("time,,x\n0,5,1\n1,3,1\n", none(), "f, line 1: column 2 has no name"),
+            (
+                "shop,time,x\n1,0,0.5\n2,0,0.5\n1,1,0.5\n2,1,0.5\n",
+                none(),
+                "`shop` may say which series each is of: say so with --id shop",
+            ),
+            (
+                "time,x,kind\n0,1,rain\n1,2,sun\n",
+                none(),
+                "\"rain\" in the column `kind` is no number; if it says which series a row is of, give --id 'kind', else leave the column out: --channels 'x'",
+            ),
+            (
+                "time,x\n0,1\n",
+                Columns { id: Some("y".into()), ..none() },
+                "--id y: no such column; the header is `time`, `x`",
+            ),
+            ("1,2\n3,4\n", none(), "it has numbers and no names"),
+            ("date,x\n01/02/2024,1\n02/03/2024,2\n", none(), "--dates '%d/%m/%Y'"),
+            (
+                "date,x\n2024-01-01,1\nsoon,2\n",
+                none(),
+                "f, line 3: \"soon\" in the column `date` is no date as the others",
+            ),
+        ] {
+            let error = of_table(text, columns).unwrap_err().to_string();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn heads_of_archives_are_believed() {
+        let of = |text: &str, ending: &str| {
+            parse(text.as_bytes(), ending, "f", &Reading { labels: true, ..Reading::default() })
+        };
+        let shape = |text: &str| {
+            let found = of(text, "ts").unwrap();
+            let one = &found.series[0];
+            (one.width, one.label.clone(), found.target)
+        };
+        let named = |label: &str| Some(label.to_string());
+        assert_eq!(
+            shape("@dimensions 2\n@classLabel true 12:30 18:00\n@data\n0,2:4,5:12:30\n"),
+            (2, named("12:30"), Some("label"))
+        );
+        assert_eq!(shape("@data\n0,2,3:4,5,6\n"), (2, None, None), "a list of numbers is no label");
+        assert_eq!(shape("% of mine\n@univariate true\n@data\n0,2,3:4\n"), (1, named("4"), None));
+        assert_eq!(shape("@targetLabel true\n@data\n0,2,3:4.5\n"), (1, named("4.5"), Some("number")));
+        assert_eq!(shape("@targetlabel false\n@classLabel false\n@data\n0,2,3\n"), (1, None, None));
+        for (head, line, part) in [
+            ("@classLabel true a b", "1,2:c", "the label \"c\" is none that @classLabel lists (a, b)"),
+            ("@univariate true\n@seriesLength 9", "1,2:c", "2 points, and @seriesLength says 9"),
+            ("@dimensions 3\n@classLabel true a", "1,2:3,4:a", "3 fields, and the head says 3 channels and a label"),
+        ] {
+            let error = of(&format!("{head}\n@data\n{line}\n"), "ts").unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        let dated = of("@timestamps true\n@data\n(2019-01-01 10:00:00,1),(2019-01-01 11:00:00,2):a\n", "ts").unwrap();
+        assert_eq!(
+            (dated.series[0].width, dated.series[0].time(dated.series[0].times[1])),
+            (1, "2019-01-01 11:00:00".into())
+        );
+        let holes = of("@classLabel true a\n@data\n1,?,3,?:a\n", "ts").unwrap();
+        assert_eq!((holes.series[0].times.len(), holes.series[0].values[1].is_nan()), (3, true));
+
+        let monthly = "# x\n@attribute series_name string\n@attribute start_timestamp date\n@frequency monthly\n@data\nT1:1979-11-30 00-00-00:1,?,3\n";
+        let found = of(monthly, "tsf").unwrap();
+        let one = &found.series[0];
+        assert_eq!((one.id.as_deref(), one.time(one.times[2])), (Some("T1"), "1980-01-30 00-00-00".into()));
+        let rows = of("@relation x\n@attribute a numeric\n@attribute c {1,2}\n@data\n0.5,?,2,1\n", "arff").unwrap();
+        assert_eq!(
+            (rows.series[0].times.len(), rows.series[0].label.as_deref(), rows.target),
+            (3, Some("1"), Some("label"))
+        );
+        let rows = of("@relation x\n@attribute r relational\n@attribute a numeric\n@end r\n@attribute c {1,2}\n@data\n'1,2\\n3,4',2\n", "").unwrap();
+        assert_eq!(
+            (rows.series[0].width, &rows.series[0].values, rows.series[0].label.as_deref()),
+            (2, &vec![1.0, 3.0, 2.0, 4.0], Some("2"))
+        );
+    }
+
+    #[test]
+    fn dates_of_a_run_are_dates_of_what_it_reads() {
+        let learned = all("{\"times\": [\"2024-01-31\", \"2024-02-29\"], \"values\": [1, 2]}\n", "jsonl");
+        let dates = learned[0].dates.as_deref().unwrap();
+        let reading = Reading { dates: Some(dates), learned: true, ..Reading::default() };
+        let one =
+            from_json("{\"times\": [\"2024-03-31\"], \"values\": [1], \"forecast\": [\"2024-04-30\"]}", 1, &reading)
+                .unwrap();
+        assert_eq!((one.times[0] - learned[0].times[1], one.ahead[0].0 - one.times[0]), (1.0, 1.0));
+        for text in ["{\"values\": [1]}", "{\"values\": [1], \"times\": [5]}"] {
+            assert!(from_json(text, 1, &reading).unwrap_err().contains("this run learned from dates"));
+        }
+        let reading = Reading { learned: true, ..Reading::default() };
+        assert!(
+            from_json("{\"values\": [1], \"times\": [\"2024-03-31\"]}", 1, &reading)
+                .unwrap_err()
+                .contains("this run learned from numbers")
+        );
     }
 
     #[test]
@@ -348,7 +774,9 @@ mod tests {
             ("{\"values\": [1, 2], \"times\": [1]}\n", "jsonl", "1 times and 2 values"),
             ("{\"values\": [[1, 2], [1]]}\n", "jsonl", "a point has 1 values, those before it 2"),
             ("{\"values\": [null]}\n", "jsonl", "no point of it has a value"),
-            ("{\"values\": [1], \"times\": [\"x\"]}\n", "jsonl", "a time is no number"),
+            ("{\"values\": [1], \"times\": [\"x\"]}\n", "jsonl", "a time is no number and no date: \"x\""),
+            ("{\"values\": [1], \"timestamps\": [5]}\n", "jsonl", "unknown key `timestamps`; did you mean `times`?"),
+            ("{\"values\": [1, NaN]}\n", "jsonl", "it has no NaN; write null"),
             ("{\"text\": \"a\", \"label\": 1}\n", "jsonl", "--labelled"),
             ("{a\n", "jsonl", "f, line 1: no JSON"),
             (
@@ -357,11 +785,11 @@ mod tests {
                 "f, line 2: 2 channels, the series before it have 1",
             ),
             ("", "jsonl", "f: no series in it"),
-            ("a,b\n1,2\n", "csv", "no column `time`; let the first line name the columns `time`"),
+            ("a,b\n1,2\n", "csv", "no column of times is known among `a`, `b`"),
             (
-                "time,x\n2024-01-31,2\n",
+                "time,x\nsoon,2\n",
                 "csv",
-                "\"2024-01-31\" in the column `time` is no number; write times as numbers",
+                "f, line 2: \"soon\" in the column `time` is neither a number nor a date that is known",
             ),
             (
                 "{\"values\": [1, 2], \"forecast\": [3, 1]}\n",
@@ -369,26 +797,25 @@ mod tests {
                 "f, line 1: the time 1 in `forecast` is not after 1",
             ),
             ("{\"values\": [1, 2], \"forecast\": 3}\n", "jsonl", "the key `forecast` has no list of times"),
-            ("id,time,label\n1,2,a\n", "csv", "no column beside id, time and label"),
-            ("id,time,x\n1,2,3\n1,b,3\n", "csv", "f, line 3: \"b\" in the column `time` is no number"),
-            ("id,time,x\n1,,3\n", "csv", "f, line 2: the time NaN"),
-            ("id,time,x\n1,2,inf\n", "csv", "a value is infinite"),
+            ("id,time,label\n1,2,a\n1,3,a\n", "csv", "no column of values beside times, ids and labels"),
+            ("id,time,x\n1,2,3\n1,b,3\n", "csv", "f, line 3: \"b\" in the column `time` is neither"),
+            ("id,time,x\n1,2,3\n1,,3\n", "csv", "f, line 3: the column `time` is empty"),
+            ("time,x\n1,2\n2,inf\n3,4\n", "csv", "f, line 3: \"inf\" in the column `x` is no number"),
             ("id,time,x,label\n1,2,3,a\n1,3,3,b\n", "csv", "f, line 3: the label is \"b\", and \"a\" in a line before"),
-            (
-                "good\tthe film\n",
-                "tsv",
-                "f, line 1: \"the film\" is no number; labelled texts are learned with --labelled",
-            ),
-            ("1\n", "tsv", "f, line 1: one column"),
+            ("1\t5\tx\n", "tsv", "f, line 1: no column of times is known among `1`, `5`, `x`"),
+            ("1\t5\n2\tx\n", "tsv", "f, line 2: \"x\" is no number; labelled texts are learned with --labelled"),
+            ("1\t2\n1\n", "tsv", "f, line 2: one column"),
             ("@data\n1,2:a\n1,x:b\n", "ts", "f, line 3: \"x\" is no number"),
-            ("@timestamps true\n@data\n(0,1),(b,1):a\n", "ts", "f, line 3: \"(b,1)\" is no point such as (0.5,1.25)"),
+            ("@timestamps true\n@data\n(0,1),(b,1):a\n", "ts", "f, line 3: \"b\" is no point such as (0.5,1.25)"),
             ("@classlabel true a\n1,2:a\n", "ts", "f, line 2: a series before the line @data"),
             ("@problem x\n", "ts", "f: no line @data"),
         ] {
-            let error = parse(text.as_bytes(), ending, "f").unwrap_err().to_string();
+            let error = parse(text.as_bytes(), ending, "f", &Reading { labels: true, ..Reading::default() })
+                .unwrap_err()
+                .to_string();
             assert!(error.contains(part), "{text:?}: {error}");
         }
-        let error = parse(b"{\"values\": [1]}\n\xff\n", "jsonl", "f").unwrap_err().to_string();
+        let error = parse(b"{\"values\": [1]}\n\xff\n", "jsonl", "f", &Reading::default()).unwrap_err().to_string();
         assert!(error.contains("f, line 2, byte 1: invalid UTF-8"), "{error}");
     }
 }

@@ -7,9 +7,10 @@ pub mod scaling;
 
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, Tensor, TensorData};
 use longspan::models::SeriesModel;
+use serde_json::json;
 use sha2::Digest;
 
 use super::attention;
@@ -17,13 +18,14 @@ use super::feed::Shuffled;
 use super::labels::{self, Scores, Target};
 use super::lines;
 use super::split::{self, Split, evenly};
-use super::task::{Answer, Answering, Data, Loss, Shown, Task, Vocabulary};
+use super::task::{Answering, Asked, Data, Loss, Shown, Task, Titles, Told, Vocabulary};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::terminal::notes::note;
 use crate::terminal::plot::Matrix;
-use crate::terminal::samples::{self, Sample};
+use crate::terminal::samples::{self, Sample, counted};
 use crate::terminal::shell;
-use file::Series;
+use file::{Found, Reading, Series};
 use scaling::{Clock, Scaling};
 
 /// What a run on series has beside its weights.
@@ -51,7 +53,11 @@ impl Task for SeriesTask {
 
     fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
         check_missing(config)?;
-        let split = read_split(config)?;
+        let (split, found) =
+            read_split(config, &Reading { columns: Some(&config.columns), labels: true, ..Reading::default() })?;
+        let target = found.target.map(String::from);
+        config.target = config.target.take().or(target);
+        settle(config, found);
         let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
         let target = Target::of(labels, config, Self::EXAMPLES)?;
         let clock = if config.clock.unwrap_or(true) { Clock::of(&split.train) } else { None };
@@ -76,7 +82,7 @@ impl Task for SeriesTask {
     }
 
     fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
-        self.measured(read_split(config)?, config)
+        self.measured(read_split(config, &self.reading(config))?.0, config)
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
@@ -105,29 +111,43 @@ impl Task for SeriesTask {
         self.target.measure()
     }
 
-    fn lines(&self, path: &Path) -> Result<Option<Vec<String>>> {
-        let all = file::read_whole(path, |one| self.scaling.apply(one).map(drop))?;
-        // Points without a value are no points here, wherever they are.
-        let line = |one| file::to_json(&Series { ahead: Vec::new(), ..one });
-        Ok(all.map(|all| all.into_iter().map(line).collect()))
+    fn asked(&self, path: &Path, config: &RunConfig) -> Result<Option<Vec<Asked>>> {
+        file::asked(path, &self.reading(config), |one| self.scaling.apply(one).map(drop))
     }
 
-    fn answer(&self, model: &SeriesModel, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
-        let read = |text: &str| {
-            let one = file::from_json(text, 0).map_err(anyhow::Error::msg)?;
-            if !one.ahead.is_empty() {
-                bail!("it has times to forecast, and this run tells labels; train one with --forecast N");
+    fn titles(&self, config: &RunConfig) -> Titles {
+        self.target.titles(config.columns.id.as_deref().unwrap_or("id"), &config.columns)
+    }
+
+    fn told(&self, model: &SeriesModel, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
+        let reading = self.reading(how.config);
+        let read = |one: &Asked| {
+            let wrong = lines::in_line(how.name, one.line);
+            let read = match &one.series {
+                Some(one) => one.clone(),
+                None => file::from_json(&one.text, one.line, &reading).map_err(|problem| wrong(anyhow!(problem)))?,
+            };
+            // Of a table, rows at the end without a value are no points.
+            if !read.ahead.is_empty() && one.series.is_none() {
+                return Err(wrong(anyhow!(
+                    "it has times to forecast, and this run predicts labels; train one with --forecast N"
+                )));
             }
-            self.scaling.apply(&one)
+            let points = self.scaling.apply(&read).map_err(wrong)?;
+            Ok((read, points))
         };
-        let points = texts.iter().enumerate();
-        let points = points.map(|(place, text)| read(text).map_err(lines::in_line(how.name, (how.line)(place))));
-        let points = points.collect::<Result<Vec<_>>>()?;
-        Ok(self.outputs(model, &points, how)?.iter().map(|row| self.target.answers(row)).collect())
-    }
-
-    fn line(answers: &[Answer]) -> String {
-        Target::line(answers)
+        let (all, points): (Vec<Series>, Vec<Points>) =
+            asked.iter().map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
+        let rows = self.outputs(model, &points, how)?;
+        let told = |(one, row): (&Series, &Vec<f32>)| {
+            let answers = self.target.answers(row);
+            let id = one.id.clone().unwrap_or_else(|| one.line.to_string());
+            let best = answers.first();
+            let json = json!({ "id": id, "target": best.map(|best| &best.target), "score": best.map(|best| best.score), "answers": answers });
+            let row = std::iter::once(id).chain(Target::cells(&answers)).collect();
+            Told { rows: vec![row], json, cut: false, picture: None }
+        };
+        Ok(all.iter().zip(&rows).map(told).collect())
     }
 
     fn score(&self, model: &SeriesModel, series: &[Series], how: &Answering<'_>) -> Result<Scores> {
@@ -138,7 +158,8 @@ impl Task for SeriesTask {
     }
 
     fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
-        self.score(model, &labelled(path, how.config.missing == "refuse")?, how)
+        let found = labelled(path, how.config, &self.reading(how.config))?;
+        self.score(model, &found.series, how)
     }
 
     fn picture(scores: &Scores) -> Option<Matrix> {
@@ -157,17 +178,14 @@ impl Task for SeriesTask {
         };
         let samples: Vec<Sample> = some.iter().zip(&rows).map(sample).collect();
         let file = how.config.held_out.as_deref().or(how.config.series.as_deref());
-        Ok(Shown { text: samples::table(&samples), next: next(folder, file) })
+        Ok(Shown { text: samples::table(&samples), next: next(folder, file), picture: None })
     }
 
     fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
         let examples = data.train.examples();
         let mut lengths: Vec<usize> = examples.iter().map(|example| example.input.1.len()).collect();
         lengths.sort_unstable();
-        let channels = match self.scaling.channels() {
-            1 => "1 channel".into(),
-            many => format!("{many} channels"),
-        };
+        let channels = counted(self.scaling.channels(), "channels");
         let masked = if self.scaling.masked { ", as many more say what is missing" } else { "" };
         format!(
             "{}: {} series to learn from, {} held out; {channels}{masked}, {} points in the middle one; {}; {}",
@@ -201,27 +219,53 @@ pub fn times(config: &RunConfig, scaling: &Scaling) -> String {
         Ok(all) if !all.iter().any(|one| one.takes_positions()) => {
             format!("{} attention counts points, only fourier sees their times", config.attention)
         }
-        _ => format!("the usual distance of times is {}", scaling.step as f32),
+        _ => {
+            let unit = scaling.dates.as_ref().map_or(String::new(), |dates| format!(" {}", dates.counted()));
+            let unit = if scaling.step == 1.0 { unit.trim_end_matches('s') } else { &unit };
+            format!("the usual distance of times is {}{unit}", scaling.step as f32)
+        }
     }
 }
 
-/// Reads the series that the settings name, by use.
-fn read_split(config: &RunConfig) -> Result<Split<Series>> {
+/// Keeps what was found in a table, and says it.
+pub fn settle(config: &mut RunConfig, found: Found) {
+    if let Some((columns, said)) = found.columns {
+        note(format_args!("{}: {said}", config.data_name()));
+        config.columns = columns;
+    }
+}
+
+/// Reads the series that the settings name, by use; the main file's are taken out of what was found.
+fn read_split(config: &RunConfig, reading: &Reading<'_>) -> Result<(Split<Series>, Found)> {
     let Some(path) = &config.series else { bail!("no series are given; name them with --series") };
-    let read = |path: &Path| labelled(path, config.missing == "refuse");
-    split::of(config, read(path)?, SeriesTask::EXAMPLES, read, |one| &one.key)
+    let mut found = labelled(path, config, reading)?;
+    let columns = found.columns.as_ref().map_or(&config.columns, |(columns, _)| columns).clone();
+    let series = std::mem::take(&mut found.series);
+    let dates = series.first().and_then(|one| one.dates.clone());
+    let other = Reading { columns: Some(&columns), dates: dates.as_deref(), ..*reading };
+    let read = |path: &Path| Ok(labelled(path, config, &other)?.series);
+    Ok((split::of(config, series, SeriesTask::EXAMPLES, read, |one| &one.key)?, found))
 }
 
 /// Reads series that all have labels.
-fn labelled(path: &Path, refuse: bool) -> Result<Vec<Series>> {
-    let all = file::read(path, refuse)?;
-    match all.iter().find(|one| one.label.as_ref().is_none_or(String::is_empty)) {
-        Some(one) => bail!("{}, line {}: the series has no label; give one, or remove it", lines::name(path), one.line),
-        None => Ok(all),
+fn labelled(path: &Path, config: &RunConfig, reading: &Reading<'_>) -> Result<Found> {
+    let found = file::read(path, reading, config.missing == "refuse", "the mean of the channel")?;
+    match found.series.iter().find(|one| one.label.as_ref().is_none_or(String::is_empty)) {
+        Some(one) => bail!(
+            "{}, line {}: the series has no label; give one, or remove it; of a table --label names the column",
+            lines::name(path),
+            one.line
+        ),
+        None => Ok(found),
     }
 }
 
 impl SeriesTask {
+    /// How files are read to predict from.
+    fn reading<'a>(&'a self, config: &'a RunConfig) -> Reading<'a> {
+        Reading { columns: Some(&config.columns), dates: self.scaling.dates.as_ref(), labels: true, learned: true }
+    }
+
     /// Series as the model gets them.
     fn measured(&self, split: Split<Series>, config: &RunConfig) -> Result<Data<Self>> {
         let name = config.data_name();

@@ -7,6 +7,7 @@ use super::file::Series;
 use crate::run::folder::RunFolder;
 use crate::run::write::write_atomic;
 use crate::tasks::labels::moments;
+use crate::tasks::table::dates::Dates;
 
 /// The file in a run folder.
 const FILE: &str = "series.json";
@@ -27,7 +28,16 @@ pub struct Scaling {
     /// When the first series begins and how long they last in all, where times count from a start that they share.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clock: Option<Clock>,
+    /// How times are written, where they are dates.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dates: Option<Dates>,
+    /// Which channels are known at the times to predict; none where none is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub known: Vec<bool>,
 }
+
+/// Distances of times, in usual ones, up to which they count as they are.
+const NEAR: f64 = 1000.0;
 
 /// Times that count from a start: when they begin, and how long they last.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -74,7 +84,8 @@ impl Scaling {
         let (means, deviations) = moments.unzip();
         let step = usual_gap(train.iter().map(|one| one.times.as_slice())).unwrap_or(1.0);
         let masked = train.iter().any(|one| one.values.iter().any(|value| value.is_nan()));
-        Self { names: first.names.to_vec(), means, deviations, step, masked, clock }
+        let dates = first.dates.as_deref().cloned();
+        Self { names: first.names.to_vec(), means, deviations, step, masked, clock, dates, known: Vec::new() }
     }
 
     /// Reads what [`store`](Self::store) wrote.
@@ -97,6 +108,34 @@ impl Scaling {
         write_atomic(&folder.path().join(FILE), serde_json::to_string_pretty(self)?.as_bytes())
     }
 
+    /// Names of the channels, or what stands for them.
+    pub fn names(&self) -> Vec<String> {
+        let count = self.channels();
+        match &self.names[..] {
+            [] if count == 1 => vec!["value".into()],
+            [] => (1..=count).map(|n| format!("channel {n}")).collect(),
+            names => names.to_vec(),
+        }
+    }
+
+    /// Whether a channel is known at the times to predict.
+    pub fn is_known(&self, channel: usize) -> bool {
+        self.known.get(channel).copied().unwrap_or(false)
+    }
+
+    /// Times as the model gets them: from the first one on, the usual distance as 1. Differences are taken before digits are lost, and
+    /// of distances beyond [`NEAR`] the logarithm grows: no wave of attention tells such apart, and `f32` keeps the short ones.
+    pub fn measured(&self, times: impl Iterator<Item = f64>) -> Vec<f32> {
+        let mut before = None;
+        let mut sum = 0.0;
+        let measured = times.map(|time| {
+            let gap = (time - before.replace(time).unwrap_or(time)) / self.step;
+            sum += if gap > NEAR { NEAR * (1.0 + (gap / NEAR).ln()) } else { gap };
+            sum as f32
+        });
+        measured.collect()
+    }
+
     /// Channels of a series.
     pub fn channels(&self) -> usize {
         self.means.len()
@@ -112,7 +151,12 @@ impl Scaling {
     pub fn check(&self, one: &Series) -> Result<()> {
         let (width, names) = (self.channels(), self.names.join(", "));
         if one.width != width {
-            bail!("{} channels, and this run was trained on {width}; give as many", one.width);
+            let channels = if one.width == 1 { "channel" } else { "channels" };
+            bail!(
+                "{} {channels}, and this run was trained on {width} ({}); give as many",
+                one.width,
+                self.names().join(", ")
+            );
         }
         if !one.names.is_empty() && !self.names.is_empty() && *one.names != *self.names {
             bail!(
@@ -141,9 +185,7 @@ impl Scaling {
                 values.extend(clock.waves(*time));
             }
         }
-        let first = one.times.first().copied().unwrap_or(0.0);
-        let times: Vec<f32> = one.times.iter().map(|time| ((time - first) / self.step) as f32).collect();
-        finite((values, times))
+        finite((values, self.measured(one.times.iter().copied())))
     }
 }
 
@@ -166,12 +208,13 @@ pub fn usual_gap<'a>(times: impl Iterator<Item = &'a [f64]>) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tasks::series::file::{parse, series};
+    use crate::tasks::series::file::{Reading, parse, series};
 
     #[test]
     fn a_clock_is_shared_by_series_that_begin_together_near_0() {
         let all = |spans: &[(f64, f64)]| -> Vec<Series> {
-            let one = |&(from, to): &(f64, f64)| series(vec![(from, vec![1.0]), (to, vec![2.0])], None, 1).unwrap();
+            let one =
+                |&(from, to): &(f64, f64)| series(vec![(from, vec![1.0]), (to, vec![2.0])], &[], None, 1).unwrap();
             spans.iter().map(one).collect()
         };
         let of = |spans: &[(f64, f64)]| Clock::of(&all(spans)).map(|clock| (clock.begin, clock.span));
@@ -184,7 +227,7 @@ mod tests {
     #[test]
     fn values_and_times_are_measured_by_those_of_training() {
         let text = "id,time,x,y\na,10,1,5\na,12,3,5\na,14,,5\nb,0,5,5\nb,50,3,5\n";
-        let all = parse(text.as_bytes(), "csv", "f").unwrap();
+        let all = parse(text.as_bytes(), "csv", "f", &Reading::default()).unwrap().series;
         let scaling = Scaling::of(&all, None);
         // x: 1, 3, 5, 3 with mean 3 and variance 2; y does not vary; gaps 2, 2, 50.
         assert_eq!((scaling.step, scaling.masked, scaling.inputs()), (2.0, true, 4));
@@ -194,12 +237,12 @@ mod tests {
         assert_eq!(values[1..], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]);
         assert_eq!(times, [0.0, 1.0, 2.0]);
         // A point far from 0 in time keeps its digits.
-        let late = series(vec![(1.7e9, vec![3.0, 5.0]), (1.7e9 + 1.0, vec![3.0, 5.0])], None, 1).unwrap();
+        let late = series(vec![(1.7e9, vec![3.0, 5.0]), (1.7e9 + 1.0, vec![3.0, 5.0])], &[], None, 1).unwrap();
         assert_eq!(scaling.apply(&late).unwrap().1, [0.0, 0.5]);
 
         // At 55 of a clock from 10 to 50: a whole and an eighth.
         let told = Scaling { clock: Some(Clock { begin: 10.0, span: 40.0 }), ..scaling.clone() };
-        let (values, _) = told.apply(&series(vec![(55.0, vec![3.0, 5.0])], None, 1).unwrap()).unwrap();
+        let (values, _) = told.apply(&series(vec![(55.0, vec![3.0, 5.0])], &[], None, 1).unwrap()).unwrap();
         let half = 0.5f32.sqrt();
         let expected = [-0.3826834, -0.9238795, half, half, 1.0, 0.0, 0.0, -1.0];
         assert_eq!((values.len(), told.inputs()), (12, 12));
@@ -207,12 +250,18 @@ mod tests {
 
         let refused = |one: &Series| scaling.apply(one).unwrap_err().to_string();
         assert!(
-            refused(&series(vec![(0.0, vec![1.0])], None, 1).unwrap())
-                .contains("1 channels, and this run was trained on 2")
+            refused(&series(vec![(0.0, vec![1.0])], &[], None, 1).unwrap())
+                .contains("1 channel, and this run was trained on 2 (x, y)")
         );
-        let other = parse(b"id,time,y,x\na,1,2,3\n", "csv", "f").unwrap();
+        let other = parse(b"id,time,y,x\na,1,2,3\n", "csv", "f", &Reading::default()).unwrap().series;
         assert!(refused(&other[0]).contains("the channels are y, x, and those of this run x, y"));
-        let huge = series(vec![(0.0, vec![1e300, 5.0])], None, 1).unwrap();
+        // Beyond a thousand usual distances the logarithm counts, so that short ones keep their digits.
+        let far = |gap: f64| scaling.measured([0.0, 2.0, 5.0, 5.0 + gap, 7.0 + gap].into_iter());
+        assert_eq!(far(100.0), [0.0, 1.0, 2.5, 52.5, 53.5]);
+        assert_eq!(far(2000.0)[3..], [1002.5, 1003.5]);
+        let times = far(1e12);
+        assert!((times[4] - times[3] - 1.0).abs() < 2e-3 && times[3] < 30_000.0, "{times:?}");
+        let huge = series(vec![(0.0, vec![1e300, 5.0])], &[], None, 1).unwrap();
         assert!(refused(&huge).contains("too large"));
     }
 }

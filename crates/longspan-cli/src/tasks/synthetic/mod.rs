@@ -145,9 +145,9 @@ impl<M: Model> Task for Synthetic<M> {
     }
 
     /// Lines of tokens as numbers, then a tab and what is to be given after the last one, or, of what is compressed, all but the last.
-    fn read(path: &Path) -> Result<Vec<Sequence>> {
+    fn read(path: &Path, _: &RunConfig) -> Result<Vec<Sequence>> {
         let (name, bytes) = (lines::name(path), lines::read(path)?);
-        let all = lines::each(&bytes, &name, |line, _| {
+        let all = lines::each(&lines::text(&bytes, &name)?, &name, |line, _| {
             let line = line.trim_end_matches('\r');
             if line.is_empty() {
                 return Ok(None);
@@ -266,7 +266,7 @@ impl<M: Model> Task for Synthetic<M> {
     }
 
     fn show(&self, _: &M, _: &[Sequence], _: &Answering<'_>, folder: &str) -> Result<Shown> {
-        Ok(Shown { text: String::new(), next: format!("{} info {folder}", shell::program()) })
+        Ok(Shown { text: String::new(), next: format!("{} info {folder}", shell::program()), picture: None })
     }
 
     fn introduce(&self, config: &RunConfig, _: &Data<Self>) -> String {

@@ -195,7 +195,7 @@ impl Task for Text {
         })?;
         let text = text.lines().map(|line| format!("  {}\n", visible(line))).collect();
         let next = format!("{} generate {folder} --prompt 'And '", shell::program());
-        Ok(Shown { text, next })
+        Ok(Shown { text, next, picture: None })
     }
 
     fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {

@@ -1,0 +1,79 @@
+//! Which columns of a table are what, as a person names them.
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+
+/// Columns by their names; those that are not named are found by the header.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, Args)]
+#[serde(default, deny_unknown_fields)]
+pub struct Columns {
+    /// Of a table of series, the column of times or dates; several with commas between them are one time; `row` counts rows
+    #[arg(long, value_name = "NAME")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub time: Option<String>,
+    /// The column that says which series a row is of
+    #[arg(long, value_name = "NAME")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// The columns of values
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub channels: Vec<String>,
+    /// Of them, those whose values at the times to forecast are known
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub known: Vec<String>,
+    /// The column of labels
+    #[arg(long, value_name = "NAME")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub label: Option<String>,
+    /// Of a table of labelled texts, the column of texts
+    #[arg(long = "text-column", value_name = "NAME")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
+    /// Of a table of pairs, the columns of both sides
+    #[arg(long, value_name = "NAME")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source: Option<String>,
+    #[arg(long, value_name = "NAME", help = "See --source")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub target: Option<String>,
+    /// How dates are written, such as %d/%m/%Y, or `number` for whole numbers that are no dates
+    #[arg(long, value_name = "FORMAT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dates: Option<String>,
+    /// A row of the table is a whole series, a column a time
+    #[arg(long)]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub wide: bool,
+}
+
+impl Columns {
+    /// Whether a channel of this name is known ahead.
+    pub fn has_known(&self, name: &str) -> bool {
+        self.known.iter().any(|known| known.to_lowercase() == name.to_lowercase())
+    }
+
+    /// Whether a person named a column of texts or labels so.
+    pub fn names_text(&self, title: &str) -> bool {
+        [&self.text, &self.label, &self.source, &self.target].into_iter().flatten().any(|name| name == title)
+    }
+
+    /// Those of `other` where it has some, else these.
+    pub fn with(&self, other: &Self) -> Self {
+        let word = |own: &Option<String>, other: &Option<String>| other.as_ref().or(own.as_ref()).cloned();
+        let list = |own: &[String], other: &[String]| if other.is_empty() { own.to_vec() } else { other.to_vec() };
+        Self {
+            time: word(&self.time, &other.time),
+            id: word(&self.id, &other.id),
+            channels: list(&self.channels, &other.channels),
+            known: list(&self.known, &other.known),
+            label: word(&self.label, &other.label),
+            text: word(&self.text, &other.text),
+            source: word(&self.source, &other.source),
+            target: word(&self.target, &other.target),
+            dates: word(&self.dates, &other.dates),
+            wide: self.wide || other.wide,
+        }
+    }
+}

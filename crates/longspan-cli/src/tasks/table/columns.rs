@@ -1,0 +1,460 @@
+//! Which columns of a table are what: by the names that a person gave, else where the header leaves no doubt.
+
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+
+use anyhow::{Result, anyhow, bail};
+use serde_json::Value;
+
+use super::dates::Dates;
+use super::{Form, Row, Table, text};
+use crate::run::columns::Columns;
+use crate::tasks::lines;
+use crate::tasks::task::Asked;
+
+/// Names of a column of times,
+const TIMES: [&str; 8] = ["time", "date", "datetime", "timestamp", "ds", "date_time", "datestamp", "t"];
+
+/// of columns that are a part of a time, from the longest on,
+const PARTS: [&str; 12] =
+    ["year", "quarter", "month", "week", "day", "hour", "minute", "second", "weekday", "dayofweek", "period", "yr"];
+
+/// of those that say which series a row is of,
+const IDS: [&str; 14] = [
+    "id",
+    "unique_id",
+    "series_id",
+    "item_id",
+    "store_id",
+    "sensor_id",
+    "series",
+    "symbol",
+    "ticker",
+    "item",
+    "store",
+    "sensor",
+    "station",
+    "firm",
+];
+
+/// of labels of series,
+const LABELS: [&str; 2] = ["label", "class"];
+
+/// and of numbers of rows.
+const INDICES: [&str; 6] = ["index", "rownames", "row", "obs", "observation", ""];
+
+/// Rows from which it is guessed what a column holds.
+const SOME: usize = 200;
+
+/// The columns of a table of series by their places.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Roles {
+    /// Columns that are one time together; none where rows are counted.
+    pub time: Vec<usize>,
+    /// Columns that say which series a row is of.
+    pub id: Vec<usize>,
+    pub label: Option<usize>,
+    pub channels: Vec<usize>,
+    /// Columns that are not read, and why.
+    unread: Vec<(usize, &'static str)>,
+}
+
+impl Roles {
+    /// Those of a table. `labels` says whether labels are learned; `soft` whether ids and labels that are named may be missing, as in a
+    /// file to predict from.
+    pub fn of(table: &Table, columns: &Columns, labels: bool, soft: bool) -> Result<Self> {
+        let mut unread = Vec::new();
+        let several = |names: &str, flag: &str| -> Result<Vec<usize>> {
+            if let Ok(place) = table.named(names, flag) {
+                return Ok(vec![place]);
+            }
+            names.split(',').map(|name| table.named(name.trim(), flag)).collect()
+        };
+        let channels =
+            columns.channels.iter().map(|name| table.named(name, "--channels")).collect::<Result<Vec<_>>>()?;
+        let label = match &columns.label {
+            Some(name) if table.find(name).is_some() || !soft => Some(table.named(name, "--label")?),
+            _ => only(table, &LABELS, &channels),
+        };
+        let mut taken: HashSet<usize> = channels.iter().copied().chain(label).collect();
+        let time = match &columns.time {
+            Some(name) if name == "row" && table.find(name).is_none() => Vec::new(),
+            Some(names) => several(names, "--time")?,
+            None => time(table, &taken)?,
+        };
+        taken.extend(&time);
+        let is_free = |taken: &HashSet<usize>, place: usize| !taken.contains(&place);
+        let lower: Vec<String> = table.header.iter().map(|title| title.to_lowercase()).collect();
+        for (place, title) in lower.iter().enumerate() {
+            let index = INDICES.contains(&title.as_str()) || title.starts_with("unnamed:");
+            let why = if !is_free(&taken, place) {
+                continue;
+            } else if title.is_empty() && table.texts(place).all(|text| text.is_none()) {
+                "nothing in it"
+            } else if index && is_row_numbers(table, place) {
+                "row numbers"
+            } else if PARTS.contains(&title.as_str()) && !time.is_empty() {
+                "a part of the time"
+            } else {
+                continue;
+            };
+            unread.push((place, why));
+            taken.insert(place);
+        }
+        if columns.channels.is_empty()
+            && let Some(place) =
+                (0..table.header.len()).find(|place| is_free(&taken, *place) && lower[*place].is_empty())
+        {
+            bail!(
+                "{}: column {} has no name; name it, or those that are read with --channels",
+                table.at_header(),
+                place + 1
+            );
+        }
+        let id = match &columns.id {
+            Some(names) if !soft || several(names, "--id").is_ok() => several(names, "--id")?,
+            _ => {
+                let named: Vec<usize> = (0..table.header.len())
+                    .filter(|place| is_free(&taken, *place) && IDS.contains(&lower[*place].as_str()))
+                    .collect();
+                let first = named.iter().copied().find(|place| ["id", "unique_id"].contains(&lower[*place].as_str()));
+                let named = first.map_or(named, |place| vec![place]);
+                match named[..] {
+                    // A number for each row is no series.
+                    [place] if table.rows.len() > 1 && is_different(table, place) => {
+                        unread.push((place, "different in each row"));
+                        taken.insert(place);
+                        Vec::new()
+                    }
+                    [] => guessed_id(table, &time, &taken, columns)?,
+                    _ => named,
+                }
+            }
+        };
+        taken.extend(&id);
+        let channels = if channels.is_empty() {
+            (0..table.header.len()).filter(|place| is_free(&taken, *place)).collect()
+        } else {
+            unread.extend(
+                (0..table.header.len()).filter(|place| is_free(&taken, *place)).map(|place| (place, "no channel")),
+            );
+            channels
+        };
+        let label = match label {
+            Some(place) if !labels => {
+                unread.push((place, "labels are not looked at"));
+                None
+            }
+            found => found,
+        };
+        let roles = Self { time, id, label, channels, unread };
+        roles.check(table)?;
+        Ok(roles)
+    }
+
+    fn check(&self, table: &Table) -> Result<()> {
+        if self.channels.is_empty() {
+            bail!(
+                "{}: no column of values beside {}; name some with --channels",
+                table.at_header(),
+                if self.time.is_empty() { "ids and labels" } else { "times, ids and labels" }
+            );
+        }
+        let used: Vec<usize> = [&self.time[..], &self.id, &self.channels].concat();
+        for (n, place) in used.iter().enumerate() {
+            let title = &table.header[*place];
+            if used[..n].iter().any(|other| table.header[*other].to_lowercase() == title.to_lowercase()) {
+                bail!(
+                    "{}: two columns are called `{title}`; rename one, or name those that are read with --channels",
+                    table.at_header()
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// What was found, as a person would name it.
+    pub fn named(&self, table: &Table, columns: &Columns) -> Columns {
+        let joined = |places: &[usize]| places.iter().map(|place| table.header[*place].clone()).collect::<Vec<_>>();
+        let word = |places: &[usize]| (!places.is_empty()).then(|| joined(places).join(","));
+        Columns {
+            time: word(&self.time).or(Some("row".into())),
+            id: word(&self.id),
+            channels: joined(&self.channels),
+            label: self.label.map(|place| table.header[place].clone()),
+            ..columns.clone()
+        }
+    }
+
+    /// What was found, in words.
+    pub fn introduce(&self, table: &Table, dates: Option<&Dates>) -> String {
+        let names = |places: &[usize]| {
+            places.iter().map(|place| format!("`{}`", table.header[*place])).collect::<Vec<_>>().join(" and ")
+        };
+        let time = match (self.time.is_empty(), dates) {
+            (true, _) => "rows are counted as times".into(),
+            (_, Some(dates)) => {
+                format!("times {} (dates of the form {}, in {})", names(&self.time), dates.format, dates.counted())
+            }
+            _ => format!("times {} (numbers)", names(&self.time)),
+        };
+        let id = if self.id.is_empty() { String::new() } else { format!(", ids {}", names(&self.id)) };
+        let label = self.label.map_or(String::new(), |place| format!(", labels `{}`", table.header[place]));
+        const MOST: usize = 8;
+        let more = self.channels.len().saturating_sub(MOST);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let some: Vec<String> =
+            self.channels.iter().take(MOST).map(|place| format!("`{}`", table.header[*place])).collect();
+        let unread: Vec<String> =
+            self.unread.iter().take(MOST).map(|(place, why)| format!("`{}` ({why})", table.header[*place])).collect();
+        let unread = if unread.is_empty() { String::new() } else { format!("; not read: {}", unread.join(", ")) };
+        format!(
+            "columns: {time}{id}{label}, channels {}{more}{unread}; --time, --id, --label, --channels and --dates decide otherwise",
+            some.join(", ")
+        )
+    }
+}
+
+/// The one free column with one of these names.
+fn only(table: &Table, names: &[&str], taken: &[usize]) -> Option<usize> {
+    let is = |place: &usize| !taken.contains(place) && names.contains(&table.header[*place].to_lowercase().as_str());
+    let mut found = (0..table.header.len()).filter(is);
+    found.next().filter(|_| found.next().is_none())
+}
+
+/// The first texts of a column.
+fn some(table: &Table, place: usize) -> Vec<String> {
+    table.texts(place).flatten().take(SOME).collect()
+}
+
+/// Whether a column holds dates that are no numbers.
+fn holds_dates(table: &Table, place: usize) -> bool {
+    let texts = some(table, place);
+    let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+    // In doubt about the day and the month they are dates.
+    texts.iter().any(|text| text.parse::<f64>().is_err()) && !matches!(Dates::of(&texts, None), Ok(None))
+}
+
+fn holds_numbers(table: &Table, place: usize) -> bool {
+    table.numbers(place).is_ok()
+}
+
+/// Whether whole numbers in a column count up.
+fn is_row_numbers(table: &Table, place: usize) -> bool {
+    let Ok(numbers) = table.numbers(place) else { return false };
+    numbers.iter().all(|number| number.fract() == 0.0) && numbers.windows(2).all(|pair| pair[1] > pair[0])
+}
+
+/// Whether no two rows have the same there.
+fn is_different(table: &Table, place: usize) -> bool {
+    let mut known = HashSet::new();
+    table.texts(place).all(|text| known.insert(text))
+}
+
+/// The columns of times.
+fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
+    let free: Vec<usize> = (0..table.header.len()).filter(|place| !taken.contains(place)).collect();
+    let lower = |place: usize| table.header[place].to_lowercase();
+    let asked = |found: &[usize]| {
+        let names: Vec<String> = found.iter().map(|place| format!("`{}`", table.header[*place])).collect();
+        anyhow!("{}: {} may all be times; say which with --time", table.at_header(), names.join(", "))
+    };
+    let strong: Vec<usize> = free.iter().copied().filter(|place| TIMES.contains(&lower(*place).as_str())).collect();
+    match strong[..] {
+        [one] => return Ok(vec![one]),
+        [a, b] => {
+            // A day and a time of the day.
+            let clock = |place| some(table, place).iter().all(|text| text.contains(':') && text.len() <= 12);
+            for (day, time) in [(a, b), (b, a)] {
+                if holds_dates(table, day) && clock(time) {
+                    return Ok(vec![day, time]);
+                }
+            }
+            return Err(asked(&strong));
+        }
+        [] => {}
+        _ => return Err(asked(&strong)),
+    }
+    let speaks_of_time = |place: usize| {
+        lower(place).split(|c: char| !c.is_alphanumeric()).any(|word| TIMES.contains(&word) || PARTS.contains(&word))
+    };
+    let dated: Vec<usize> =
+        free.iter().copied().filter(|place| speaks_of_time(*place) && holds_dates(table, *place)).collect();
+    match dated[..] {
+        [one] => return Ok(vec![one]),
+        [] => {}
+        _ => return Err(asked(&dated)),
+    }
+    // From the year to the hour, as far as there are columns without a gap.
+    let part = |name: &str| free.iter().copied().find(|place| lower(*place) == name && holds_numbers(table, *place));
+    if let Some(year) = part("year") {
+        if let (Some(quarter), None) = (part("quarter"), part("month")) {
+            return Ok(vec![year, quarter]);
+        }
+        let parts = ["month", "day", "hour"].into_iter().map_while(part);
+        return Ok(std::iter::once(year).chain(parts).collect());
+    }
+    let numbered = |names: &[&str]| {
+        only(table, names, &taken.iter().copied().collect::<Vec<_>>()).filter(|place| holds_numbers(table, *place))
+    };
+    if let Some(one) = numbered(&["month", "week", "day", "hour", "period", "step"]) {
+        return Ok(vec![one]);
+    }
+    let all: Vec<usize> = free.iter().copied().filter(|place| holds_dates(table, *place)).collect();
+    if let [one] = all[..] {
+        return Ok(vec![one]);
+    }
+    if let Some(one) = free.iter().copied().find(|place| {
+        let title = lower(*place);
+        (INDICES.contains(&title.as_str()) || title.starts_with("unnamed:")) && is_row_numbers(table, *place)
+    }) {
+        return Ok(vec![one]);
+    }
+    let texts = table.rows.is_empty() || !free.iter().any(|place| holds_numbers(table, *place));
+    bail!(
+        "{}: no column of times is known among {}; name it with --time NAME, or count the rows with --time row{}",
+        table.at_header(),
+        table.titles(),
+        if texts { "; labelled texts are learned with --labelled" } else { "" }
+    )
+}
+
+/// The text of a time that several columns are together.
+pub fn time_text(table: &Table, places: &[usize], row: usize) -> Option<String> {
+    let cells: Vec<String> = places.iter().map(|place| text(&table.rows[row].cells[*place])).collect::<Option<_>>()?;
+    let is = |place: usize, name: &str| table.header[place].to_lowercase() == name;
+    match (places, &cells[..]) {
+        ([year, second], [y, q]) if is(*year, "year") && is(*second, "quarter") => {
+            Some(format!("{y} Q{}", q.trim_start_matches(['Q', 'q'])))
+        }
+        ([year, ..], [y, rest @ ..]) if is(*year, "year") && !rest.is_empty() => {
+            // A year, a month, a day, and the hour of it.
+            let parts: Vec<String> = rest.iter().map(|part| format!("{part:0>2}")).collect();
+            Some(match &parts[..] {
+                [month, day, hour] => format!("{y}-{month}-{day} {hour}:00"),
+                _ => format!("{y}-{}", parts.join("-")),
+            })
+        }
+        _ => Some(cells.join(" ")),
+    }
+}
+
+/// A column of texts that says which series a row is of, where times come again otherwise.
+fn guessed_id(table: &Table, time: &[usize], taken: &HashSet<usize>, columns: &Columns) -> Result<Vec<usize>> {
+    if time.is_empty() || !columns.channels.is_empty() && columns.channels.len() + time.len() == table.header.len() {
+        return Ok(Vec::new());
+    }
+    let times: Vec<Option<String>> = (0..table.rows.len()).map(|row| time_text(table, time, row)).collect();
+    let mut counts: HashMap<&Option<String>, usize> = HashMap::new();
+    times.iter().for_each(|time| *counts.entry(time).or_default() += 1);
+    let shared = times.iter().filter(|time| counts[time] > 1).count();
+    // Once or twice a year an hour comes twice.
+    if shared * 10 < table.rows.len() || shared == 0 {
+        return Ok(Vec::new());
+    }
+    let tells_apart = |place: &usize| {
+        let mut known = HashSet::new();
+        let mut values = HashSet::new();
+        let apart = table.texts(*place).zip(&times).all(|(text, time)| {
+            values.insert(text.clone());
+            known.insert((text, time))
+        });
+        apart && values.len() * 2 <= table.rows.len()
+    };
+    let free = (0..table.header.len()).filter(|place| !taken.contains(place));
+    let (numbers, texts): (Vec<usize>, Vec<usize>) = free.partition(|place| holds_numbers(table, *place));
+    let names = |places: &[usize]| {
+        places.iter().map(|place| format!("`{}`", table.header[*place])).collect::<Vec<_>>().join(", ")
+    };
+    let found: Vec<usize> = texts.into_iter().filter(tells_apart).collect();
+    match found[..] {
+        [one] => return Ok(vec![one]),
+        [] => {}
+        _ => bail!(
+            "{}: rows share times, and {} may say which series each is of; say which with --id",
+            table.at_header(),
+            names(&found)
+        ),
+    }
+    let whole = |place: &usize| table.numbers(*place).is_ok_and(|all| all.iter().all(|number| number.fract() == 0.0));
+    let found: Vec<usize> = numbers.into_iter().filter(whole).filter(tells_apart).collect();
+    if !found.is_empty() && columns.channels.is_empty() {
+        bail!(
+            "{}: rows share times, and {} may say which series each is of: say so with --id {}, or name all channels with --channels",
+            table.at_header(),
+            names(&found),
+            table.header[found[0]]
+        );
+    }
+    Ok(Vec::new())
+}
+
+/// A column of texts: its name on the command line, and names that it often has.
+pub struct TextColumn {
+    pub key: &'static str,
+    pub flag: &'static str,
+    pub names: &'static [&'static str],
+}
+
+impl TextColumn {
+    /// Whether a column with this name would be taken for it.
+    pub fn knows(&self, title: &str) -> bool {
+        let title = title.to_lowercase();
+        title == self.key || self.names.contains(&title.as_str())
+    }
+
+    /// The texts of a file that is a table by its name, each with its line; `None` of any other file, whose lines are texts. Of tabs
+    /// without names the first column.
+    pub fn asked(&self, path: &Path, wanted: Option<&String>) -> Result<Option<Vec<Asked>>> {
+        let ending = lines::ending(path);
+        if lines::is_standard_input(path) || !["csv", "tsv", "json", "jsonl", "ndjson"].contains(&ending.as_str()) {
+            return Ok(None);
+        }
+        let (name, bytes) = (lines::name(path), lines::read(path)?);
+        let text = lines::text(&bytes, &name)?;
+        let is_name = |title: &str| self.knows(title) || wanted.is_some_and(|name| name == title);
+        // One known name is a header: what is beside it may have any.
+        let form = Form::of(&ending, &text);
+        let named = form != Form::Tabs
+            || text.lines().next().is_some_and(|line| {
+                line.split('\t')
+                    .any(|title| title.trim() == self.key || wanted.is_some_and(|name| name == title.trim()))
+            });
+        let table =
+            if named { Table::read(&text, form, &name)? } else { Table::of_texts(&text, form, &name, &[], is_name)? };
+        let Some(table) = table else { return Ok(Some(Vec::new())) };
+        let place = if table.header.is_empty() { 0 } else { self.place(&table, wanted, None)? };
+        let asked = |row: &Row| match &row.cells[place] {
+            Value::String(text) => Ok(Asked { line: row.line, text: text.clone(), series: None }),
+            other => Err(row.wrong(&name, format_args!("`{}` is {other}, not a text", table.header[place]))),
+        };
+        table.rows.iter().map(asked).collect::<Result<_>>().map(Some)
+    }
+
+    /// Its place in a table: by the name that a person gave, by its own name, or by the one of the names that it often has.
+    pub fn place(&self, table: &Table, wanted: Option<&String>, other: Option<usize>) -> Result<usize> {
+        if let Some(name) = wanted {
+            return table.named(name, self.flag);
+        }
+        if let Some(place) = table.find(self.key) {
+            return table.named(&table.header[place].clone(), self.flag).map(|_| place);
+        }
+        let known: Vec<usize> = (0..table.header.len())
+            .filter(|place| Some(*place) != other && self.knows(&table.header[*place]))
+            .collect();
+        if let [one] = known[..] {
+            return Ok(one);
+        }
+        // Of two columns the other one.
+        if let (Some(other), 2) = (other, table.header.len()) {
+            return Ok(1 - other);
+        }
+        bail!(
+            "{}: no column `{}` among {}; name it with {} NAME",
+            table.at_header(),
+            self.key,
+            table.titles(),
+            self.flag
+        )
+    }
+}

@@ -1,0 +1,312 @@
+//! Dates as people write them: one format for a column, found from its texts, and the calendar that they step on.
+
+use std::collections::BTreeSet;
+
+use jiff::civil::DateTime;
+use jiff::fmt::strtime::{self, BrokenDownTime};
+use jiff::tz::Offset;
+use jiff::{SignedDuration, Timestamp};
+use serde::{Deserialize, Serialize};
+
+/// How dates are written, and what a step from one to the next is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Dates {
+    /// As `strftime` has it, and `%q` for a quarter.
+    pub format: String,
+    pub calendar: Calendar,
+    /// Seconds from UTC, where the format has a time zone.
+    #[serde(default)]
+    offset: i32,
+}
+
+/// What dates are counted in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Calendar {
+    /// Seconds since 1970.
+    Seconds,
+    /// Months since the year 0: all dates are on one day of the month, 31 for its last, at one second of the day.
+    Months { day: i8, second: i64 },
+}
+
+/// Days, as people write them,
+const DAYS: &str = "%Y-%m-%d|%Y/%m/%d|%Y.%m.%d|%Y%m%d|%d.%m.%Y|%d.%m.%y|%d/%m/%Y|%m/%d/%Y|%d-%m-%Y|%m-%d-%Y|%d/%m/%y|%m/%d/%y|\
+                    %b %d %Y|%b %d, %Y|%b-%d-%Y|%B %d %Y|%B %d, %Y|%d %b %Y|%d-%b-%Y|%d-%b-%y|%d %b %y|%d %B %Y|%a, %d %b %Y";
+
+/// months and quarters,
+const MONTHS: &str =
+    "%Y-%m|%Y/%m|%Y %b|%Y-%b|%Y %B|%b %Y|%B %Y|%b-%Y|%b-%y|%b %y|%m/%Y|%YM%m|%Y-M%m|%Y Q%q|%YQ%q|%Y-Q%q|Q%q %Y|Q%q-%Y";
+
+/// times of the day after a day and a space or a T,
+const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H-%M-%S|%H%M%S|%I:%M %p|%I:%M:%S %p";
+
+/// and time zones after them.
+const ZONES: &str = "|Z|%:z|%z|%:::z| %:z| %z| UTC";
+
+/// Texts that are tried for the way in which a format prints.
+const SOME: usize = 500;
+
+impl Dates {
+    /// The dates that all these texts are, in `wanted` where a person said how they are written; `None` where they are numbers or no
+    /// dates at all. Whole numbers are dates where all are like `20230227`.
+    pub fn of(texts: &[&str], wanted: Option<&str>) -> Result<Option<Self>, String> {
+        let Some(first) = texts.first().copied().filter(|_| wanted != Some("number")) else { return Ok(None) };
+        let candidates = match wanted {
+            Some(format) if parse(format, first).is_none() => {
+                return Err(format!(
+                    "{first:?} is no date of the form {format}; see `strftime` for what stands after %"
+                ));
+            }
+            Some(format) => vec![format.to_string()],
+            None if texts.iter().all(|text| text.parse::<f64>().is_ok()) => {
+                let plausible = |text: &&str| {
+                    text.len() == 8
+                        && parse("%Y%m%d", text).is_some_and(|(date, _)| (1700..2200).contains(&date.year()))
+                };
+                if !texts.iter().all(plausible) {
+                    return Ok(None);
+                }
+                vec!["%Y%m%d".into()]
+            }
+            None => formats().into_iter().filter(|format| parse(format, first).is_some()).collect(),
+        };
+        let readable = |format: &str| texts.iter().take_while(|text| parse(format, text).is_some()).count();
+        let counts: Vec<usize> = candidates.iter().map(|format| readable(format)).collect();
+        let most = counts.iter().max().copied().unwrap_or(0);
+        if most == 0 {
+            return Ok(None);
+        }
+        let candidates: Vec<String> =
+            candidates.into_iter().zip(counts).filter(|(_, count)| *count == most).map(|(format, _)| format).collect();
+        // The same texts as other days: the day and the month change places.
+        let best = &candidates[0];
+        for other in &candidates[1..] {
+            if let Some(text) = texts[..most].iter().find(|text| parse(best, text) != parse(other, text)) {
+                return Err(format!(
+                    "{text:?} may be two days (%d is the day, %m the month); say which with --dates '{best}' or --dates '{other}'"
+                ));
+            }
+        }
+        let some = &texts[..most.min(SOME)];
+        let printed: Vec<String> = candidates.iter().flat_map(|format| variants(format, texts[0])).collect();
+        // The first of those that print the most texts as they stand.
+        let printed = printed.into_iter().rev().max_by_key(|format| printed_alike(format, some));
+        let format = printed.filter(|_| wanted.is_none()).unwrap_or_else(|| best.clone());
+        let dates: Vec<(DateTime, Option<Offset>)> =
+            texts[..most].iter().filter_map(|text| parse(&format, text)).collect();
+        let offset = dates.last().and_then(|(_, offset)| *offset).map_or(0, Offset::seconds);
+        Ok(Some(Self { calendar: Calendar::of(&dates), format, offset }))
+    }
+
+    /// The dates from one on, that count in months or in seconds.
+    pub fn starting(text: &str, months: bool) -> Option<Self> {
+        let readable = formats().into_iter().filter(|format| parse(format, text).is_some());
+        let format = readable.max_by_key(|format| printed_alike(format, &[text]))?;
+        let (date, offset) = parse(&format, text)?;
+        let calendar =
+            if months { Calendar::Months { day: date.day(), second: seconds(date) } } else { Calendar::Seconds };
+        Some(Self { format, calendar, offset: offset.map_or(0, Offset::seconds) })
+    }
+
+    /// The same on another calendar.
+    pub fn on(self, calendar: Calendar) -> Self {
+        Self { calendar, ..self }
+    }
+
+    /// The number of a date on the calendar; `None` where the text is no such date, or not on the calendar.
+    pub fn number(&self, text: &str) -> Option<f64> {
+        let (date, offset) = parse(&self.format, text)?;
+        match self.calendar {
+            Calendar::Seconds => {
+                let at = offset.unwrap_or(Offset::UTC).to_timestamp(date).ok()?;
+                Some(at.as_second() as f64 + f64::from(at.subsec_nanosecond()) / 1e9)
+            }
+            Calendar::Months { day, second } => {
+                let fits = date.day() == day.min(date.days_in_month()) && seconds(date) == second;
+                fits.then(|| f64::from(date.year()) * 12.0 + f64::from(date.month() - 1))
+            }
+        }
+    }
+
+    /// The date of a number on the calendar, as the file writes dates; the number itself where no date is so far away.
+    pub fn text(&self, number: f64) -> String {
+        self.date(number).and_then(|date| print(&self.format, date, self.offset)).unwrap_or_else(|| number.to_string())
+    }
+
+    fn date(&self, number: f64) -> Option<DateTime> {
+        match self.calendar {
+            Calendar::Seconds => {
+                let micros = SignedDuration::try_from_secs_f64(number).ok()?.as_micros();
+                let at = Timestamp::from_microsecond(i64::try_from(micros).ok()?).ok()?;
+                Some(Offset::from_seconds(self.offset).ok()?.to_datetime(at))
+            }
+            Calendar::Months { day, second } => {
+                let (years, month) = ((number / 12.0).floor(), number.rem_euclid(12.0).floor());
+                let first = DateTime::new(years as i16, month as i8 + 1, 1, 0, 0, 0, 0).ok()?;
+                let date = first.with().day(day.min(first.days_in_month())).build().ok()?;
+                date.checked_add(SignedDuration::from_secs(second)).ok()
+            }
+        }
+    }
+
+    /// The calendar in words.
+    pub fn counted(&self) -> &'static str {
+        match self.calendar {
+            Calendar::Seconds => "seconds",
+            Calendar::Months { .. } => "months",
+        }
+    }
+}
+
+impl Calendar {
+    /// Months, where all dates are on one day of the month at one time, in more than one month.
+    fn of(dates: &[(DateTime, Option<Offset>)]) -> Self {
+        let days: BTreeSet<i8> = dates.iter().map(|(date, _)| date.day()).collect();
+        let last = dates.iter().all(|(date, _)| date.day() == date.days_in_month());
+        let times: BTreeSet<i64> = dates.iter().map(|(date, _)| seconds(*date)).collect();
+        let months: BTreeSet<(i16, i8)> = dates.iter().map(|(date, _)| (date.year(), date.month())).collect();
+        let whole = dates.iter().all(|(date, _)| date.subsec_nanosecond() == 0);
+        match (days.first(), times.first()) {
+            (Some(day), Some(second)) if whole && months.len() > 1 && times.len() == 1 && (days.len() == 1 || last) => {
+                Self::Months { day: if last { 31 } else { *day }, second: *second }
+            }
+            _ => Self::Seconds,
+        }
+    }
+}
+
+/// All formats that are tried.
+fn formats() -> Vec<String> {
+    let mut all: Vec<String> = DAYS.split('|').chain(MONTHS.split('|')).map(String::from).collect();
+    for day in DAYS.split('|') {
+        for between in [" ", "T"] {
+            for time in TIMES.split('|') {
+                all.extend(ZONES.split('|').map(|zone| format!("{day}{between}{time}{zone}")));
+            }
+        }
+    }
+    all
+}
+
+/// The seconds of a day until then.
+fn seconds(date: DateTime) -> i64 {
+    i64::from(date.hour()) * 3600 + i64::from(date.minute()) * 60 + i64::from(date.second())
+}
+
+/// A text as a date of this format, with its time zone.
+fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
+    // A quarter is read where a month would stand.
+    let mut found = strtime::parse(format.replace("%q", "%m"), text.trim()).ok()?;
+    let month = found.month().unwrap_or(1);
+    let month = if format.contains("%q") { (month <= 4).then_some(3 * month - 2)? } else { month };
+    found.set_month(Some(month)).ok()?;
+    found.set_day(Some(found.day().unwrap_or(1))).ok()?;
+    let (date, offset) = (found.to_datetime().ok()?, found.offset());
+    (1000..=9999).contains(&date.year()).then_some((date, offset))
+}
+
+/// A date in this format.
+fn print(format: &str, date: DateTime, offset: i32) -> Option<String> {
+    let mut broken = BrokenDownTime::from(date);
+    broken.set_offset(Some(Offset::from_seconds(offset).ok()?));
+    broken.to_string(format).ok()
+}
+
+/// A format with numbers padded or not, and with fractions as long as in a text.
+fn variants(format: &str, text: &str) -> Vec<String> {
+    let fraction = text.rsplit_once('.').map_or(0, |(_, end)| end.bytes().take_while(u8::is_ascii_digit).count());
+    let format = format.replace("%.f", &format!("%.{fraction}f"));
+    let bare = |codes: &&[&str]| {
+        codes.iter().fold(format.clone(), |format, code| format.replace(&format!("%{code}"), &format!("%-{code}")))
+    };
+    [&[][..], &["d"], &["m"], &["d", "m"], &["H", "I"], &["d", "m", "H", "I"]].iter().map(bare).collect()
+}
+
+/// How many texts a format prints as they stand.
+fn printed_alike(format: &str, texts: &[&str]) -> usize {
+    let again = |text: &str| {
+        let (date, offset) = parse(format, text)?;
+        print(format, date, offset.map_or(0, Offset::seconds))
+    };
+    texts.iter().filter(|text| again(text).as_deref() == Some(text.trim())).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(texts: &[&str]) -> Dates {
+        Dates::of(texts, None).unwrap().unwrap_or_else(|| panic!("{texts:?}"))
+    }
+
+    #[test]
+    fn dates_are_printed_as_they_are_written_and_count_on_their_calendar() {
+        // What comes after the last, a step later.
+        for (texts, next) in [
+            (["1949-10", "1949-11", "1949-12"], "1950-01"),
+            (["1991 Oct", "1991 Nov", "1991 Dec"], "1992 Jan"),
+            (["1970 Q2", "1970 Q3", "1970 Q4"], "1971 Q1"),
+            (["1974Q1", "1974Q2", "1974Q3"], "1974Q4"),
+            (["Jan 1 2000", "Feb 1 2000", "Mar 1 2000"], "Apr 1 2000"),
+            (["Jan-1-1995", "Feb-1-1995", "Mar-1-1995"], "Apr-1-1995"),
+            (["2012-01-31", "2012-02-29", "2012-03-31"], "2012-04-30"),
+            (["2001-01-01", "2002-01-01", "2003-01-01"], "2004-01-01"),
+            (["2023-02-26", "2023-02-27", "2023-02-28"], "2023-03-01"),
+            (["20230226", "20230227", "20230228"], "20230301"),
+            (["2012/1/9", "2012/1/10", "2012/1/11"], "2012/1/12"),
+            (["29.02.2024", "01.03.2024", "02.03.2024"], "03.03.2024"),
+            (["12/30/2023", "12/31/2023", "01/01/2024"], "01/02/2024"),
+            (["2010/01/01 22:00", "2010/01/01 23:00", "2010/01/02 00:00"], "2010/01/02 01:00"),
+            (
+                ["2021-05-01 00:00:00+00:00", "2021-05-01 00:30:00+00:00", "2021-05-01 01:00:00+00:00"],
+                "2021-05-01 01:30:00+00:00",
+            ),
+            (["2013-01-01T06:00:00Z", "2013-01-01T07:00:00Z", "2013-01-01T08:00:00Z"], "2013-01-01T09:00:00Z"),
+            (
+                ["2013-01-01T06:00:00-0500", "2013-01-01T07:00:00-0500", "2013-01-01T08:00:00-0500"],
+                "2013-01-01T09:00:00-0500",
+            ),
+            (
+                ["1970-01-01 00:04:40.000", "1970-01-01 00:04:40.015", "1970-01-01 00:04:40.030"],
+                "1970-01-01 00:04:40.045",
+            ),
+            (["1/31/24 1:00 PM", "1/31/24 2:00 PM", "1/31/24 3:00 PM"], "1/31/24 4:00 PM"),
+        ] {
+            let dates = of(&texts);
+            let numbers = texts.map(|text| dates.number(text).unwrap_or_else(|| panic!("{text}: {dates:?}")));
+            for (text, number) in texts.iter().zip(numbers) {
+                assert_eq!(dates.text(number), *text, "{dates:?}");
+            }
+            let step = numbers[2] - numbers[1];
+            assert!((numbers[1] - numbers[0] - step).abs() < 1e-5, "{texts:?}: {numbers:?}");
+            assert_eq!(dates.text(numbers[2] + step), next, "{dates:?}");
+            let stored = serde_json::to_string(&dates).unwrap();
+            assert_eq!(serde_json::from_str::<Dates>(&stored).unwrap(), dates);
+        }
+        let at = |text: &str| of(&[text]).number(text);
+        assert_eq!(at("2024-02-29T12:00:00+01:00"), Some(1_709_204_400.0));
+        assert_eq!(at("1970-01-02"), Some(86400.0));
+    }
+
+    #[test]
+    fn numbers_are_none_and_what_may_be_two_days_is_asked_about() {
+        for texts in [&["1", "2"][..], &["1949", "1950"], &["20230227", "20231300"], &["1.5"], &["a", "b"], &[]] {
+            assert_eq!(Dates::of(texts, None).unwrap(), None, "{texts:?}");
+        }
+        let error = Dates::of(&["01/02/2024", "05/06/2024"], None).unwrap_err();
+        assert!(
+            error.contains("\"01/02/2024\"") && error.contains("--dates '%d/%m/%Y' or --dates '%m/%d/%Y'"),
+            "{error}"
+        );
+        assert_eq!(
+            Dates::of(&["01/02/2024", "05/06/2024"], Some("%m/%d/%Y")).unwrap().unwrap().number("01/02/2024"),
+            Some(1_704_153_600.0)
+        );
+        assert_eq!(Dates::of(&["20230227"], Some("number")).unwrap(), None);
+        assert!(Dates::of(&["x"], Some("%Y")).unwrap_err().contains("no date of the form %Y"));
+        // One that is not like those before it is left to the reader of the line.
+        let dates = of(&["2024-01-01", "2024-01-02", "soon"]);
+        assert_eq!((dates.number("soon"), dates.number("2024-01-05").is_some()), (None, true));
+    }
+}

@@ -1,0 +1,96 @@
+//! Values of JSON one after the other, as lines have them or a list, each with the line in which it begins.
+
+use anyhow::{Result, anyhow, bail};
+use serde_json::{Deserializer, Value};
+
+/// Hands each value of a text to `take`, with its line; `name` is the text's name in errors.
+pub fn each(text: &str, name: &str, mut take: impl FnMut(Value, usize) -> Result<()>) -> Result<()> {
+    let is_list = text.trim_start().starts_with('[');
+    let (mut rest, mut line) = (text, 1);
+    let mut skip = |rest: &mut &str, bytes: usize| {
+        line += rest.as_bytes()[..bytes].iter().filter(|&&byte| byte == b'\n').count();
+        *rest = &rest[bytes..];
+        line
+    };
+    let between = |text: &str, mark: Option<char>| {
+        let after = text.trim_start();
+        let after = mark.and_then(|mark| after.strip_prefix(mark)).unwrap_or(after);
+        text.len() - after.trim_start().len()
+    };
+    let white = between(rest, is_list.then_some('['));
+    let mut here = skip(&mut rest, white);
+    while !rest.is_empty() {
+        if is_list && let Some(after) = rest.strip_prefix(']') {
+            if after.trim().is_empty() {
+                return Ok(());
+            }
+            bail!("{name}, line {here}: text after the end of the list; take it out");
+        }
+        let mut values = Deserializer::from_str(rest).into_iter::<Value>();
+        let value = match values.next() {
+            Some(Ok(value)) => value,
+            Some(Err(error)) => bail!("{name}, line {}: {}", here + error.line().max(1) - 1, problem(&error, rest)),
+            None => break,
+        };
+        let read = values.byte_offset();
+        take(value, here)?;
+        skip(&mut rest, read);
+        let white = between(rest, is_list.then_some(','));
+        here = skip(&mut rest, white);
+    }
+    if is_list {
+        Err(anyhow!("{name}, line {here}: the list has no end; give the whole file, up to its ]"))
+    } else {
+        Ok(())
+    }
+}
+
+/// A line as JSON.
+pub fn line(text: &str) -> Result<Value, String> {
+    serde_json::from_str(text).map_err(|error| problem(&error, text))
+}
+
+/// What is wrong, without the place, which counts from the text that was given.
+fn problem(error: &serde_json::Error, text: &str) -> String {
+    let words = error.to_string();
+    let words = words.split(" at line ").next().unwrap_or_default();
+    let place = text.lines().nth(error.line().saturating_sub(1)).unwrap_or_default();
+    let strange = ["NaN", "Infinity", "nan", "inf"].iter().find(|word| place.contains(*word));
+    match strange.filter(|_| {
+        words.contains("expected value") || words.contains("expected ident") || words.contains("invalid number")
+    }) {
+        Some(word) => format!("no JSON: it has no {word}; write null for a missing value"),
+        None => format!("no JSON: {words}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(text: &str) -> Vec<(usize, String)> {
+        let mut all = Vec::new();
+        each(text, "f", |value, line| {
+            all.push((line, value.to_string()));
+            Ok(())
+        })
+        .unwrap();
+        all
+    }
+
+    #[test]
+    fn lines_and_lists_are_read_with_their_lines() {
+        let expected = [(1, "{\"a\":1}".to_string()), (3, "{\"b\":[2]}".to_string())];
+        assert_eq!(found("{\"a\": 1}\n\n{\"b\": [2]}\n"), expected);
+        assert_eq!(found("[{\"a\": 1},\n\n{\"b\":\n[2]}\n]\n"), expected);
+        assert_eq!((found(""), found(" [ ]\n"), found("\n\n")), (vec![], vec![], vec![]));
+        let error = |text| each(text, "f", |_, _| Ok(())).unwrap_err().to_string();
+        assert_eq!(error("{}\n{\"x\": NaN}\n"), "f, line 2: no JSON: it has no NaN; write null for a missing value");
+        assert_eq!(
+            error("[{},\n{\"x\":\n -Infinity}]\n"),
+            "f, line 3: no JSON: it has no Infinity; write null for a missing value"
+        );
+        assert!(error("{}\n{").starts_with("f, line 2: no JSON: EOF"), "{}", error("{}\n{"));
+        assert!(error("[{}").contains("the list has no end") && error("[] 1").contains("text after the end"));
+    }
+}

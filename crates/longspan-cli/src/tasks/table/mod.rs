@@ -1,0 +1,404 @@
+//! A person's table: CSV with any delimiter, tabs, or objects of JSON, as columns with names and rows with their lines.
+
+pub mod columns;
+pub mod dates;
+pub mod json;
+
+use std::collections::HashMap;
+
+use anyhow::{Result, anyhow, bail};
+use csv::{ReaderBuilder, Terminator};
+use serde_json::Value;
+
+/// What stands for a missing value, beside an empty field.
+const MISSING: [&str; 17] = [
+    "?", "NaN", "nan", "-nan", "NAN", "NA", "na", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "None", "-", ".",
+];
+
+/// A table.
+#[derive(Debug)]
+pub struct Table {
+    /// The file's name in errors.
+    pub name: String,
+    /// The line of the header.
+    pub line: usize,
+    /// Names of the columns, without the space around them.
+    pub header: Vec<String>,
+    pub rows: Vec<Row>,
+    /// Whether a comma may stand for the decimal point, since none is between columns.
+    commas: bool,
+}
+
+/// A row, and the line in which it begins.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Row {
+    pub line: usize,
+    pub cells: Vec<Value>,
+}
+
+/// How a file is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// Objects, one after the other or in a list.
+    Json,
+    /// Columns with tabs between them, and fields as they stand.
+    Tabs,
+    /// CSV: fields with the delimiter in them stand in quotes.
+    Csv,
+}
+
+impl Form {
+    /// By the end of a file's name where it is known, else by how the text begins.
+    pub fn of(ending: &str, text: &str) -> Self {
+        let (start, first) = (text.trim_start(), first_line(text));
+        match ending {
+            "json" | "jsonl" | "ndjson" => Self::Json,
+            "csv" => Self::Csv,
+            "tsv" | "tab" => Self::Tabs,
+            _ if start.starts_with("{\"") || start.starts_with("[{") || start.starts_with("{ ") => Self::Json,
+            _ if first.contains('\t') => Self::Tabs,
+            _ if first.contains(',') || first.contains(';') => Self::Csv,
+            _ => Self::Tabs,
+        }
+    }
+}
+
+/// The first line with anything in it that is no comment.
+fn first_line(text: &str) -> &str {
+    text.lines().find(|line| !line.trim().is_empty() && !line.starts_with(['#', '%'])).unwrap_or_default()
+}
+
+impl Table {
+    /// Reads a table whose first line names the columns; `None` where it has nothing but empty lines.
+    pub fn read(text: &str, form: Form, name: &str) -> Result<Option<Self>> {
+        if form == Form::Json {
+            return Self::from_json(text, name);
+        }
+        let (rows, commas) = records(text, form, name)?;
+        let mut rows = rows.into_iter();
+        let Some(Row { line, cells }) = rows.next() else { return Ok(None) };
+        let header: Vec<String> =
+            cells.iter().map(|cell| cell.as_str().unwrap_or_default().trim().to_owned()).collect();
+        Self { name: name.into(), line, header, rows: Vec::new(), commas }.with_rows(rows.collect()).map(Some)
+    }
+
+    /// As [`read`](Self::read), of columns of text, whose names `are_names` knows; with tabs between them a first line that has none of
+    /// these is a row already, and rows have the two `columns`, or anything after the first where none is given.
+    pub fn of_texts(
+        text: &str,
+        form: Form,
+        name: &str,
+        columns: &[&str],
+        are_names: impl Fn(&str) -> bool,
+    ) -> Result<Option<Self>> {
+        if form != Form::Tabs {
+            return Self::read(text, form, name);
+        }
+        let (rows, commas) = records(text, form, name)?;
+        let Some(Row { line, cells }) = rows.first() else { return Ok(None) };
+        let (line, titles) =
+            (*line, cells.iter().map(|cell| cell.as_str().unwrap_or_default().trim().to_owned()).collect::<Vec<_>>());
+        if titles.iter().filter(|title| are_names(title)).count() >= titles.len().min(2) {
+            let table = Self { name: name.into(), line, header: titles, rows: Vec::new(), commas };
+            return table.with_rows(rows.into_iter().skip(1).collect()).map(Some);
+        }
+        if let ([first, second], Some(Row { line, cells })) = (columns, rows.iter().find(|row| row.cells.len() != 2)) {
+            let (plural, help) = match cells.len() {
+                1 => ("", format!("separate {first} and {second} by a tab, or learn a text as it is with --text")),
+                _ => ("s", "keep two columns, as `cut -f 1,2` does, or name the columns in the first line".into()),
+            };
+            bail!("{name}, line {line}: {} column{plural}, expected two ({first}, tab, {second}); {help}", cells.len());
+        }
+        Ok(Some(Self {
+            name: name.into(),
+            line,
+            header: columns.iter().map(ToString::to_string).collect(),
+            rows,
+            commas,
+        }))
+    }
+
+    /// Takes rows that are as wide as the header.
+    fn with_rows(mut self, mut rows: Vec<Row>) -> Result<Self> {
+        let width = self.header.len();
+        for Row { line, cells } in &mut rows {
+            // A delimiter at the end of each line but the header's.
+            if cells.len() == width + 1 && cells.last().is_some_and(|cell| cell == "") {
+                cells.pop();
+            }
+            if cells.len() != width {
+                let plural = if cells.len() == 1 { "" } else { "s" };
+                bail!(
+                    "{}, line {line}: {} column{plural}, the header has {width}; put a field with commas in quotes",
+                    self.name,
+                    cells.len()
+                );
+            }
+        }
+        self.rows = rows;
+        Ok(self)
+    }
+
+    /// Objects, whose keys are the columns.
+    fn from_json(text: &str, name: &str) -> Result<Option<Self>> {
+        let mut table = Self { name: name.into(), line: 1, header: Vec::new(), rows: Vec::new(), commas: false };
+        let mut places: HashMap<String, usize> = HashMap::new();
+        json::each(text, name, |value, line| {
+            let Value::Object(object) = value else {
+                bail!("{name}, line {line}: {value} is not an object such as {{\"key\": 1}}")
+            };
+            let mut cells = vec![Value::Null; table.header.len()];
+            for (key, value) in object {
+                let place = *places.entry(key).or_insert_with_key(|key| {
+                    table.header.push(key.clone());
+                    cells.push(Value::Null);
+                    table.header.len() - 1
+                });
+                cells[place] = value;
+            }
+            table.rows.push(Row { line, cells });
+            Ok(())
+        })?;
+        let width = table.header.len();
+        table.rows.iter_mut().for_each(|row| row.cells.resize(width, Value::Null));
+        Ok((!table.rows.is_empty()).then_some(table))
+    }
+
+    /// The place of the one column of this name: as it stands or else whatever the case of its letters.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        let exact = self.header.iter().position(|title| title == name);
+        exact.or_else(|| self.header.iter().position(|title| title.to_lowercase() == name.trim().to_lowercase()))
+    }
+
+    /// The place of a column that a person named with `flag`.
+    pub fn named(&self, name: &str, flag: &str) -> Result<usize> {
+        let place = self.find(name).ok_or_else(|| {
+            anyhow!("{}: {flag} {name}: no such column; the header is {}", self.at_header(), self.titles())
+        })?;
+        if self.header.iter().filter(|title| **title == self.header[place]).count() > 1 {
+            bail!("{}: two columns are called `{}`; rename one of them", self.at_header(), self.header[place]);
+        }
+        Ok(place)
+    }
+
+    /// Where the header stands.
+    pub fn at_header(&self) -> String {
+        format!("{}, line {}", self.name, self.line)
+    }
+
+    /// The header, for errors.
+    pub fn titles(&self) -> String {
+        const MOST: usize = 12;
+        let some: Vec<String> = self.header.iter().take(MOST).map(|title| format!("`{title}`")).collect();
+        let more = self.header.len().saturating_sub(MOST);
+        if more > 0 { format!("{} and {more} more", some.join(", ")) } else { some.join(", ") }
+    }
+
+    /// The texts of a column, as they stand without the space around them; `None` where one is missing.
+    pub fn texts(&self, place: usize) -> impl Iterator<Item = Option<String>> {
+        self.rows.iter().map(move |row| text(&row.cells[place]))
+    }
+
+    /// The numbers of a column, NaN where one is missing, or the first row whose cell is no number.
+    pub fn numbers(&self, place: usize) -> Result<Vec<f64>, &Row> {
+        let comma =
+            self.commas && self.rows.iter().any(|row| row.cells[place].as_str().is_some_and(|text| text.contains(',')));
+        let numbers = self.rows.iter().map(|row| number(&row.cells[place], comma).ok_or(row));
+        numbers.collect()
+    }
+}
+
+impl Row {
+    /// What is wrong with the row.
+    pub fn wrong(&self, name: &str, problem: impl std::fmt::Display) -> anyhow::Error {
+        anyhow!("{name}, line {}: {problem}", self.line)
+    }
+}
+
+/// Whether a field says that its value is missing.
+pub fn is_missing(text: &str) -> bool {
+    let text = text.trim();
+    text.is_empty() || MISSING.contains(&text)
+}
+
+/// A cell as text without the space around it; `None` where it is missing.
+pub fn text(cell: &Value) -> Option<String> {
+    match cell {
+        Value::Null => None,
+        Value::String(text) if is_missing(text) => None,
+        Value::String(text) => Some(text.trim().into()),
+        other => Some(other.to_string()),
+    }
+}
+
+/// A finite number, NaN where it is missing, `None` where a cell is neither; `comma` if a comma is its decimal point.
+fn number(cell: &Value, comma: bool) -> Option<f64> {
+    match cell {
+        Value::Null => Some(f64::NAN),
+        Value::Bool(flag) => Some(f64::from(u8::from(*flag))),
+        Value::Number(number) => number.as_f64(),
+        // 1.234,5 is a thousand and more.
+        Value::String(text) if comma => value(&text.replace('.', "").replace(',', ".")),
+        Value::String(text) => value(text),
+        Value::Array(_) | Value::Object(_) => None,
+    }
+}
+
+/// A finite number as text: NaN where it is missing, `None` where it is none.
+pub fn value(text: &str) -> Option<f64> {
+    if is_missing(text) { Some(f64::NAN) } else { text.trim().parse().ok().filter(|number: &f64| number.is_finite()) }
+}
+
+/// All records but empty lines, and whether a comma may be a decimal point.
+fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
+    // Comments before the header.
+    let comments = |line: &&str| form == Form::Csv && line.starts_with(['#', '%']);
+    let skipped: usize = text.split_inclusive('\n').take_while(comments).map(str::len).sum();
+    let first = first_line(text);
+    let delimiter = if form == Form::Tabs { b'\t' } else { delimiter(first) };
+    let quote = if first.starts_with('\'') && !first.contains('"') { b'\'' } else { b'"' };
+    // Within quotes that are never closed the end is no end of a record, and the reader would not say so.
+    const END: &str = "\u{1}";
+    let input = format!("{}\n{END}\n", &text[skipped..]);
+    let mut reader = ReaderBuilder::new();
+    reader.has_headers(false).flexible(true).delimiter(delimiter).quote(quote);
+    if form == Form::Tabs {
+        reader.quoting(false).terminator(Terminator::Any(b'\n'));
+    }
+    let mut reader = reader.from_reader(input.as_bytes());
+    let (mut record, mut rows) = (csv::StringRecord::new(), Vec::new());
+    let (mut at, mut line) = (0, 1 + text[..skipped].matches('\n').count());
+    while reader.read_record(&mut record).map_err(|error| anyhow!("{name}: {error}; check that it is a table"))? {
+        // The reader passes over empty lines, and begins the record with them.
+        let begin = record.position().map_or(at, |position| position.byte() as usize);
+        let begin = begin + input[begin..].bytes().take_while(|byte| b"\r\n".contains(byte)).count();
+        line += input[at..begin].matches('\n').count();
+        at = begin;
+        let field = |text: &str| {
+            Value::String(if form == Form::Tabs { text.strip_suffix('\r').unwrap_or(text) } else { text }.into())
+        };
+        let cells: Vec<Value> = record.iter().map(field).collect();
+        // With tabs a line with nothing but its end has a field.
+        if !(cells.len() == 1 && cells[0] == "") {
+            rows.push(Row { line, cells });
+        }
+    }
+    match rows.pop() {
+        Some(last) if last.cells == [Value::from(END)] => Ok((rows, delimiter != b',')),
+        last => bail!(
+            "{name}, line {}: a quote is opened and never closed; close it, or double it where it is meant as a character",
+            last.map_or(1, |row| row.line)
+        ),
+    }
+}
+
+/// What stands between the columns of a line: the commonest of tab, semicolon and comma.
+fn delimiter(line: &str) -> u8 {
+    let mut quoted = false;
+    let mut counts = [(b',', 0), (b';', 0), (b'\t', 0), (b'|', 0)];
+    for byte in line.bytes() {
+        quoted ^= byte == b'"';
+        for (delimiter, count) in &mut counts {
+            *count += usize::from(!quoted && byte == *delimiter);
+        }
+    }
+    counts.into_iter().rev().max_by_key(|(_, count)| *count).map_or(b',', |(delimiter, _)| delimiter)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str, form: Form) -> Result<Table> {
+        Ok(Table::read(text, form, "x")?.expect("a table"))
+    }
+
+    fn rows(text: &str, form: Form) -> Vec<(usize, Vec<String>)> {
+        let table = read(text, form).unwrap();
+        let cells = |row: &Row| {
+            row.cells.iter().map(|cell| cell.as_str().map_or_else(|| cell.to_string(), String::from)).collect()
+        };
+        std::iter::once((table.line, table.header.clone()))
+            .chain(table.rows.iter().map(|row| (row.line, cells(row))))
+            .collect()
+    }
+
+    fn expected(rows: &[(usize, &[&str])]) -> Vec<(usize, Vec<String>)> {
+        rows.iter().map(|(line, cells)| (*line, cells.iter().map(|cell| cell.to_string()).collect())).collect()
+    }
+
+    #[test]
+    fn fields_may_be_quoted_and_records_keep_their_lines() {
+        let text = "id, Target ,source\r\n1,b,a\r\n\r\n2,\"x, \"\"y\"\"\nz\",\"\"\r\n3,,c";
+        let all = expected(&[
+            (1, &["id", "Target", "source"]),
+            (2, &["1", "b", "a"]),
+            (4, &["2", "x, \"y\"\nz", ""]),
+            (6, &["3", "", "c"]),
+        ]);
+        assert_eq!(rows(text, Form::Csv), all);
+        assert!(Table::read("\n\n", Form::Csv, "x").unwrap().is_none());
+        // Comments, other delimiters, other quotes, a delimiter at the end of lines.
+        let all = expected(&[(3, &["a", "b"]), (4, &["1", "2"])]);
+        for text in [
+            "# of mine\n% and\na,b\n1,2\n",
+            "#\n#\na;b\n1;2",
+            "#\n#\na\tb\n1\t2\n",
+            "#\n\n'a'\t'b'\n'1'\t2\n",
+            "#\n#\na,b\n1,2,\n",
+        ] {
+            assert_eq!(rows(text, Form::Csv), all, "{text}");
+        }
+        let text = "a\tb\r\n\"x\ty\rz\r\n\n\t\n";
+        assert_eq!(
+            rows(text, Form::Tabs),
+            expected(&[(1, &["a", "b"]), (2, &["\"x", "y\rz"]), (4, &["", ""])]),
+            "tabs have no quotes"
+        );
+        let json = "[{\"a\": \"1\", \"b\": null},\n{\"c\": [2], \"a\": 3}]";
+        assert_eq!(
+            rows(json, Form::Json),
+            expected(&[(1, &["a", "b", "c"]), (1, &["1", "null", "null"]), (2, &["3", "null", "[2]"])])
+        );
+    }
+
+    #[test]
+    fn numbers_have_points_or_commas() {
+        let numbers = |text: &str, form| read(text, form).unwrap().numbers(0).map_err(|row| row.line);
+        assert_eq!(numbers("x;y\n1,5;a\n1.234,5;b\n2;c\n", Form::Csv), Ok(vec![1.5, 1234.5, 2.0]));
+        assert_eq!(numbers("x;y\n1.5;a\n", Form::Csv), Ok(vec![1.5]));
+        assert_eq!(numbers("x,y\n\"1,5\",a\n", Form::Csv), Err(2));
+        assert_eq!(numbers("x\n1\ninf\n", Form::Csv), Err(3));
+        assert!(numbers("x,y\nNA,1\n,2\n#N/A,3\nnull,4\n", Form::Csv).unwrap().iter().all(|number| number.is_nan()));
+    }
+
+    #[test]
+    fn mistakes_are_named_with_their_line() {
+        for (text, part) in [
+            ("source,target\na,b\n\na,b,c\n", "x, line 4: 3 columns, the header has 2"),
+            ("source,target\na\n", "x, line 2: 1 column, the header has 2"),
+            ("source,target\r\n\"a\r\nb\",c\r\n\"d,e\r\n", "x, line 4: a quote is opened and never closed"),
+        ] {
+            let error = read(text, Form::Csv).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        let error = read("1\n", Form::Json).unwrap_err().to_string();
+        assert!(error.contains("x, line 1: 1 is not an object"), "{error}");
+    }
+
+    #[test]
+    fn the_form_is_found() {
+        for (ending, text, form) in [
+            ("json", "", Form::Json),
+            ("csv", "{", Form::Csv),
+            ("tsv", "a,b", Form::Tabs),
+            ("", " {\"a\": 1}", Form::Json),
+            ("txt", "[{\"a\": 1}]", Form::Json),
+            ("txt", "a,b\n", Form::Csv),
+            ("", "a, b\tc\n", Form::Tabs),
+            ("", "one", Form::Tabs),
+        ] {
+            assert_eq!(Form::of(ending, text), form, "{ending} {text}");
+        }
+    }
+}

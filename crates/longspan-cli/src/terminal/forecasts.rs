@@ -1,0 +1,172 @@
+//! Forecasts as a picture: what was known, the median, the intervals that hold half and four of five, and what was right.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use plotters::coord::Shift;
+use plotters::prelude::*;
+
+use super::plot::{DEVELOPMENT, GRID, Picture, Point, TEXT, TRAINING, broken};
+use super::samples::visible;
+
+/// The forecast of a channel.
+#[derive(Clone)]
+pub struct Drawing {
+    pub title: String,
+    /// What was known, NaN where a value is missing.
+    pub history: Vec<Point>,
+    /// The quantiles 0.1, 0.25, 0.5, 0.75 and 0.9 at each time.
+    pub quantiles: [Vec<Point>; 5],
+    /// What was right, where that is known.
+    pub truth: Vec<Point>,
+    /// How times are written, where they are dates.
+    pub dates: Option<Written>,
+}
+
+/// What a time is as text.
+pub type Written = Arc<dyn Fn(f64) -> String + Send + Sync>;
+
+/// Several of them, each in its panel.
+#[derive(Clone)]
+pub struct Forecasts(pub Vec<Drawing>);
+
+/// Panels that are drawn at most.
+const PANELS: usize = 6;
+
+impl Picture for Forecasts {
+    const SIZE: (u32, u32) = (1200, 840);
+
+    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
+        area.fill(&WHITE).map_err(|e| broken(&e))?;
+        let count = self.0.len().clamp(1, PANELS);
+        let columns = if count > 1 { 2 } else { 1 };
+        let panels = area.split_evenly((count.div_ceil(columns), columns));
+        for (n, (panel, one)) in panels.iter().zip(&self.0).enumerate() {
+            one.draw(panel, n == 0)?;
+        }
+        area.present().map_err(|e| broken(&e))
+    }
+}
+
+impl Drawing {
+    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>, legend: bool) -> Result<()> {
+        let finite = |points: &[Point]| {
+            points.iter().copied().filter(|p| p.0.is_finite() && p.1.is_finite()).collect::<Vec<Point>>()
+        };
+        let (history, truth) = (finite(&self.history), finite(&self.truth));
+        let bands = self.quantiles.each_ref().map(|points| finite(points));
+        let all = || history.iter().chain(&truth).chain(bands.iter().flatten());
+        let range = |of: fn(&Point) -> f64| {
+            let (low, high) =
+                all().map(of).fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+            if low < high {
+                (low, high)
+            } else if low.is_finite() {
+                (low - 1.0, low + 1.0)
+            } else {
+                (0.0, 1.0)
+            }
+        };
+        let ((first, last), (low, high)) = (range(|p| p.0), range(|p| p.1));
+        let margin = 0.06 * (high - low);
+        let font = |size: i32| ("sans-serif", size).into_font().color(&TEXT);
+        let title: String = visible(&self.title).chars().take(60).collect();
+        let mut chart = ChartBuilder::on(area)
+            .caption(title, font(20))
+            .margin(16)
+            .x_label_area_size(36)
+            .y_label_area_size(76)
+            .build_cartesian_2d(first..last, low - margin..high + margin)
+            .map_err(|e| broken(&e))?;
+        let digits = (2.0 - (high - low).log10().floor()).clamp(0.0, 12.0) as usize;
+        chart
+            .configure_mesh()
+            .bold_line_style(GRID)
+            .light_line_style(TRANSPARENT)
+            .axis_style(TEXT.mix(0.6))
+            .x_labels(4)
+            .y_labels(6)
+            .x_label_formatter(&|x| self.dates.as_ref().map_or_else(|| short(*x, last - first), |written| written(*x)))
+            .y_label_formatter(&|y| format!("{y:.digits$}"))
+            .label_style(font(14))
+            .draw()
+            .map_err(|e| broken(&e))?;
+        let line = |colour: RGBColor| move |(x, y)| PathElement::new(vec![(x, y), (x + 24, y)], colour.stroke_width(3));
+        for (low, high, share, label) in [(0, 4, 0.18, "80 % interval"), (1, 3, 0.32, "50 % interval")] {
+            let colour = DEVELOPMENT.mix(share).filled();
+            // From the last known value on.
+            let mut corners: Vec<Point> =
+                history.last().copied().into_iter().chain(bands[low].iter().copied()).collect();
+            corners.extend(bands[high].iter().rev());
+            chart
+                .draw_series(std::iter::once(Polygon::new(corners, colour)))
+                .map_err(|e| broken(&e))?
+                .label(label)
+                .legend(move |(x, y)| Rectangle::new([(x, y - 6), (x + 24, y + 6)], colour));
+        }
+        let median = history.last().copied().into_iter().chain(bands[2].iter().copied());
+        chart
+            .draw_series(LineSeries::new(median, DEVELOPMENT.stroke_width(2)))
+            .map_err(|e| broken(&e))?
+            .label("median")
+            .legend(line(DEVELOPMENT));
+        chart
+            .draw_series(LineSeries::new(history.iter().copied(), TRAINING.stroke_width(2)))
+            .map_err(|e| broken(&e))?
+            .label("known")
+            .legend(line(TRAINING));
+        if !truth.is_empty() {
+            let points = truth.iter().map(|point| Circle::new(*point, 3, TEXT.filled()));
+            chart
+                .draw_series(points)
+                .map_err(|e| broken(&e))?
+                .label("held out")
+                .legend(|(x, y)| Circle::new((x + 12, y), 3, TEXT.filled()));
+        }
+        if legend {
+            chart
+                .configure_series_labels()
+                .position(SeriesLabelPosition::UpperLeft)
+                .background_style(WHITE.mix(0.85))
+                .border_style(GRID)
+                .label_font(font(14))
+                .legend_area_size(30)
+                .margin(8)
+                .draw()
+                .map_err(|e| broken(&e))?;
+        }
+        Ok(())
+    }
+}
+
+/// A time with the digits that it has beside the span of the picture.
+fn short(time: f64, span: f64) -> String {
+    let digits = (2.0 - span.log10().floor()).clamp(0.0, 12.0) as usize;
+    let text = format!("{time:.digits$}");
+    if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').into() } else { text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_forecast_has_its_history_bands_median_and_truth() {
+        let line = |level: f64| (0..5).map(|n| (10.0 + f64::from(n), level)).collect::<Vec<Point>>();
+        let history: Vec<Point> =
+            (0..10).map(|n| (f64::from(n), if n == 4 { f64::NAN } else { f64::from(n) })).collect();
+        let quantiles = [line(1.0), line(2.0), line(3.0), line(4.0), line(5.0)];
+        let one = Drawing { title: "a: <sales>".into(), history, quantiles, truth: line(3.5), dates: None };
+        for count in [1, 2, 9] {
+            let svg = Forecasts(vec![one.clone(); count]).svg().unwrap();
+            for part in ["a: &lt;sales&gt;", "80 % interval", "50 % interval", "median", "known", "held out"] {
+                assert!(svg.contains(part), "{part}");
+            }
+            assert!(!svg.contains("NaN"));
+            assert_eq!(svg.matches("a: &lt;sales&gt;").count(), count.min(PANELS));
+        }
+        let nothing = Drawing { history: Vec::new(), quantiles: Default::default(), truth: Vec::new(), ..one };
+        assert!(!Forecasts(vec![nothing]).png().unwrap().is_empty());
+        assert_eq!((short(1949.5, 20.0), short(12.0, 300.0)), ("1949.5".into(), "12".into()));
+    }
+}
