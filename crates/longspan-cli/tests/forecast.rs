@@ -198,6 +198,97 @@ fn several_channels_with_holes_and_every_mechanism_trains() {
     }
 }
 
+/// Sales of two shops by months, a third more in holidays, which come every fifth month.
+fn sales(months: usize, ahead: usize) -> String {
+    let mut all = String::from("Month;shop;holiday;sales;note\n");
+    for month in 0..months + ahead {
+        for (shop, level) in [("a", 20.0), ("b b", 50.0)] {
+            let (holiday, date) = (month % 5 == 0, format!("{}-{:02}", 1990 + month / 12, month % 12 + 1));
+            let sold = level * if holiday { 1.5 } else { 1.0 } + 0.01 * (month % 3) as f64;
+            let sold = if month < months { format!("{sold:.2}").replace('.', ",") } else { String::new() };
+            writeln!(all, "{date};{shop};{};{sold};x", u8::from(holiday)).unwrap();
+        }
+    }
+    all
+}
+
+#[test]
+fn a_table_of_months_is_read_by_its_names_and_what_is_known_ahead_is_seen() {
+    let place = Place::new();
+    place.write("sales.csv", sales(90, 0).as_bytes());
+    let source = ["--series", "sales.csv", "--forecast", "4", "--set", "context=16"];
+    place.fails(
+        &support::train(&source, "run", "3", &[]),
+        &["sales.csv, line 2: \"x\" in the column `note` is no number", "--channels 'holiday,sales'"],
+    );
+    let more = [&able(&WIDER)[..], &["--channels", "holiday,sales", "--known", "holiday"]].concat();
+    let (stdout, stderr) = place.said(&support::train(&source, "run", "300", &more));
+    for part in [
+        "times `Month` (dates of the form %Y-%m, in months), ids `shop`, channels `holiday`, `sales`",
+        "the usual distance of times is 1 month",
+    ] {
+        assert!(stderr.contains(part), "{part:?}: {stderr}");
+    }
+    assert!(stdout.contains("run/forecast.svg"), "{stdout}");
+    assert!(text(&place.read("run/forecast.svg")).contains("held out"));
+
+    place.write("next.csv", sales(90, 3).as_bytes());
+    let table = place.ok(&["predict", "run", "next.csv", "--csv", "--picture", "next.svg"]);
+    let rows: Vec<Vec<&str>> = table.lines().map(|line| line.split(',').collect()).collect();
+    assert_eq!(rows[0], ["shop", "Month", "0.1", "0.25", "0.5", "0.75", "0.9"]);
+    let keys: Vec<[&str; 2]> = rows[1..].iter().map(|row| [row[0], row[1]]).collect();
+    let months = ["1997-07", "1997-08", "1997-09"];
+    assert_eq!(keys, [months.map(|month| ["a", month]), months.map(|month| ["b b", month])].concat());
+    // The first of them is a holiday.
+    let median = |row: usize| rows[row][4].parse::<f64>().unwrap();
+    for (first, level) in [(1, 20.0), (4, 50.0)] {
+        assert!((median(first) / level - 1.5).abs() < 0.2 && (median(first + 1) / level - 1.0).abs() < 0.2, "{table}");
+    }
+    let picture = text(&place.read("next.svg"));
+    assert!(picture.contains("a: sales") && picture.contains("b b: sales") && !picture.contains("holiday"));
+    let object = place.ok(&["predict", "run", "next.csv", "--json"]);
+    let object: Value = serde_json::from_str(object.lines().next().unwrap()).unwrap();
+    assert_eq!(
+        (&object["id"], &object["times"][2], &object["channels"]),
+        (&"a".into(), &"1997-09".into(), &serde_json::json!(["sales"]))
+    );
+    place.fails(
+        &["predict", "run", "sales.csv"],
+        &["no row after the last known one has what is known ahead (`holiday`)"],
+    );
+    place.fails(
+        &support::train(&["--series", "sales.csv"], "no", "3", &["--known", "holiday"]),
+        &["--known is given without --forecast"],
+    );
+
+    // How the file would be read.
+    let words = place.ok(&["info", "next.csv", "--channels", "sales"]);
+    for part in [
+        "186 rows, 5 columns",
+        "numbers from 20 to 75.02, 6 missing",
+        "dates of the form %Y-%m: 1990-01 … 1997-09",
+        "--series    2 series of 90 points and 1 channel",
+    ] {
+        assert!(words.contains(part), "{part:?}: {words}");
+    }
+    let found = place.json(&["info", "next.csv", "--json"]);
+    assert!(found["tasks"]["series"].as_str().unwrap().starts_with("no: line 2: \"x\""), "{found}");
+}
+
+#[test]
+fn variation_that_is_small_beside_its_level_is_predicted() {
+    let place = Place::new();
+    let line = |level: usize| {
+        let values: Vec<f64> =
+            (0..80).map(|t| 101_325.0 + 50.0 * level as f64 + 0.05 * (t as f64 / 3.0).sin()).collect();
+        format!("{{\"values\": {values:?}}}\n")
+    };
+    place.write("high.jsonl", (0..60).map(line).collect::<String>().as_bytes());
+    place.ok(&train("high.jsonl", "run", "200", &able(&WIDER)));
+    let scores = &place.info("run")["held_out"];
+    assert!(number(scores, "error_over_last") < 0.5, "{scores}");
+}
+
 #[test]
 fn a_run_goes_on_with_its_own_points_alone() {
     let place = Place::new();

@@ -1,5 +1,6 @@
-//! `longspan info`: what a run folder holds, verified.
+//! `longspan info`: what a run folder holds, verified, or how a file of data would be read.
 
+mod file;
 mod mechanisms;
 
 use std::io::Write;
@@ -11,18 +12,21 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::Outcome;
+use crate::run::columns::Columns;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
-use crate::tasks::{Task, Trained, for_task};
+use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::progress::duration;
 use crate::terminal::shell;
 
 /// What `longspan info` takes.
 #[derive(Args)]
 pub struct Arguments {
-    /// The folder of a run
+    /// The folder of a run, or a file of data: then its columns, and how each task would read it
     #[arg(required_unless_present = "mechanisms")]
     run: Option<PathBuf>,
+    #[command(flatten)]
+    columns: Columns,
     /// Compare all mechanisms instead: what each can do and what it costs
     #[arg(long, conflicts_with = "run")]
     mechanisms: bool,
@@ -37,6 +41,10 @@ pub struct Arguments {
 /// Describes a run after reading and verifying all of it.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let Some(run) = &arguments.run else { return mechanisms::run(arguments.json) };
+    if run.is_file() || lines::is_standard_input(run) {
+        file::run(run, &arguments.columns, arguments.json)?;
+        return Ok(Outcome::Done);
+    }
     let folder = if arguments.accept_changes { RunFolder::open_changed(run)? } else { RunFolder::open(run)? };
     let config = folder.load_config()?;
     for_task!(&config, describe(arguments, folder, config))
@@ -80,6 +88,9 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
     writeln!(out, "data        {}", config.data_name())?;
     let tokens: Vec<String> = vocabularies.iter().map(ToString::to_string).collect();
     writeln!(out, "tokens      {}", tokens.join(" → "))?;
+    if !config.columns.channels.is_empty() {
+        writeln!(out, "channels    {}", config.columns.channels.join(", "))?;
+    }
     writeln!(
         out,
         "model       {} attention, {}, width {}, {} heads: {} parameters",

@@ -482,7 +482,7 @@ impl Forecast {
             ahead = (1..=self.sizes.told).map(point).collect();
             if !self.scaling.known.is_empty() {
                 bail!(
-                    "{} are known ahead (--known), and no row after the last known one has them; add rows with them and without {}",
+                    "no row after the last known one has what is known ahead ({}); add rows with it, and without {}",
                     self.list(|channel| self.scaling.is_known(channel)),
                     self.list(|channel| !self.scaling.is_known(channel))
                 );

@@ -38,7 +38,7 @@ pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
 }
 
 /// The labelled texts, no two alike, and how many lines came again.
-fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Labelled>, usize)> {
+pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Labelled>, usize)> {
     let text = lines::text(bytes, name)?;
     let are_names = |title: &str| TEXT.knows(title) || LABEL.knows(title) || columns.names_text(title);
     let Some(table) = Table::of_texts(&text, Form::of(ending, &text), name, &["text", "label"], are_names)? else {

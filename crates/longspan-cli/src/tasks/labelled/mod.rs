@@ -1,6 +1,6 @@
 //! Texts and their labels: a classifier learns to tell the label.
 
-mod file;
+pub mod file;
 mod model;
 
 use std::path::Path;

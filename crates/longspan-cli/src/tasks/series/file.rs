@@ -362,9 +362,16 @@ fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
         return from_wide(table, columns, reading);
     }
     let name = &table.name;
-    if table.header.iter().all(|title| value(title).is_some_and(f64::is_finite)) {
-        bail!("{}: it has numbers and no names; let the first line name the columns", table.at_header());
-    }
+    let headed;
+    let table = if table.header.iter().all(|title| value(title).is_some_and(f64::is_finite)) {
+        headed = table.headed();
+        note(format_args!(
+            "{name}: the first line has numbers and no names; it is read as a row, and columns are called `column 1`, …"
+        ));
+        &headed
+    } else {
+        table
+    };
     let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
     let texts: Vec<Option<String>> = (0..table.rows.len()).map(|row| time_text(table, &roles.time, row)).collect();
     let some: Vec<&str> = texts.iter().flatten().map(String::as_str).filter(|_| !roles.time.is_empty()).collect();
@@ -654,6 +661,9 @@ mod tests {
             of_table("a,b\n1,2\n3,4\n", Columns { time: Some("row".into()), ..none() }).unwrap();
         assert!(said.contains("rows are counted"), "{said}");
         assert_eq!((values, times), (vec![1.0, 2.0, 3.0, 4.0], vec!["0".to_string(), "1".into()]));
+        let (said, _, values, _) = of_table("1,0.5\n2,0.7\n", none()).unwrap();
+        assert!(said.contains("times `column 1` (numbers), channels `column 2`"), "{said}");
+        assert_eq!(values, [0.5, 0.7], "without a header the first line is a row");
         let wide = of_table("name,1990,1991\na,1,2\nb,,\nc,3,4\n", Columns { wide: true, ..none() }).unwrap();
         assert_eq!(
             (wide.1, wide.3),
@@ -683,7 +693,7 @@ mod tests {
                 Columns { id: Some("y".into()), ..none() },
                 "--id y: no such column; the header is `time`, `x`",
             ),
-            ("1,2\n3,4\n", none(), "it has numbers and no names"),
+            ("5,2\n3,4\n", none(), "no column of times is known among `column 1`, `column 2`"),
             ("date,x\n01/02/2024,1\n02/03/2024,2\n", none(), "--dates '%d/%m/%Y'"),
             (
                 "date,x\n2024-01-01,1\nsoon,2\n",

@@ -11,6 +11,7 @@ use super::{Form, Row, Table, text};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::task::Asked;
+use crate::terminal::samples::visible;
 
 /// Names of a column of times,
 const TIMES: [&str; 8] = ["time", "date", "datetime", "timestamp", "ds", "date_time", "datestamp", "t"];
@@ -41,7 +42,7 @@ const IDS: [&str; 14] = [
 const LABELS: [&str; 2] = ["label", "class"];
 
 /// and of numbers of rows.
-const INDICES: [&str; 6] = ["index", "rownames", "row", "obs", "observation", ""];
+const INDICES: [&str; 7] = ["index", "rownames", "row", "obs", "observation", "column 1", ""];
 
 /// Rows from which it is guessed what a column holds.
 const SOME: usize = 200;
@@ -212,6 +213,35 @@ impl Roles {
             "columns: {time}{id}{label}, channels {}{more}{unread}; --time, --id, --label, --channels and --dates decide otherwise",
             some.join(", ")
         )
+    }
+}
+
+impl Table {
+    /// What each column holds, in words.
+    pub fn summary(&self) -> Vec<String> {
+        (0..self.header.len()).map(|place| self.held(place)).collect()
+    }
+
+    fn held(&self, place: usize) -> String {
+        let texts: Vec<String> = self.texts(place).flatten().collect();
+        let missing = self.rows.len() - texts.len();
+        let missing = if missing > 0 { format!(", {missing} missing") } else { String::new() };
+        let known: Vec<&str> = texts.iter().map(String::as_str).collect();
+        let (Some(first), Some(last)) = (known.first(), known.last()) else { return "nothing".into() };
+        if self.rows.iter().any(|row| row.cells[place].is_array()) {
+            return format!("lists{missing}");
+        }
+        if let Ok(Some(dates)) = Dates::of(&known, None) {
+            return format!("dates of the form {}: {first} … {last}{missing}", dates.format);
+        }
+        if let Ok(numbers) = self.numbers(place) {
+            let numbers = || numbers.iter().copied().filter(|number| !number.is_nan());
+            let (low, high) = (numbers().fold(f64::INFINITY, f64::min), numbers().fold(f64::NEG_INFINITY, f64::max));
+            return format!("numbers from {low} to {high}{missing}");
+        }
+        let different: HashSet<&str> = known.iter().copied().collect();
+        let short = |text: &str| visible(text).chars().take(40).collect::<String>();
+        format!("texts, {} different, such as {:?}{missing}", different.len(), short(first))
     }
 }
 

@@ -118,6 +118,15 @@ impl Table {
         }))
     }
 
+    /// The same with a header of numbers, its first line being a row.
+    pub fn headed(&self) -> Self {
+        let first =
+            Row { line: self.line, cells: self.header.iter().map(|title| Value::String(title.clone())).collect() };
+        let header = (1..=self.header.len()).map(|n| format!("column {n}")).collect();
+        let rows = std::iter::once(first).chain(self.rows.iter().cloned()).collect();
+        Self { name: self.name.clone(), header, rows, ..*self }
+    }
+
     /// Takes rows that are as wide as the header.
     fn with_rows(mut self, mut rows: Vec<Row>) -> Result<Self> {
         let width = self.header.len();

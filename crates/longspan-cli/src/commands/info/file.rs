@@ -1,0 +1,86 @@
+//! What a file of data holds: its columns, and how each task would read it.
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use crate::run::columns::Columns;
+use crate::tasks::lines;
+use crate::tasks::series::file::{self as series, Found, Reading};
+use crate::tasks::table::{Form, Table};
+use crate::tasks::{labelled, pairs};
+
+/// Describes a file.
+pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
+    let (name, bytes) = (lines::name(path), lines::read(path)?);
+    let ending = lines::ending(path);
+    let text = lines::text(&bytes, &name)?;
+    let form = Form::of(&ending, &text);
+    let is_table = !["ts", "tsf", "arff"].contains(&ending.as_str()) && !text.trim_start().starts_with('@');
+    // Tabs may have no header.
+    let table = if is_table && form != Form::Tabs { Table::read(&text, form, &name).ok().flatten() } else { None };
+    let all: Vec<(String, String)> =
+        table.as_ref().map(|table| table.header.iter().cloned().zip(table.summary()).collect()).unwrap_or_default();
+    let reading = Reading { columns: Some(columns), labels: true, ..Reading::default() };
+    let said = |found: Result<String>| {
+        let error = |error: anyhow::Error| {
+            format!("no: {}", error.to_string().trim_start_matches(&name).trim_start_matches([',', ':', ' ']))
+        };
+        found.unwrap_or_else(error)
+    };
+    let tasks = [
+        ("--series", said(series::parse(&bytes, &ending, &name, &reading).map(|found| in_words(&found)))),
+        (
+            "--labelled",
+            said(labelled::file::parse(&bytes, &ending, &name, columns).map(|(all, _)| {
+                let labels: BTreeSet<&str> = all.iter().map(|one| one.label.as_str()).collect();
+                format!("{} texts with {} labels", all.len(), labels.len())
+            })),
+        ),
+        (
+            "--pairs",
+            said(pairs::file::parse(&bytes, &ending, &name, columns).map(|all| format!("{} pairs", all.len()))),
+        ),
+    ];
+    let mut out = std::io::stdout().lock();
+    if as_json {
+        let columns: Vec<Value> = all.iter().map(|(title, holds)| json!({ "name": title, "holds": holds })).collect();
+        let tasks: serde_json::Map<String, Value> =
+            tasks.into_iter().map(|(flag, said)| (flag.trim_start_matches('-').to_string(), json!(said))).collect();
+        let rows = table.as_ref().map(|table| table.rows.len());
+        writeln!(out, "{}", json!({ "file": name, "rows": rows, "columns": columns, "tasks": tasks }))?;
+        return Ok(());
+    }
+    writeln!(out, "file        {name}")?;
+    if let Some(table) = &table {
+        writeln!(out, "table       {} rows, {} columns", table.rows.len(), table.header.len())?;
+        let width = all.iter().map(|(title, _)| title.chars().count()).max().unwrap_or(0).min(24);
+        for (title, holds) in &all {
+            writeln!(out, "  {title:<width$}  {holds}")?;
+        }
+    }
+    for (flag, said) in tasks {
+        writeln!(out, "{flag:<11} {said}")?;
+    }
+    Ok(())
+}
+
+/// Series in words.
+fn in_words(found: &Found) -> String {
+    let all = &found.series;
+    let lengths: Vec<usize> = all.iter().map(|one| one.times.len()).collect();
+    let (least, most) = (lengths.iter().min().copied().unwrap_or(0), lengths.iter().max().copied().unwrap_or(0));
+    let points = if least == most { format!("{most} points") } else { format!("{least} to {most} points") };
+    let missing = all.iter().flat_map(|one| &one.values).filter(|value| value.is_nan()).count();
+    let labelled = all.iter().filter(|one| one.label.is_some()).count();
+    let columns = found.columns.as_ref().map_or(String::new(), |(_, said)| format!("; {said}"));
+    let channels = all.first().map_or(0, |one| one.width);
+    format!(
+        "{} series of {points} and {channels} channel{}, {missing} values missing, {labelled} with a label{columns}",
+        all.len(),
+        if channels == 1 { "" } else { "s" }
+    )
+}
