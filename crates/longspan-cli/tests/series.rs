@@ -127,6 +127,9 @@ fn missing_values_are_said_and_seen_and_every_mechanism_and_pooling_trains() {
                     *point = serde_json::json!([null, 1.5]);
                 }
             }
+            // Padding.
+            one["times"].as_array_mut().unwrap().push(99.into());
+            one["values"].as_array_mut().unwrap().push(serde_json::json!([null, null]));
             format!("{one}\n")
         })
         .collect();

@@ -282,6 +282,9 @@ fn from_lines(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
 /// A series from a line of JSON.
 pub fn from_json(text: &str, line: usize, reading: &Reading<'_>) -> Result<Series, String> {
     let value = json::line(text).map_err(|problem| format!("{problem}; {EXAMPLE}"))?;
+    if reading.labels && !value["forecast"].is_null() {
+        return Err("it has times to forecast, and this run predicts labels; train one with --forecast N".into());
+    }
     let times: Vec<&str> = value["times"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     let dates = dates_of(&times, reading)?;
     if reading.dates.is_some() && dates.is_none() {
@@ -759,6 +762,13 @@ mod tests {
 
     #[test]
     fn dates_of_a_run_are_dates_of_what_it_reads() {
+        let padded = from_json(
+            "{\"values\": [1, null, 2, null]}",
+            1,
+            &Reading { labels: true, learned: true, ..Reading::default() },
+        )
+        .unwrap();
+        assert_eq!(padded.times, [0.0, 1.0, 2.0], "points without a value at the end are none");
         let learned = all("{\"times\": [\"2024-01-31\", \"2024-02-29\"], \"values\": [1, 2]}\n", "jsonl");
         let dates = learned[0].dates.as_deref().unwrap();
         let reading = Reading { dates: Some(dates), learned: true, ..Reading::default() };

@@ -127,12 +127,6 @@ impl Task for SeriesTask {
                 Some(one) => one.clone(),
                 None => file::from_json(&one.text, one.line, &reading).map_err(|problem| wrong(anyhow!(problem)))?,
             };
-            // Of a table, rows at the end without a value are no points.
-            if !read.ahead.is_empty() && one.series.is_none() {
-                return Err(wrong(anyhow!(
-                    "it has times to forecast, and this run predicts labels; train one with --forecast N"
-                )));
-            }
             let points = self.scaling.apply(&read).map_err(wrong)?;
             Ok((read, points))
         };
