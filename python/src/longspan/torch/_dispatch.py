@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from .. import _calls, _native
 from .._calls import Request
 from .._native import State
-from . import _operators
-from ._chunked import RECURRENCE, in_torch
+from . import _operators, _triton
+from ._chunked import RECURRENCE, check_packed, check_shapes, in_torch
 from ._operators import as_array
 from ._profile import named
 from ._states import TensorState
@@ -51,6 +51,8 @@ def attend(
         check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
     if transformed:
         return in_torch(call, tensors, key_padding_mask, _calls.boundaries(operation, cu_seqlens))
+    if not simple and _triton.serves(q):
+        return _attend_by_triton(call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state, with_state)
     if not simple and (not q.is_cpu or (not with_state and _watched(tensors))):
         return _attend_watched(call, tensors, key_padding_mask, cu_seqlens, with_state)
     if with_state and (torch.compiler.is_compiling() or _learning(tensors, initial_state)):
@@ -83,7 +85,8 @@ def step(
     with_token = q.ndim == 4
     if with_token:
         q, k, v = _calls.without_token_axis(operation, q, k, v)
-    watched = torch.compiler.is_compiling() or _learning((q, k, v, *parameters), state)
+    on_device = isinstance(q, Tensor) and _triton.serves(q)
+    watched = torch.compiler.is_compiling() or on_device or _learning((q, k, v, *parameters), state)
     if watched and all(getattr(x, "ndim", 0) == 3 for x in (q, k, v)):
         out, state = attend(
             operation, mechanism, options, q[:, :, None], k[:, :, None], v[:, :, None], parameters, is_causal=True,
@@ -231,6 +234,67 @@ def _attend_watched(
     return in_torch(call, tensors, key_padding_mask, packed)
 
 
+def _attend_by_triton(
+    call: Request, tensors: Sequence[Any], key_padding_mask: Any, cu_seqlens: Any, initial_state: Any, output_final_state: bool,
+    with_state: bool,
+) -> Any:  # fmt: skip
+    """A call on a device that Triton serves; in torch's own operations where its kernels do not do what is asked for."""
+    q, k, v, *parameters = tensors
+    if _autocast(q.device):
+        # As torch's own attention there. Sums are float32 all the same.
+        dtype = torch.get_autocast_dtype(q.device.type)
+        tensors = q, k, v, *parameters = [x if x.dtype is torch.float64 else x.to(dtype) for x in tensors]
+    check_shapes(call.mechanism, q, k, v, key_padding_mask)
+    lacking = _triton.unsupported(call, tensors)
+    packed = None if cu_seqlens is None else _calls.boundaries(call.operation, cu_seqlens)
+    if packed is not None:
+        if key_padding_mask is not None:
+            raise ValueError(f"{call.operation}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no "
+                             "padding), got both")  # fmt: skip
+        check_packed(call.mechanism, packed, q, k)
+    if with_state:
+        if lacking is not None:
+            raise ValueError(f"{call.operation}: states: expected tensors on the cpu for {lacking}, got {q.device}; "
+                             "move them there, or run the whole sequence at once")  # fmt: skip
+        return _states_by_triton(call, tensors, key_padding_mask, packed, initial_state, output_final_state)
+    if lacking is not None:
+        return in_torch(call, tensors, key_padding_mask, packed)
+    if _traced(tensors):
+        queries, keys = _operators.as_boundaries(call.operation, cu_seqlens)
+        return _operators.attention(q, k, v, parameters, key_padding_mask, queries, keys, *call)[0]
+    return _operators.Eager.apply(key_padding_mask, packed, call, *tensors)
+
+
+def _states_by_triton(
+    call: Request, tensors: Sequence[Any], key_padding_mask: Any, packed: Any, initial_state: Any, output_final_state: bool
+) -> Any:
+    q, k, v, *parameters = tensors
+    if packed is not None or not call.is_causal or (initial_state is not None and call.offset < 0):
+        raise ValueError(f"{call.operation}: states: expected a causal mask, an offset from 0 on and no packed sequences, got others; "
+                         "give each sequence its own batch entry")  # fmt: skip
+    sizes = (int(q.shape[1]), int(k.shape[1]), int(q.shape[3]), int(v.shape[3]))
+    shape = _state_shape(call.mechanism, call.options, call.operation, call.offset, int(q.shape[2]), (), sizes)
+    numbers = None
+    if initial_state is not None:
+        if not isinstance(initial_state, TensorState):
+            initial_state = TensorState.of(_calls.plain_state(call.operation, "initial_state", initial_state))
+        given = (initial_state.mechanism, initial_state.options, tuple(initial_state.parts))
+        if given != shape or tuple(initial_state.numbers.shape[:2]) != (q.shape[0], k.shape[1]):
+            raise ValueError(f"{call.operation}: initial_state: expected a state of {shape[0]} with the call's options, batch "
+                             f"{q.shape[0]}, key/value heads {k.shape[1]}, parts {shape[2]}, got one of {given[0]}, batch "
+                             f"{initial_state.batch}, key/value heads {initial_state.kv_heads}, parts {given[2]}, or one that was "
+                             "made with another feature map or decay")  # fmt: skip
+        # From the CPU, too: the layout is the same.
+        numbers = initial_state.numbers.to(device=q.device, dtype=torch.float32)
+    if _traced(tensors):
+        out, _, numbers = _operators.attention_with_state(
+            q, k, v, parameters, key_padding_mask, numbers, shape[0], shape[1], list(shape[2]), *call
+        )
+    else:
+        out, numbers = _operators.EagerWithStates.apply(key_padding_mask, call, shape, [], numbers, *tensors)
+    return (out, TensorState(*shape, numbers)) if output_final_state else out
+
+
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # What torch's own fast paths ask; where a version of torch lacks them every call goes through the operator.
 _interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
@@ -256,11 +320,12 @@ def _transformed(tensors: Sequence[Any], state: Any = None) -> bool:
 
 def _traced(tensors: Sequence[Tensor]) -> bool:
     """Whether a compiler, a transform, autocast or a tensor subclass has to see an operator."""
-    return _intercepted() or any(type(t) not in _PLAIN_TYPES for t in tensors)
+    return _intercepted(tensors[0].device.type) or any(type(t) not in _PLAIN_TYPES for t in tensors)
 
 
-def _intercepted() -> bool:
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or _interpreter is None:
+def _intercepted(device: str = "cpu") -> bool:
+    # Elsewhere what autocast asks for has been done before.
+    if torch.compiler.is_compiling() or (device == "cpu" and torch.is_autocast_enabled("cpu")) or _interpreter is None:
         return True
     return _interpreter() is not None or _dispatch_mode is None or _dispatch_mode() is not None
 

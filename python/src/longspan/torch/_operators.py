@@ -16,6 +16,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 from .. import _calls
 from .._calls import Request
 from .._native import State
+from . import _triton
 from ._chunked import in_torch
 from ._profile import named
 from ._states import TensorState
@@ -82,8 +83,11 @@ def _dtype_of_denominators(q: Tensor) -> torch.dtype:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed, call: Request,
-    initial_state: State | None = None, output_final_state: bool = False,
-) -> tuple[Tensor, Tensor, State | None]:  # fmt: skip
+    initial_state: Any = None, output_final_state: bool = False,
+) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
+    """Output, denominators and final state: a `State` on the CPU, its numbers on other devices; so is the initial one."""
+    if _triton.serves(q):
+        return _triton.forward(q, k, v, call, key_padding_mask, packed, initial_state, output_final_state)
     out, denominators, state = named(call.mechanism, "forward", call.native(parameters, q).forward)(
         as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), call.is_causal, call.offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed, initial_state, output_final_state,
@@ -96,11 +100,15 @@ def _forward(
 
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed,
-    out: Tensor, denominators: Tensor, call: Request, initial_state: State | None = None, d_final_state: State | None = None,
+    out: Tensor, denominators: Tensor, call: Request, initial_state: Any = None, d_final_state: Any = None,
     as_the_tensors: bool = True,
-) -> tuple[list[Tensor], State | None]:  # fmt: skip
+) -> tuple[list[Tensor], Any]:  # fmt: skip
     """Gradients in the layout of their tensors, because autograd copies others; for a compiler, which has to know the layout
     before the call, all with tokens before heads."""
+    if _triton.serves(q):
+        return _triton.backward(
+            d_out, q, k, v, out, denominators, call, key_padding_mask, packed, initial_state, d_final_state
+        )  # fmt: skip
     token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
     dq, dk, dv, d_parameters, d_initial = named(call.mechanism, "backward", call.native(parameters, q).backward)(
         as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), call.is_causal, call.offset,
@@ -194,7 +202,7 @@ _CALL = "str mechanism, str options, str operation, bool is_causal, SymInt offse
 
 
 def _operator(name: str, schema: str) -> Any:
-    return torch.library.custom_op(f"longspan::{name}", mutates_args=(), device_types="cpu", schema=schema)
+    return torch.library.custom_op(f"longspan::{name}", mutates_args=(), device_types=("cpu", "cuda"), schema=schema)
 
 
 @_operator("attention", f"({_TENSORS}, {_PACKED}, {_CALL}) -> (Tensor, Tensor)")  # type: ignore[untyped-decorator]
@@ -223,6 +231,8 @@ def _shapes(q: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
     """What a compiler has to know of an output and its denominators."""
     _refuse_onnx(call.operation, call.mechanism)
     each = _PER_CHANNEL.get(call.mechanism, 0) * q.shape[3] or _PER_ROW.get(call.mechanism, 1)
+    if _triton.serves(q) and _triton.is_exponential(call.options):
+        each = 2
     return _output_of(q, v), q.new_empty((*q.shape[:3], each), dtype=_dtype_of_denominators(q))
 
 
@@ -306,9 +316,15 @@ class Eager(torch.autograd.Function):
         return None, None, None, *gradients
 
 
-def _plain(shape: tuple[str, str, tuple[int, ...]] | None, numbers: Tensor | None) -> State | None:
-    """A state of ``shape``, its mechanism, options and parts, without a gradient."""
+def _plain(shape: tuple[str, str, tuple[int, ...]] | None, numbers: Tensor | None) -> Any:
+    """A state of ``shape``, its mechanism, options and parts, without a gradient, as `_forward` takes it."""
+    if numbers is not None and _triton.serves(numbers):
+        return numbers.detach()
     return None if shape is None or numbers is None else TensorState(*shape, numbers).detach()
+
+
+def _numbers(state: Any) -> Tensor:
+    return state if isinstance(state, Tensor) else TensorState.of(state).numbers
 
 
 class EagerWithStates(torch.autograd.Function):
@@ -328,10 +344,14 @@ class EagerWithStates(torch.autograd.Function):
         ctx.save_for_backward(initial, q, k, v, key_padding_mask, out, denominators, *parameters)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        final = TensorState.of(state)
-        ctx.shape = (final.mechanism, final.options, final.parts)
+        if isinstance(state, Tensor):
+            # On a device the caller knows the shape.
+            ctx.shape, numbers = shape, state
+        else:
+            final = TensorState.of(state)
+            ctx.shape, numbers = (final.mechanism, final.options, final.parts), final.numbers
         found.extend(ctx.shape)
-        return out, final.numbers
+        return out, numbers
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
@@ -342,7 +362,7 @@ class EagerWithStates(torch.autograd.Function):
             _plain(ctx.shape, initial), _plain(ctx.shape, d_final),
         )  # fmt: skip
         if d_initial is not None:
-            gradients.append(TensorState.of(d_initial).numbers)
+            gradients.append(_numbers(d_initial))
         if torch.is_grad_enabled():
             depends = [x for x in (d_out, d_final, initial, q, k, v, *parameters) if x is not None]
             message = (f"{ctx.call.operation}: second derivatives: expected a call without states, got one with; "
@@ -361,7 +381,7 @@ def attention_with_state(
     before = _plain((state_of, state_options, tuple(parts)), initial)
     out, denominators, after = _forward(q, k, v, parameters, key_padding_mask, None, Request(*call), before, True)
     assert after is not None
-    return out, denominators, TensorState.of(after).numbers
+    return out, denominators, _numbers(after)
 
 
 @attention_with_state.register_fake  # type: ignore[untyped-decorator]
@@ -384,7 +404,7 @@ def attention_with_state_backward(
     gradients, d_initial = _backward(
         d_out, q, k, v, parameters, key_padding_mask, None, out, denominators, Request(*call), first, last, as_the_tensors=False
     )
-    return gradients if d_initial is None else [*gradients, TensorState.of(d_initial).numbers]
+    return gradients if d_initial is None else [*gradients, _numbers(d_initial)]
 
 
 @attention_with_state_backward.register_fake  # type: ignore[untyped-decorator]

@@ -100,7 +100,7 @@ class TensorState:
             With numbers of its own.
         """
         return State.from_numbers(
-            self.mechanism, self.options, self.batch, self.kv_heads, self.parts, self.numbers.detach().contiguous().numpy()
+            self.mechanism, self.options, self.batch, self.kv_heads, self.parts, self.numbers.detach().cpu().contiguous().numpy()
         )
 
     def clone(self) -> TensorState:
@@ -112,6 +112,21 @@ class TensorState:
             What happens to one no longer changes the other.
         """
         return TensorState(self.mechanism, self.options, self.parts, self.numbers.clone())
+
+    def to(self, device: torch.device | str) -> TensorState:
+        """The same state on another device: the layout is the same on all.
+
+        Parameters
+        ----------
+        device : torch.device or str
+            Where to.
+
+        Returns
+        -------
+        TensorState
+            With the same gradient.
+        """
+        return TensorState(self.mechanism, self.options, self.parts, self.numbers.to(device))
 
     def select(self, indices: Sequence[int] | Tensor) -> TensorState:
         """The states of some batch entries, such as the beams that survive.
@@ -134,7 +149,7 @@ class TensorState:
         given = torch.as_tensor(indices)
         if given.dim() != 1 or (given.numel() and given.dtype not in _INTEGERS):
             raise TypeError(f"TensorState.select: indices: expected a list of integers, got {indices!r}")
-        chosen = given.to(torch.long)
+        chosen = given.to(self.numbers.device, torch.long)
         if bool(((chosen < 0) | (chosen >= self.batch)).any()):
             raise ValueError(f"TensorState.select: indices: expected integers from 0 to {self.batch - 1}, got {indices!r}")
         return TensorState(self.mechanism, self.options, self.parts, self.numbers.index_select(0, chosen))

@@ -24,7 +24,7 @@ from .convolution import short_convolution
 from .kernelized import RECURRENCE, fourier, kernelized
 from .pairs import softmax, toeplitz
 
-__all__ = ["RECURRENCE", "chunked_attention", "in_torch"]
+__all__ = ["RECURRENCE", "check_packed", "check_shapes", "chunked_attention", "in_torch"]
 
 _FORMULATIONS: dict[str, Callable[[Call], Tensor]] = {
     "softmax": softmax,
@@ -96,7 +96,7 @@ def chunked_attention(
         raise NotImplementedError(f"{mechanism}: no formulation for {q.device}; move the tensors to the cpu")
     formulation = _FORMULATIONS[mechanism]
     settings = json.loads(options)
-    _check_shapes(mechanism, q, k, v, key_padding_mask)
+    check_shapes(mechanism, q, k, v, key_padding_mask)
     dtype = q.dtype
     # Without autocast, which would compute sums in half precision.
     with torch.autocast(q.device.type if torch.amp.is_autocast_available(q.device.type) else "cpu", enabled=False):
@@ -109,15 +109,11 @@ def chunked_attention(
             settings["first"] = 1 - q.shape[2] - offset
         if cu_seqlens is None:
             return formulation(call).to(dtype)
-        if q.shape[0] != 1:
-            raise ValueError(f"{mechanism}: batch: expected 1 for packed sequences, got {q.shape[0]}")
+        if key_padding_mask is not None:
+            raise ValueError(f"{mechanism}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
+                             "got both")  # fmt: skip
+        check_packed(mechanism, cu_seqlens, q, k)
         queries, keys = cu_seqlens
-        if len(queries) != len(keys):
-            raise ValueError(f"{mechanism}: cu_seqlens: expected as many boundaries on the key axis as on the query axis, "
-                             f"got {len(keys)} and {len(queries)}")  # fmt: skip
-        for bounds, tokens in ((queries, q.shape[2]), (keys, k.shape[2])):
-            if not bounds or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
-                raise ValueError(f"{mechanism}: cu_seqlens: expected ascending from 0 to {tokens}, got {bounds}")
         pieces = [
             formulation(replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))
             for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])
@@ -146,7 +142,7 @@ def _call(
     return Call(q, k, v, parameters, (None, None), settings, *others)
 
 
-def _check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
+def check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
             raise ValueError(f"{mechanism}: {name}: expected four axes [batch, head, token, feature], "
@@ -164,6 +160,19 @@ def _check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_m
     if key_padding_mask is not None and tuple(key_padding_mask.shape) != (batch, keys):
         raise ValueError(f"{mechanism}: key_padding_mask: expected shape {(batch, keys)}, "
                          f"got shape {tuple(key_padding_mask.shape)}")  # fmt: skip
+
+
+def check_packed(mechanism: str, cu_seqlens: tuple[list[int], list[int]], q: Tensor, k: Tensor) -> None:
+    """Checks boundaries of packed sequences."""
+    if q.shape[0] != 1:
+        raise ValueError(f"{mechanism}: batch: expected 1 for packed sequences, got {q.shape[0]}")
+    queries, keys = cu_seqlens
+    if len(queries) != len(keys):
+        raise ValueError(f"{mechanism}: cu_seqlens: expected as many boundaries on the key axis as on the query axis, "
+                         f"got {len(keys)} and {len(queries)}")  # fmt: skip
+    for bounds, tokens in ((queries, q.shape[2]), (keys, k.shape[2])):
+        if not bounds or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
+            raise ValueError(f"{mechanism}: cu_seqlens: expected ascending from 0 to {tokens}, got {bounds}")
 
 
 def _check_parameters(mechanism: str, call: Call) -> None:

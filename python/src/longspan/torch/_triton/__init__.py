@@ -1,0 +1,92 @@
+"""The mechanisms by Triton, on tensors of a device that it serves: the `cuda` path of the operators (see README.md)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._calls import Request
+
+#: Feature maps that the kernels have.
+MAPS = ("elu+1", "relu", "softplus", "exp", "identity")
+#: The widest head, and the widest under ``exp``, whose rows a tile has to hold whole.
+WIDEST, WIDEST_EXP = 256, 128
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether tensors like this one are Triton's to serve."""
+    return tensor.is_cuda
+
+
+@functools.lru_cache(maxsize=1)
+def _available() -> bool:
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    warnings.warn("longspan: Triton is not installed: CUDA tensors take torch's own operations, which are slower and have no states; "
+                  "pip install triton", stacklevel=2)  # fmt: skip
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _unsupported_options(mechanism: str, options: str) -> str | None:
+    if mechanism != "kernelized":
+        return f"the mechanism {mechanism}"
+    feature_map = json.loads(options).get("feature_map", "elu+1")
+    return None if feature_map in MAPS else f"the feature map {feature_map}"
+
+
+@functools.lru_cache(maxsize=256)
+def _decays(options: str) -> bool:
+    return json.loads(options).get("decay") is not None
+
+
+@functools.lru_cache(maxsize=256)
+def is_exponential(options: str) -> bool:
+    """Whether denominators have a second column, of exponents."""
+    return bool(json.loads(options).get("feature_map") == "exp")
+
+
+# What `torch.compiler.assume_constant_result` does, which takes more than a second to import the compiler.
+for function in (_available, _unsupported_options, _decays, is_exponential):
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
+    """What of a call the kernels do not do, in words; ``None`` if they do it all. The one rule by which a call goes to them."""
+    if not _available():
+        return "a device without Triton"
+    named = _unsupported_options(call.mechanism, call.options)
+    if named is not None:
+        return named
+    q, k, v = tensors[:3]
+    if any(tensor.dtype is torch.float64 for tensor in tensors):
+        return "float64"
+    widest = WIDEST_EXP if is_exponential(call.options) else WIDEST
+    if not (0 < q.shape[3] <= widest and 0 < v.shape[3] <= widest):
+        return f"heads wider than {widest}, or of width 0"
+    if call.offset > k.shape[2] and call.is_causal and _decays(call.options):
+        return "a decay beyond the last key"
+    if not call.is_causal and _decays(call.options):
+        return "a decay with a bidirectional mask"
+    return None
+
+
+def forward(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`kernelized.forward`; Triton takes long to import, so it is with the first call."""
+    from .kernelized import forward as function
+
+    return function(*arguments, **options)
+
+
+def backward(*arguments: Any, **options: Any) -> tuple[list[Tensor], Tensor | None]:
+    """`kernelized.backward`."""
+    from .kernelized import backward as function
+
+    return function(*arguments, **options)

@@ -1,0 +1,246 @@
+"""Kernelized attention on tensors of a device: sizes, configurations and launches of `scan`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..._calls import Request
+from .scan import scan
+
+INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False
+
+CHECK = True
+#: Numbers of a state's tile: with more of them registers spill.
+_STATE = 128 * 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a scan is cut."""
+
+    chunk: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def tiles(role: str, dtype: torch.dtype, d: int, dv: int) -> Tiles:
+    """The configuration for a role and widths."""
+    a, x = (_padded(dv), _padded(d)) if role in ("dq", "dk") else (_padded(d), _padded(dv))
+    columns = max(16, min(x, _STATE // a, 128))
+    half = dtype is torch.bfloat16
+    chunk = 64 if half else 32
+    warps = 8 if a * columns > 64 * 64 else 4
+    return Tiles(chunk, columns, warps, 2 if half else 1)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call asks for, of its options."""
+
+    feature_map: str
+    normalize: bool
+    decay: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, options: str) -> Settings:
+        given = json.loads(options)
+        decay = given.get("decay")
+        return cls(given.get("feature_map", "elu+1"), given.get("normalize", True), None if decay is None else tuple(decay))
+
+
+class Launch:
+    """The scans of one call."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Request, key_padding_mask: Tensor | None,
+        packed: tuple[list[int], list[int]] | None,
+    ) -> None:  # fmt: skip
+        self.q, self.k, self.v = (_laid_out(x) for x in (q, k, v))
+        self.batch, self.heads, self.queries, self.d = q.shape
+        _, self.kv_heads, self.keys, self.dv = v.shape
+        self.settings = settings = Settings.of(call.options)
+        self.causal = call.is_causal
+        # Farther away nothing changes but for a decay, which `unsupported` refuses there.
+        self.offset = max(-self.queries, min(call.offset, self.keys)) if call.is_causal else 0
+        self.exponential = settings.feature_map == "exp"
+        self.decay = None
+        if settings.decay is not None:
+            self.decay = torch.tensor([math.log2(gamma) for gamma in settings.decay], dtype=torch.float32, device=q.device)
+        self.ignored = self.lengths = None
+        if key_padding_mask is not None:
+            self.ignored = key_padding_mask.contiguous().view(torch.uint8)
+            place = torch.arange(1, self.keys + 1, device=q.device)
+            self.lengths = (~key_padding_mask * place).amax(1) if self.keys else place.new_zeros(self.batch)
+        self.sequences, longest = self.batch, max(self.queries + self.offset, self.keys)
+        self.bounds = None
+        if packed is not None:
+            queries, keys = packed
+            self.bounds = torch.tensor([queries, keys], dtype=torch.int64).T.contiguous().to(q.device, non_blocking=True)
+            self.sequences = len(queries) - 1
+            longest = max((max(b - a + self.offset, d - c) for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])), default=0)
+        self.longest = longest
+        #: Numbers of a head's state: sums, keys' sums, marks, filled up to whole cache lines as on the CPU.
+        self.record = -(-(self.d * self.dv + self.d + 4) // 16) * 16
+
+    def highest(self, initial: Tensor | None) -> Tensor:
+        """The exponent of the final state under ``exp``: the largest number of all keys."""
+        k = self.k.float()
+        if self.ignored is not None:
+            k = k.masked_fill(self.ignored.bool()[:, None, :, None], -torch.inf)
+        own = k.flatten(2).amax(2) if self.keys else k.new_full(k.shape[:2], -torch.inf)
+        return own if initial is None else torch.maximum(own, initial)
+
+    def segments(self, chunk: int, units: int) -> int:
+        """Pieces of a sequence that run side by side, where heads are too few for the device."""
+        if not self.causal:
+            wanted = -(-_programs(self.q.device) // max(units, 1))
+        else:
+            # A second pass over keys and values: only if it fills a device that is more than half empty.
+            wanted = _programs(self.q.device) // max(units, 1)
+        # At least 4 chunks each, because a segment begins by adding up the states of those before.
+        return max(1, min(wanted, self.longest // (4 * chunk), 32))
+
+    def scan(
+        self, role: str, to: Tensor | None, denominators: Tensor | None = None, delta: Tensor | None = None,
+        out: Tensor | None = None, d_out: Tensor | None = None, initial: Tensor | None = None,
+        initial_exponent: Tensor | None = None, end: Tensor | None = None, end_exponent: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        settings = self.settings
+        t = tiles(role, self.q.dtype, self.d, self.dv)
+        reverse = role in ("dk", "dv")
+        rows = self.kv_heads if reverse else self.heads
+        width = self.d if role in ("dq", "dk") else self.dv
+        count = -(-width // t.columns)
+        segments = self.segments(t.chunk, self.sequences * rows * count)
+        records = None
+        if segments > 1 or not self.causal:
+            records = self._sums("dv" if reverse else "out", segments, t.chunk, denominators, delta, d_out)
+        self._launch(role, False, t, segments, rows * count, records, to, denominators, delta, out, d_out,
+                     initial, initial_exponent, end, end_exponent)  # fmt: skip
+
+    def _sums(
+        self, role: str, segments: int, chunk: int, denominators: Tensor | None, delta: Tensor | None, d_out: Tensor | None
+    ) -> Tensor:
+        """The state of each segment."""
+        records = torch.empty((self.sequences, segments, self.kv_heads, self.record), dtype=torch.float32, device=self.q.device)
+        own = tiles(role, self.q.dtype, self.d, self.dv)
+        t = Tiles(chunk, own.columns, own.warps, own.stages)
+        programs = self.kv_heads * -(-self.dv // t.columns)
+        self._launch(role, True, t, segments, programs, records, None, denominators, delta, None, d_out, None, None, None, None)
+        return records
+
+    def _launch(
+        self, role: str, sums: bool, t: Tiles, segments: int, programs: int, records: Tensor | None, to: Tensor | None,
+        denominators: Tensor | None, delta: Tensor | None, out: Tensor | None, d_out: Tensor | None, initial: Tensor | None,
+        initial_exponent: Tensor | None, end: Tensor | None, end_exponent: Tensor | None,
+    ) -> None:  # fmt: skip
+        grid = self.sequences * segments * programs
+        if grid == 0:
+            return
+        settings = self.settings
+        kind, precision = arithmetic(self.q.dtype)
+        strides = [x for tensor in (self.q, self.k, self.v, out, d_out, to) for x in _strides(tensor)]
+        scan[(grid,)](
+            self.q, self.k, self.v, out, d_out, denominators, delta, to,
+            records, initial, initial_exponent, end, end_exponent,
+            self.decay, self.ignored, self.lengths, self.bounds,
+            self.queries, self.keys, self.offset, min(self.offset, 0) // t.chunk, self.kv_heads, segments, self.record,
+            *strides,
+            ROLE=role, SUMS=sums, CAUSAL=self.causal, MAP=settings.feature_map, NORMALIZE=settings.normalize,
+            DECAY=self.decay is not None, INITIAL=initial is not None, END=end is not None, IGNORED=self.ignored is not None,
+            PACKED=self.bounds is not None, GROUP=self.heads // max(self.kv_heads, 1), D=self.d, DV=self.dv,
+            BD=_padded(self.d), BV=_padded(self.dv), BX=t.columns, C=t.chunk, TYPE=kind, PRECISION=precision, CHECK=CHECK,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+
+
+def arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
+    """The type of products' factors, and how those of float32 are taken. float16 goes by TF32, whose mantissa is as long: sums
+    over a long sequence exceed its largest number."""
+    if INTERPRETED:
+        # Products of bfloat16 are wrong there.
+        return tl.float32, "ieee"
+    if dtype is torch.bfloat16:
+        return tl.bfloat16, "tf32"
+    if torch.version.hip:
+        return tl.float32, "ieee"
+    return tl.float32, "tf32" if dtype is torch.float16 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """With neighbours in the last axis, and the rows of a chunk within 2**31 numbers of each other."""
+    return x if x.stride(3) == 1 and 0 <= x.stride(2) < 1 << 23 else x.contiguous()
+
+
+def _strides(x: Tensor | None) -> Sequence[int]:
+    return (0, 0, 0) if x is None else x.stride()[:3]
+
+
+def _programs(device: torch.device) -> int:
+    """Programs that run at once."""
+    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _exponents(numbers: Tensor, launch: Launch) -> Tensor:
+    """The exponents that a state's numbers are relative to."""
+    return numbers[:, :, launch.d * launch.dv + launch.d].contiguous()
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Request, key_padding_mask: Tensor | None = None,
+    packed: tuple[list[int], list[int]] | None = None, initial: Tensor | None = None, with_state: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Output, denominators, and the numbers of the final state."""
+    launch = Launch(q, k, v, call, key_padding_mask, packed)
+    out = q.new_empty((launch.batch, launch.queries, launch.heads, launch.dv)).transpose(1, 2)
+    each = 2 if launch.exponential else 1
+    denominators = torch.empty((*q.shape[:3], each), dtype=torch.float32, device=q.device)
+    end = exponents = None
+    if with_state:
+        end = torch.empty((launch.batch, launch.kv_heads, launch.record), dtype=torch.float32, device=q.device)
+    if initial is not None:
+        initial = initial.contiguous()
+        exponents = _exponents(initial, launch) if launch.exponential else None
+    launch.scan("out", out, denominators, initial=initial, initial_exponent=exponents, end=end)
+    return out, denominators, end
+
+
+def backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, denominators: Tensor, call: Request,
+    key_padding_mask: Tensor | None = None, packed: tuple[list[int], list[int]] | None = None, initial: Tensor | None = None,
+    d_final: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
+    """Gradients of q, k, v, laid out token by token, and of the initial state's numbers if there were any."""
+    launch = Launch(q, k, v, call, key_padding_mask, packed)
+    d_out, out = _laid_out(d_out), _laid_out(out)
+    dq, dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
+    delta = None
+    if launch.settings.normalize:
+        delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    d_initial = first = last = None
+    if initial is not None:
+        initial = initial.contiguous()
+        d_initial = torch.empty_like(initial)
+        first = _exponents(initial, launch) if launch.exponential else None
+    if d_final is not None:
+        d_final = d_final.contiguous()
+        if launch.exponential:
+            last = -launch.highest(first)
+    launch.scan("dq", dq, denominators, delta, out, d_out, initial, first)
+    launch.scan("dk", dk, denominators, delta, out, d_out, d_final, last)
+    launch.scan("dv", dv, denominators, delta, out, d_out, d_final, last, d_initial, first)
+    return [dq, dk, dv], d_initial

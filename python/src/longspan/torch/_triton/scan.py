@@ -1,0 +1,358 @@
+"""One kernel for kernelized attention and its gradients: each is a scan over chunks of tokens (see README.md)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .features import of_keys, of_queries, slope
+from .tiles import NOTHING, inverse, load_rows, store_rows
+
+#: As `TOKENS_CARRY` in the kernels' `state.rs`: float32 counts no further than 2**24.
+_CARRY = tl.constexpr(1 << 20)
+
+
+@triton.jit
+def _clip(x, high):  # type: ignore[no-untyped-def]
+    return tl.minimum(tl.maximum(x, 0), high)
+
+
+@triton.jit
+def _place(low, TRANSPOSED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BA: tl.constexpr, BX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a tile of a state ``[D, DV]``, or of its transpose, lies, and which of its numbers there are."""
+    a, x = tl.arange(0, BA)[:, None], (low + tl.arange(0, BX))[None, :]
+    if TRANSPOSED:
+        at, there = x * DV + a, (a < DV) & (x < D)
+    else:
+        at, there = a * DV + x, (a < D) & (x < DV)
+    return at, there
+
+
+@triton.jit
+def _of_state(  # type: ignore[no-untyped-def]
+    a, state, z, minus, clock, age, gamma,
+    ROLE: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, EXPONENTIAL: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the state before a chunk gives to its rows and, with role ``out``, to their denominators."""
+    y = tl.dot(a, state.to(TYPE), input_precision=PRECISION)
+    total = tl.zeros([a.shape[0]], tl.float32)
+    if NORMALIZE:
+        if ROLE == "out":
+            total = tl.sum(a.to(tl.float32) * z[None, :], 1)
+        elif ROLE == "dq":
+            y += minus[:, None] * z[None, :]
+        elif ROLE == "dk":
+            y += z[None, :]
+    if DECAY:
+        factor = tl.exp2(gamma * age.to(tl.float32))
+        y, total = y * factor[:, None], total * factor
+    if EXPONENTIAL:
+        factor = tl.exp(clock)
+        y, total = y * factor[:, None], total * factor
+    return y, total
+
+
+@triton.jit
+def scan(  # type: ignore[no-untyped-def]
+    q, k, v, out, d_out, denominators, delta, to,
+    records, initial, initial_exponent, end, end_exponent,
+    log_decay, ignored, lengths, bounds,
+    queries, keys, offset, first_chunk, kv_heads, segments, record,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
+    ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
+    DECAY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
+    C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Rows ``y_r = sum_s w_rs (a_r b_s) x_s``, for a tile of the columns of ``x``. What they are says ``ROLE``:
+
+    ======= ======== ====== ====== ====== =========
+    role    rows     a      b      x      direction
+    ======= ======== ====== ====== ====== =========
+    out     queries  phi(q) phi(k) v      forward
+    dq      queries  d_out  v      phi(k) forward
+    dk      keys     v      d_out  phi(q) backward
+    dv      keys     phi(k) phi(q) d_out  backward
+    ======= ======== ====== ====== ====== =========
+
+    With ``SUMS`` it writes the state of each segment instead, ``sum_s b_s x_s``; who reads them does so of all segments before.
+    """
+    REVERSE: tl.constexpr = ROLE == "dk" or ROLE == "dv"
+    EXPONENTIAL: tl.constexpr = MAP == "exp"
+    EACH: tl.constexpr = 2 if EXPONENTIAL else 1
+    # Whether columns of x are those of keys, and a state is read transposed.
+    OF_KEYS: tl.constexpr = ROLE == "dq" or ROLE == "dk"
+    WIDTH: tl.constexpr = D if OF_KEYS else DV
+    TILES: tl.constexpr = (WIDTH + BX - 1) // BX
+    BA: tl.constexpr = BV if OF_KEYS else BD
+    BZ: tl.constexpr = BX if OF_KEYS else BD
+    ROW_GROUP: tl.constexpr = 1 if (REVERSE or SUMS) else GROUP
+    COLUMN_GROUP: tl.constexpr = GROUP if REVERSE else 1
+
+    place = tl.program_id(0)
+    tile = place % TILES
+    place = place // TILES
+    segment = place % segments
+    place = place // segments
+    row_head = (place % (kv_heads * ROW_GROUP)).to(tl.int64)
+    sequence = (place // (kv_heads * ROW_GROUP)).to(tl.int64)
+    kv_head = row_head // ROW_GROUP
+    low = tile * BX
+    z_low = low if OF_KEYS else 0
+
+    batch, q_start, k_start = sequence, sequence * 0, sequence * 0
+    n_queries, n_keys = queries, keys
+    if PACKED:
+        batch = sequence * 0
+        q_start, k_start = tl.load(bounds + 2 * sequence), tl.load(bounds + 2 * sequence + 1)
+        n_queries = (tl.load(bounds + 2 * sequence + 2) - q_start).to(tl.int32)
+        n_keys = (tl.load(bounds + 2 * sequence + 3) - k_start).to(tl.int32)
+    # Keys after the last that is not ignored are no part of the sequence.
+    there = n_keys
+    if IGNORED:
+        there = tl.load(lengths + sequence).to(tl.int32)
+    k += batch * k_b + kv_head * k_h + k_start * k_t
+    v += batch * v_b + kv_head * v_h + v_t * k_start
+    gamma = 0.0
+    if DECAY:
+        gamma = tl.load(log_decay + kv_head)
+
+    r = tl.arange(0, C)
+    chunks = tl.cdiv(tl.maximum(tl.maximum(n_keys, n_queries + offset), 0), C) - first_chunk
+    of_segment = tl.cdiv(chunks, segments)
+    begin = first_chunk + segment * of_segment
+    stop = tl.minimum(begin + of_segment, first_chunk + chunks)
+
+    # The state of what comes before: its exponents are relative to `reference`, its decay to the token where the chunk begins, or, in
+    # the other direction, ends.
+    at, inside = _place(low, OF_KEYS, D, DV, BA, BX)
+    z_at = z_low + tl.arange(0, BZ)
+    state = tl.zeros([BA, BX], tl.float32)
+    z = tl.zeros([BZ], tl.float32)
+    reference = tl.full([], NOTHING, tl.float32)
+    whose = sequence * kv_heads + kv_head
+    if INITIAL:
+        before = initial + whose * record
+        state = tl.load(before + at, mask=inside, other=0.0)
+        z = tl.load(before + D * DV + z_at, mask=z_at < D, other=0.0)
+        if EXPONENTIAL:
+            reference = tl.maximum(tl.load(initial_exponent + whose), NOTHING)
+    if not SUMS and records is not None:
+        earlier = segments
+        if CAUSAL:
+            earlier = (segments - 1 - segment) if REVERSE else segment
+        for n in range(earlier):
+            other = (segments - 1 - n) if REVERSE else n
+            before = records + ((sequence * segments + other) * kv_heads + kv_head) * record
+            own = tl.load(before + at, mask=inside, other=0.0)
+            own_z = tl.load(before + D * DV + z_at, mask=z_at < D, other=0.0)
+            if DECAY:
+                start = first_chunk + other * of_segment
+                ends = tl.minimum(start + of_segment, first_chunk + chunks)
+                kept = tl.exp2(gamma * (_clip(ends * C, there) - _clip(start * C, there)).to(tl.float32))
+                state, z = state * kept, z * kept
+            if EXPONENTIAL:
+                exponent = tl.load(before + D * DV + D)
+                highest = tl.maximum(reference, exponent)
+                kept, joins = tl.exp(reference - highest), tl.exp(exponent - highest)
+                state, z, own, own_z, reference = state * kept, z * kept, own * joins, own_z * joins, highest
+            state, z = state + own, z + own_z
+
+    for n in range(begin, stop):
+        chunk = (begin + stop - 1 - n) if REVERSE else n
+        first = chunk * C
+        token = first + r
+        is_key = (token >= 0) & (token < there)
+        if IGNORED:
+            is_key = is_key & (tl.load(ignored + batch * keys + token, mask=is_key, other=1) == 0)
+        is_query = (token >= offset) & (token < n_queries + offset)
+        near, far = _clip(first, there), _clip(first + C, there)
+        since = tl.full([], 1.0, tl.float32)
+        if DECAY:
+            since = tl.exp2(gamma * (far - near).to(tl.float32))
+
+        # The rows.
+        row_q = (batch * kv_heads * GROUP + row_head) * queries + q_start + first - offset
+        clock = tl.zeros([C], tl.float32)
+        minus = tl.zeros([C], tl.float32)
+        weight = tl.full([C], 1.0, tl.float32)
+        if not SUMS:
+            if ROLE == "out":
+                x_q = load_rows(q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t, is_query, 0, D, C, BD)
+                a = of_queries(x_q.to(tl.float32), MAP, NORMALIZE, D, BD).to(TYPE)
+            elif ROLE == "dq":
+                a = load_rows(d_out + batch * g_b + row_head * g_h + q_start * g_t, first - offset, g_t, is_query, 0, DV, C, BV)
+                weight = inverse(tl.load(denominators + (row_q + r) * EACH, mask=is_query, other=1.0))
+                if EXPONENTIAL:
+                    clock = -tl.load(denominators + (row_q + r) * EACH + 1, mask=is_query, other=0.0)
+                if NORMALIZE:
+                    y_q = load_rows(out + batch * o_b + row_head * o_h + q_start * o_t, first - offset, o_t, is_query, 0, DV, C, BV)
+                    minus = -tl.sum(y_q.to(tl.float32) * a.to(tl.float32), 1)
+                    if tile == 0:
+                        tl.store(delta + row_q + r, -minus, mask=is_query)
+                a = a.to(TYPE)
+            elif ROLE == "dk":
+                a = load_rows(v, first, v_t, is_key, 0, DV, C, BV).to(TYPE)
+                x_k = load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32)
+                phi_k, clock = of_keys(x_k, MAP, D, BX)
+            else:
+                a, clock = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
+                a = a.to(TYPE)
+
+        # The columns, by the heads that read a key.
+        kept = since
+        y = tl.zeros([C, BX], tl.float32)
+        total = tl.zeros([C], tl.float32)
+        if REVERSE and not SUMS:
+            y, total = _of_state(a, state, z, minus, reference + clock, tl.maximum(far - token, 0), gamma,
+                                 ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
+        for g in range(COLUMN_GROUP):
+            plus = tl.full([C], 1.0, tl.float32)
+            if REVERSE:
+                q_head = kv_head * GROUP + g
+                column_q = (batch * kv_heads * GROUP + q_head) * queries + q_start + first - offset + r
+                # Queries before the first key see nothing.
+                there_s = is_query & (token >= 0)
+                scale = inverse(tl.load(denominators + column_q * EACH, mask=there_s, other=1.0))
+                g_at = d_out + batch * g_b + q_head * g_h + q_start * g_t
+                q_at = q + batch * q_b + q_head * q_h + q_start * q_t
+                if EXPONENTIAL:
+                    u = tl.load(denominators + column_q * EACH + 1, mask=there_s, other=NOTHING)
+                    u = tl.where(u > NOTHING * 0.5, -u, tl.where(u == u, NOTHING, u))
+                if NORMALIZE:
+                    plus = -tl.load(delta + column_q, mask=there_s, other=0.0)
+                if ROLE == "dk":
+                    b = load_rows(g_at, first - offset, g_t, there_s, 0, DV, C, BV).to(TYPE)
+                    x = load_rows(q_at, first - offset, q_t, there_s, low, D, C, BX).to(tl.float32)
+                    x = of_queries(x, MAP, NORMALIZE, D, BX) * scale[:, None]
+                    x = tl.where(there_s[:, None], x, 0.0).to(TYPE)
+                else:
+                    b = load_rows(q_at, first - offset, q_t, there_s, 0, D, C, BD).to(tl.float32)
+                    b = of_queries(b, MAP, NORMALIZE, D, BD) * scale[:, None]
+                    b = tl.where(there_s[:, None], b, 0.0).to(TYPE)
+                    x = load_rows(g_at, first - offset, g_t, there_s, low, DV, C, BX).to(TYPE)
+            else:
+                there_s = is_key
+                if ROLE == "out":
+                    b, u = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
+                    b = tl.where(is_key[:, None], b, 0.0).to(TYPE)
+                    x = load_rows(v, first, v_t, is_key, low, DV, C, BX).to(TYPE)
+                else:
+                    b = load_rows(v, first, v_t, is_key, 0, DV, C, BV).to(TYPE)
+                    x, u = of_keys(load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32), MAP, D, BX)
+                    x = tl.where(is_key[:, None], x, 0.0).to(TYPE)
+                if EXPONENTIAL:
+                    u = tl.where(is_key, u, NOTHING)
+
+            seen = (r[:, None] <= r[None, :]) if REVERSE else (r[:, None] >= r[None, :])
+            if not SUMS:
+                if EXPONENTIAL and ROLE == "out":
+                    own = tl.maximum(tl.max(tl.where(seen, u[None, :], NOTHING), 1), reference) if CAUSAL else reference + clock
+                    clock = -own
+                if not REVERSE:
+                    y, total = _of_state(a, state, z, minus, reference + clock, tl.maximum(token - near, 0), gamma,
+                                         ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
+                if CAUSAL:
+                    # What some see.
+                    pairs = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+                    if ROLE == "dq" and NORMALIZE:
+                        pairs += minus[:, None]
+                    if ROLE == "dk" and NORMALIZE:
+                        pairs += plus[None, :]
+                    if DECAY:
+                        pairs *= tl.exp2(gamma * tl.abs(r[:, None] - r[None, :]).to(tl.float32))
+                    if EXPONENTIAL:
+                        pairs *= tl.exp(u[None, :] + clock[:, None])
+                    pairs = tl.where(seen, pairs, 0.0)
+                    if ROLE == "out" and NORMALIZE:
+                        total += tl.sum(pairs, 1)
+                    so_far = y
+                    y = tl.dot(pairs.to(TYPE), x, acc=so_far, input_precision=PRECISION)
+                    wrong = 0
+                    if CHECK:
+                        wrong = tl.max(tl.max((y != y).to(tl.int32), 1), 0)
+                    if wrong > 0:
+                        # 0 times what a row does not see, where that is not finite, is NaN.
+                        finite = tl.sum(x.to(tl.float32) * 0.0, 1) == 0.0
+                        y = tl.dot(pairs.to(TYPE), tl.where(finite[:, None], x, 0.0).to(TYPE), acc=so_far, input_precision=PRECISION)
+                        sees = tl.max((seen & (finite[None, :] == 0)).to(tl.int32), 1) > 0
+                        y = tl.where(sees[:, None], float("nan"), y)
+
+            if CAUSAL or SUMS:
+                # The state after these columns.
+                factor = tl.full([C], 1.0, tl.float32)
+                if DECAY:
+                    factor = tl.exp2(gamma * tl.maximum((token - near) if REVERSE else (far - token), 0).to(tl.float32))
+                if EXPONENTIAL:
+                    highest = tl.maximum(reference, tl.max(u, 0))
+                    factor = factor * tl.exp(u - highest)
+                    kept = kept * tl.exp(reference - highest)
+                    reference = highest
+                if DECAY or EXPONENTIAL:
+                    state, z = state * kept, z * kept
+                    b = (b.to(tl.float32) * factor[:, None]).to(TYPE)
+                state = tl.dot(tl.trans(b), x, acc=state, input_precision=PRECISION)
+                if OF_KEYS:
+                    z += tl.sum(x.to(tl.float32) * (plus * factor)[:, None], 0)
+                elif REVERSE:
+                    z += tl.sum(b.to(tl.float32) * plus[:, None], 0)
+                else:
+                    z += tl.sum(b.to(tl.float32), 0)
+                kept = tl.full([], 1.0, tl.float32)
+
+        if not SUMS:
+            if ROLE == "out":
+                at_row = to + batch * to_b + row_head * to_h + q_start * to_t
+                bottom = total
+                if NORMALIZE:
+                    y = y * inverse(total)[:, None]
+                elif EXPONENTIAL:
+                    y, bottom = y * tl.exp(-clock)[:, None], tl.exp(clock)
+                else:
+                    bottom = weight
+                store_rows(y, at_row, first - offset, to_t, is_query, low, DV, C, BX)
+                if tile == 0:
+                    tl.store(denominators + (row_q + r) * EACH, bottom, mask=is_query)
+                    if EXPONENTIAL:
+                        tl.store(denominators + (row_q + r) * EACH + 1, -clock, mask=is_query)
+            elif ROLE == "dq":
+                x_q = load_rows(q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t, is_query, low, D, C, BX)
+                x_q = x_q.to(tl.float32)
+                y = y * weight[:, None] * slope(x_q, of_queries(x_q, MAP, NORMALIZE, D, BX), MAP)
+                at_row = to + batch * to_b + row_head * to_h + q_start * to_t
+                store_rows(y, at_row, first - offset, to_t, is_query, low, D, C, BX)
+            else:
+                if ROLE == "dk":
+                    y = y * slope(x_k, phi_k, MAP)
+                y = tl.where(is_key[:, None], y, 0.0)
+                at_row = to + batch * to_b + kv_head * to_h + k_start * to_t
+                store_rows(y, at_row, first, to_t, (token >= 0) & (token < n_keys), low, WIDTH, C, BX)
+
+    if SUMS or END:
+        # The state of the segment, or of the whole sequence; of a gradient, that at its beginning.
+        writes = row_head % ROW_GROUP == 0
+        if not SUMS:
+            writes = writes & (segment == (0 if REVERSE else segments - 1))
+        if writes:
+            after = records + ((sequence * segments + segment) * kv_heads + kv_head) * record if SUMS else end + whose * record
+            if END and REVERSE and EXPONENTIAL:
+                kept = tl.exp(reference + tl.load(end_exponent + whose))
+                state, z = state * kept, z * kept
+            tl.store(after + at, state, mask=inside)
+            if tile == 0:
+                tl.store(after + D * DV + z_at, z, mask=z_at < D)
+                mark = tl.arange(0, 32)
+                marks = tl.zeros([32], tl.float32)
+                if EXPONENTIAL and SUMS:
+                    marks = tl.where(mark == 0, reference, 0.0)
+                if END and not REVERSE:
+                    if EXPONENTIAL:
+                        marks = tl.where(mark == 0, tl.where(reference > NOTHING, reference, float("-inf")), 0.0)
+                    tokens = there + tl.zeros([], tl.int64)
+                    if INITIAL:
+                        counted = initial + whose * record + D * DV + D
+                        tokens += tl.load(counted + 2).to(tl.int64) + _CARRY * tl.load(counted + 3).to(tl.int64)
+                    marks = tl.where(mark == 2, (tokens % _CARRY).to(tl.float32), marks)
+                    marks = tl.where(mark == 3, (tokens // _CARRY).to(tl.float32), marks)
+                tl.store(after + D * DV + D + mark, marks, mask=mark < record - D * DV - D)

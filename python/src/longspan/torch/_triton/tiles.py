@@ -1,0 +1,35 @@
+"""Tiles of rows, and what stands for "no key yet" among exponents."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: An exponent below all others. Not minus infinity: the difference of two would be NaN.
+NOTHING = tl.constexpr(-1e30)
+
+
+@triton.jit
+def load_rows(start, first, stride, valid, low, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns ``low ..`` of the rows ``first ..``; 0 beyond ``WIDTH`` and where a row is not valid."""
+    column = low + tl.arange(0, BLOCK)
+    at = start + first.to(tl.int64) * stride
+    mask = valid[:, None]
+    if WIDTH % BLOCK != 0:
+        mask = mask & (column < WIDTH)[None, :]
+    return tl.load(at + tl.arange(0, C)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(tile, start, first, stride, valid, low, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = low + tl.arange(0, BLOCK)
+    at = start + first.to(tl.int64) * stride
+    mask = valid[:, None] & (column < WIDTH)[None, :]
+    tl.store(at + tl.arange(0, C)[:, None] * stride + column[None, :], tile.to(start.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def inverse(denominator):  # type: ignore[no-untyped-def]
+    """1 over it; 0 where there is nothing to divide by: below the least normal number."""
+    nothing = tl.abs(denominator) < 1.1754943508222875e-38
+    return tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, denominator))

@@ -1,0 +1,211 @@
+"""Triton's kernels: on a CUDA device if there is one, else under Triton's interpreter, in a process of its own:
+``TRITON_INTERPRET=1 pytest tests/test_triton.py``. tests/test_triton_compiles.py compiles them without a device."""
+
+import json
+import os
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("no CUDA device; TRITON_INTERPRET=1 runs these tests without one", allow_module_level=True)
+
+from device_cases import CASES, Case, error  # noqa: E402
+
+from longspan import ops  # noqa: E402
+from longspan.torch import TensorState, _dispatch, _triton, chunked_attention  # noqa: E402
+from longspan.torch._triton import kernelized  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+#: Relative errors by type. bfloat16 has 8 bits, float16 11: an error of rounding the inputs of a product, not of the sums.
+TOLERANCES = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def on_device(monkeypatch):
+    """Under the interpreter tensors on the CPU are taken for those of a device."""
+    if INTERPRETED:
+        monkeypatch.setattr(_triton, "serves", lambda tensor: tensor.dtype is not torch.float64)
+        monkeypatch.setattr(_dispatch, "_simple", lambda tensors: False)
+
+
+def attend(case, q, k, v, **more):
+    return ops.kernelized_attention(
+        q, k, v, **case.options(), is_causal=case.is_causal, offset=case.offset, key_padding_mask=case.mask(q.device),
+        cu_seqlens=case.packed, **more,
+    )  # fmt: skip
+
+
+def cut(monkeypatch, segments):
+    monkeypatch.setattr(kernelized.Launch, "segments", lambda launch, chunk, units: segments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_the_definition(case, dtype, monkeypatch):
+    cut(monkeypatch, case.segments)
+    q, k, v, d_out = case.tensors(DEVICE, dtype)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
+    expected, got = case.expected(*exact), attend(case, *inputs)
+    assert got.dtype is dtype and got.device.type == DEVICE
+    wanted = torch.autograd.grad(expected, exact, d_out.double().cpu())
+    gradients = torch.autograd.grad(got, inputs, d_out)
+    tolerance = TOLERANCES[dtype] * (20 if case.inputs == "far" else 1)
+    for name, ours, theirs in zip(("out", "dq", "dk", "dv"), (got, *gradients), (expected, *wanted)):
+        assert error(ours, theirs) < tolerance, name
+    # The same bits again: no order of sums depends on a race.
+    again = attend(case, *inputs)
+    assert torch.equal(again, got)
+    assert all(map(torch.equal, torch.autograd.grad(again, inputs, d_out), gradients))
+
+
+STATES = [Case(f"{name}, decay {d}, {n} tokens{', padded' * bool(p)}", batch=2, queries=n, keys=n, feature_map=name, decay=d, padding=p, segments=s)
+          for name in ("elu+1", "exp") for d in (None, (0.9,)) for n, p, s in ((1, "", 1), (70, "", 1), (70, "ends", 1), (300, "", 6))]  # fmt: skip
+
+
+def native(function, *tensors, **options):
+    """The same by the CPU's kernels in doubles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_triton, "serves", lambda tensor: False)
+        return function(*tensors, **options)
+
+
+@pytest.mark.parametrize("case", STATES, ids=str)
+def test_states_move_between_devices(case, monkeypatch):
+    cut(monkeypatch, case.segments)
+    q, k, v, d_out = case.tensors()
+    before = [torch.randn(2, heads, 7, 16) for heads in (2, 1, 1)]
+    run = partial(ops.kernelized_attention, **case.options(), is_causal=True, output_final_state=True)
+    # One of the CPU's goes on on the device.
+    state = native(run, *before)[1]
+    of_cpu = TensorState.of(state)
+    exact = [x.double().requires_grad_() for x in (q, k, v, of_cpu.numbers)]
+    inputs = [x.to(DEVICE).requires_grad_() for x in (q, k, v, of_cpu.numbers)]
+    mask = case.mask()
+    expected, last = native(run, *exact[:3], key_padding_mask=mask, initial_state=TensorState(of_cpu.mechanism, of_cpu.options, of_cpu.parts, exact[3]))
+    got, ours = run(*inputs[:3], key_padding_mask=None if mask is None else mask.to(DEVICE),
+                    initial_state=TensorState(of_cpu.mechanism, of_cpu.options, of_cpu.parts, inputs[3]))  # fmt: skip
+    assert error(got, expected) < 3e-6
+    assert ours.numbers.device.type == DEVICE and (ours.mechanism, ours.options, ours.parts) == (last.mechanism, last.options, last.parts)
+    sums = 16 * 16 + 16
+    # Numbers count from an exponent, which need not be the same.
+    other = (ours.numbers[..., sums : sums + 1].cpu() - last.numbers[..., sums : sums + 1]).exp().double() if case.feature_map == "exp" else 1.0
+    assert error(ours.numbers[..., :sums].cpu() * other, last.numbers[..., :sums]) < 3e-6
+    assert torch.equal(ours.numbers[..., sums + 1 :].cpu().double(), last.numbers[..., sums + 1 :].detach())
+    weights = torch.randn(2, 1, sums, dtype=torch.float64)
+    loss = (got * d_out.to(DEVICE)).sum() + (ours.numbers[..., :sums] * (weights * other).float().detach().to(DEVICE)).sum()
+    wanted = (expected * d_out.double()).sum() + (last.numbers[..., :sums] * weights).sum()
+    for name, a, b in zip(("q", "k", "v", "state"), torch.autograd.grad(loss, inputs), torch.autograd.grad(wanted, exact)):
+        a, b = (a[..., :sums], b[..., :sums]) if name == "state" else (a, b)
+        assert error(a, b) < 3e-6, name
+    # And back: the CPU's step from the device's state.
+    token = [torch.randn(2, heads, 16) for heads in (2, 1, 1)]
+    options = {n: x for n, x in case.options().items()}
+    on_cpu = native(ops.kernelized_attention_step, *token, state=ours.detach(), **options)[0]
+    exactly = native(ops.kernelized_attention_step, *[x.double() for x in token], state=last.detach(), **options)[0]
+    assert error(on_cpu, exactly) < 3e-6
+
+
+@pytest.mark.parametrize("feature_map", ["elu+1", "exp"])
+def test_steps_are_the_whole(feature_map):
+    case = Case("steps", queries=5, keys=5, feature_map=feature_map)
+    q, k, v, _ = case.tensors(DEVICE)
+    whole = attend(case, q, k, v, output_final_state=True)[0]
+    state, tokens = None, []
+    for i in range(5):
+        out, state = ops.kernelized_attention_step(q[:, :, i], k[:, :, i], v[:, :, i], state, feature_map=feature_map)
+        tokens.append(out)
+    assert isinstance(state, TensorState)
+    assert error(torch.stack(tokens, 2), whole) < 3e-6
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_what_is_not_finite_reaches_only_rows_that_see_it(where, number, segments, monkeypatch):
+    cut(monkeypatch, segments)
+    q, k, v, d_out = (x.to(DEVICE) for x in Case("", heads=1, queries=150, keys=150).tensors())
+    clean = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = ops.kernelized_attention(*clean, is_causal=True)
+    wanted = torch.autograd.grad(expected, clean, d_out)
+    dict(q=q, k=k, v=v, d_out=d_out)[where][0, 0, 70, 3] = number
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    out = ops.kernelized_attention(*tensors, is_causal=True)
+    gradients = torch.autograd.grad(out, tensors, d_out)
+    if where in ("k", "v"):
+        # Rows from there on see the key.
+        torch.testing.assert_close(out[:, :, :70], expected[:, :, :70])
+        torch.testing.assert_close(gradients[0][:, :, :70], wanted[0][:, :, :70])
+        assert not out[:, :, 70:].isfinite().all(-1).any()
+    else:
+        others = [i for i in range(150) if i != 70]
+        torch.testing.assert_close(gradients[0][:, :, others], wanted[0][:, :, others])
+        # Keys after the row have nothing of it.
+        for ours, theirs in zip(gradients[1:], wanted[1:]):
+            torch.testing.assert_close(ours[:, :, 71:], theirs[:, :, 71:], rtol=1e-4, atol=1e-5)
+    if where == "q":
+        torch.testing.assert_close(out[:, :, others], expected[:, :, others])
+
+
+def test_what_ignored_keys_hold_changes_no_bit():
+    case = Case("", batch=2, padding="some")
+    q, k, v, d_out = case.tensors(DEVICE)
+    results = []
+    for filling in (0.0, float("nan")):
+        ignored = case.mask(DEVICE)[:, None, :, None]
+        tensors = [x.requires_grad_() for x in (q.clone(), k.masked_fill(ignored, filling), v.masked_fill(ignored, filling))]
+        out = attend(case, *tensors)
+        results.append([out, *torch.autograd.grad(out, tensors, d_out)])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("mechanism, options, reason", [
+    ("shaw", {}, "the mechanism shaw"), ("kernelized", {"feature_map": "dpfp"}, "the feature map dpfp"),
+])  # fmt: skip
+def test_what_the_kernels_do_not_do_has_a_name(mechanism, options, reason):
+    from longspan._calls import Request
+
+    call = Request(mechanism, json.dumps(options), "call", True, 0)
+    x = torch.zeros(1, 1, 4, 8, device=DEVICE)
+    assert _triton.unsupported(call, (x, x, x)) == reason
+    assert _triton.unsupported(call._replace(mechanism="kernelized", options="{}"), (x.double(),) * 3) == "float64"
+    assert _triton.unsupported(call._replace(mechanism="kernelized", options="{}"), (x,) * 3) is None
+
+
+def test_what_the_kernels_do_not_do_takes_the_formulation_but_for_states():
+    q, k, v = torch.randn(3, 1, 2, 40, 8, device=DEVICE)
+    rel = torch.randn(2, 5, 8, device=DEVICE)
+    got = ops.shaw_attention(q.requires_grad_(), k, v, rel, is_causal=True)
+    expected = chunked_attention(q, k, v, [rel], mechanism="shaw", is_causal=True)
+    assert torch.equal(got, expected)
+    with pytest.raises(ValueError, match=r"shaw_attention: states: expected tensors on the cpu for the mechanism shaw"):
+        ops.shaw_attention(q, k, v, rel, is_causal=True, output_final_state=True)
+
+
+def test_wrong_calls_are_refused():
+    q, k, v = torch.randn(3, 2, 2, 8, 8, device=DEVICE, requires_grad=True)
+    refused = partial(pytest.raises, ValueError)
+    with refused(match="k: expected shape"):
+        ops.kernelized_attention(q, k[..., :4], v)
+    with refused(match="expected 1 for packed sequences"):
+        ops.kernelized_attention(q, k, v, cu_seqlens=[0, 8])
+    with refused(match="expected None beside a key_padding_mask"):
+        ops.kernelized_attention(q[:1], k[:1], v[:1], cu_seqlens=[0, 8], key_padding_mask=torch.zeros(1, 8, dtype=torch.bool, device=DEVICE))
+    with refused(match="states: expected a causal mask"):
+        ops.kernelized_attention(q, k, v, output_final_state=True)
+    _, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
+    with refused(match="another feature map or decay"):
+        ops.kernelized_attention(q, k, v, feature_map="relu", is_causal=True, initial_state=state)
+
+
+def test_second_derivatives_take_the_formulation():
+    q, k, v = torch.randn(3, 1, 1, 6, 4, device=DEVICE, requires_grad=True)
+    (dq,) = torch.autograd.grad(ops.kernelized_attention(q, k, v, is_causal=True).square().sum(), q, create_graph=True)
+    (again,) = torch.autograd.grad(dq.sum(), v)
+    out = chunked_attention(q, k, v, is_causal=True).square().sum()
+    (expected,) = torch.autograd.grad(torch.autograd.grad(out, q, create_graph=True)[0].sum(), v)
+    torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
