@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import warnings
@@ -34,6 +35,12 @@ def _available() -> bool:
     return False
 
 
+@functools.lru_cache(maxsize=1)
+def _triton_version() -> tuple[int, int]:
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    return int(major), int(minor)
+
+
 @functools.lru_cache(maxsize=256)
 def _unsupported_options(mechanism: str, options: str) -> str | None:
     if mechanism != "kernelized":
@@ -54,7 +61,7 @@ def is_exponential(options: str) -> bool:
 
 
 # What `torch.compiler.assume_constant_result` does, which takes more than a second to import the compiler.
-for function in (_available, _unsupported_options, _decays, is_exponential):
+for function in (_available, _triton_version, _unsupported_options, _decays, is_exponential):
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -68,6 +75,8 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
     q, k, v = tensors[:3]
     if any(tensor.dtype is torch.float64 for tensor in tensors):
         return "float64"
+    if q.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(q.device)[0] >= 10 and _triton_version() < (3, 9):
+        return "this device by a Triton before 3.9"
     widest = WIDEST_EXP if is_exponential(call.options) else WIDEST
     if not (0 < q.shape[3] <= widest and 0 < v.shape[3] <= widest):
         return f"heads wider than {widest}, or of width 0"

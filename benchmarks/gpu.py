@@ -1,0 +1,187 @@
+"""Longspan on this machine's CUDA device, beside the device's own limits, PyTorch and flash-linear-attention if it is installed.
+
+Needs nothing but longspan and torch, ends within eight minutes: python benchmarks/gpu.py [--quick]
+A time is printed only where the same call's output and gradients were checked in this run.
+"""
+
+import argparse
+import time
+
+import torch
+import torch.nn.functional as F
+
+from longspan import ops
+from longspan.torch import chunked_attention
+
+#: Sizes: batch, tokens, heads, numbers in one.
+SHAPES = ((1, 8192, 96, 128), (2, 16384, 16, 128), (4, 2048, 16, 128), (4, 4096, 64, 128), (8, 1024, 8, 64))
+#: What relative errors may be in bfloat16 and float32.
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 3e-5}
+
+
+def milliseconds(call, seconds=0.15):
+    """The median of a call, by the device's clock."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start = time.time()
+    call()
+    torch.cuda.synchronize()
+    count = max(5, min(100, int(seconds / max(time.time() - start, 1e-6))))
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for before, after in events:
+        before.record()
+        call()
+        after.record()
+    torch.cuda.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in events)[count // 2]
+
+
+def inputs(batch, tokens, heads, width, dtype=torch.bfloat16):
+    """Queries, keys, values and the gradient of the output, token after token as projections give them."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    return [torch.randn(batch, tokens, heads, width, device="cuda", dtype=dtype, generator=generator).transpose(1, 2) for _ in range(4)]
+
+
+def gradients(function, q, k, v, d_out):
+    """Output and gradients, recorded anew."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def error(got, expected):
+    return ((got.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def definition(q, k, v, is_causal=True):
+    """Pair by pair, in doubles."""
+    phi = lambda x: torch.where(x > 0, x + 1, x.clamp(max=0).exp())  # noqa: E731
+    weights = phi(q) @ phi(k).mT
+    weights = weights.tril() if is_causal else weights
+    return weights @ v / weights.sum(-1, keepdim=True)
+
+
+def of_pytorch(q, k, v):
+    """The same in PyTorch's operations in the inputs' own type, pair by pair: what bfloat16 costs there."""
+    phi = lambda x: F.elu(x) + 1  # noqa: E731
+    weights = (phi(q) @ phi(k).mT).tril()
+    return weights @ v / weights.sum(-1, keepdim=True)
+
+
+def ours(q, k, v, is_causal=True):
+    return ops.kernelized_attention(q, k, v, is_causal=is_causal)
+
+
+def fla():
+    try:
+        from fla.ops.linear_attn import chunk_linear_attn
+    except ImportError as missing:
+        print(f"flash-linear-attention: not there ({missing})")
+        return None
+
+    def attend(q, k, v, normalize=True):
+        phi = lambda x: F.elu(x) + 1  # noqa: E731
+        q, k, v = (x.transpose(1, 2) for x in (phi(q), phi(k), v))
+        return chunk_linear_attn(q, k, v, scale=1.0, normalize=normalize)[0].transpose(1, 2)
+
+    return attend
+
+
+def conformance(others):
+    print("\nErrors against the definition in doubles, relative: out, dq, dk, dv; and whether a second run gives the same bits")
+    for dtype in TOLERANCES:
+        for tokens, width in ((1000, 128), (777, 64), (300, 40)):
+            tensors = inputs(1, tokens, 3, width, dtype)
+            exact = gradients(definition, *[x.double() for x in tensors])
+            got, again = gradients(ours, *tensors), gradients(ours, *tensors)
+            errors = [error(a, b) for a, b in zip(got, exact)]
+            print(f"{str(dtype)[6:]:9} {tokens:5} x {width:3}  ours   ", *[f"{e:.1e}" for e in errors],
+                  "same bits" if all(map(torch.equal, got, again)) else "OTHER BITS", "" if max(errors) < TOLERANCES[dtype] else "WRONG")  # fmt: skip
+            if dtype is torch.bfloat16 and width == 128:
+                for name, function in others.items():
+                    print(f"{'':22} {name:8}", *[f"{error(a, b):.1e}" for a, b in zip(gradients(function, *tensors), exact)])
+
+
+def times(attend_fla, quick):
+    print("\nMilliseconds, bfloat16, causal, elu + 1 inside: forward, with backward; memory above the inputs with backward, MB")
+    for shape in SHAPES[: 2 if quick else None]:
+        q, k, v, d_out = inputs(*shape)
+        reference = gradients(ours, *[x[:, :1, :2048].float() for x in (q, k, v, d_out)])
+        rows = {"longspan": ours, "longspan, both directions": lambda q, k, v: ours(q, k, v, False)}
+        if attend_fla:
+            rows["FLA, feature map and normaliser"] = attend_fla
+            rows["FLA, undivided, no feature map"] = None
+        if shape[1] * shape[2] <= 1 << 19:
+            rows["SDPA (softmax)"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if shape == SHAPES[2] and not quick:
+            rows["longspan's formulation, compiled"] = torch.compile(lambda q, k, v: chunked_attention(q, k, v, is_causal=True), dynamic=False)
+        for name, function in rows.items():
+            try:
+                if function is None:
+                    from fla.ops.linear_attn import chunk_linear_attn
+
+                    flat = [x.transpose(1, 2) for x in (q, k, v)]
+                    whole = lambda q, k, v, flat=flat: chunk_linear_attn(  # noqa: E731
+                        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=1.0, normalize=False)[0].transpose(1, 2)  # fmt: skip
+                else:
+                    whole = function
+                if name == "longspan" or "normaliser" in name or "compiled" in name:
+                    got = gradients(whole, q, k, v, d_out)
+                    # The first rows do not see what comes after; of gradients this holds for queries.
+                    wrong = max(error(a[:, :1, :2048], b.double()) for a, b in zip(got[:2], reference[:2]))
+                    if not wrong < TOLERANCES[torch.bfloat16]:
+                        print(f"{shape}  {name}: WRONG, {wrong:.1e}")
+                        continue
+                    del got
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                gradients(whole, q, k, v, d_out)
+                memory = (torch.cuda.max_memory_allocated() - before) / 1e6
+                with torch.no_grad():
+                    forward = milliseconds(lambda: whole(q, k, v))
+                both = milliseconds(lambda: gradients(whole, q, k, v, d_out))
+                print(f"{shape!s:24} {name:34} {forward:8.3f} {both:8.3f} {memory:9.0f}", flush=True)
+            except Exception as failed:  # noqa: BLE001
+                print(f"{shape}  {name}: {type(failed).__name__}: {str(failed)[:200]}")
+
+
+def steps():
+    print("\nOne token, microseconds, batch 8, 16 heads of 128: eager, and by a CUDA graph")
+    q, k, v, _ = (x.contiguous() for x in inputs(8, 64, 16, 128))
+    with torch.no_grad():
+        _, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
+        token = [x[:, :, 0].contiguous() for x in (q, k, v)]
+        step = lambda: ops.kernelized_attention_step(*token, state)  # noqa: E731
+        eager = 1e3 * milliseconds(step)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        print(f"{eager:.1f} {1e3 * milliseconds(graph.replay):.1f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two sizes alone")
+    arguments = parser.parse_args()
+    start = time.time()
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, time.strftime("%Y-%m-%d"))
+    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    print(f"copy {2 * x.numel() / 1e9 / milliseconds(lambda: x.clone()):.2f} TB/s, products {2e-9 * 8192**3 / milliseconds(lambda: a @ a):.0f} Tflop/s")
+    del x, a
+    attend_fla = fla()
+    conformance({"PyTorch": of_pytorch} | ({"FLA": attend_fla} if attend_fla else {}))
+    times(attend_fla, arguments.quick)
+    steps()
+    print(f"\n{time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
