@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import NOTHING, inverse, load_rows, store_rows
+from .tiles import NOTHING
 
 
 @triton.jit
@@ -48,57 +48,19 @@ def slope(x, phi, MAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def mapped(x, MAP: tl.constexpr, RELATIVE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Features and, of ``exp``, the exponent that each row is relative to: its largest number."""
+def of_keys(x, MAP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Features of keys and, for ``exp``, the exponent that each row is relative to: its largest number."""
     exponent = tl.zeros([x.shape[0]], tl.float32)
-    if MAP == "exp" and RELATIVE:
+    if MAP == "exp":
         exponent = tl.maximum(tl.max(_within(x, D, BLOCK, float("-inf")), 1), NOTHING)
         x = x - exponent[:, None]
-    return _mapped(x, MAP), exponent
+    return _within(_mapped(x, MAP), D, BLOCK, 0.0), exponent
 
 
 @triton.jit
-def _map_rows(  # type: ignore[no-untyped-def]
-    place, x, phi, exponents, out, d_out, denominators, delta, heads, tokens,
-    x_b, x_h, x_t, o_b, o_h, o_t, g_b, g_h, g_t,
-    MAP: tl.constexpr, RELATIVE: tl.constexpr, BACKWARD: tl.constexpr, NORMALIZE: tl.constexpr, EXPONENTS: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    pieces = tl.cdiv(tokens, C)
-    first = (place % pieces) * C
-    place = (place // pieces).to(tl.int64)
-    batch, head = place // heads, place % heads
-    row = first + tl.arange(0, C)
-    there = row < tokens
-    own = load_rows(x + batch * x_b + head * x_h, first, x_t, there, 0, D, C, BD).to(tl.float32)
-    features, exponent = mapped(own, MAP, RELATIVE, D, BD)
-    start = (batch * heads + head) * tokens
-    if EXPONENTS:
-        tl.store(exponents + start + row, exponent, mask=there)
-    if BACKWARD:
-        EACH: tl.constexpr = 2 if MAP == "exp" else 1
-        features *= inverse(tl.load(denominators + (start + row) * EACH, mask=there, other=1.0))[:, None]
-        if NORMALIZE:
-            y = load_rows(out + batch * o_b + head * o_h, first, o_t, there, 0, DV, C, BV).to(tl.float32)
-            dy = load_rows(d_out + batch * g_b + head * g_h, first, g_t, there, 0, DV, C, BV).to(tl.float32)
-            tl.store(delta + start + row, tl.sum(y * dy, 1), mask=there)
-    store_rows(features, phi + start * D, first, D, there, 0, D, C, BD)
-
-
-@triton.jit
-def features(  # type: ignore[no-untyped-def]
-    q, k, phi_q, phi_k, exponents, out, d_out, denominators, delta, heads, kv_heads, queries, keys, of_queries,
-    q_b, q_h, q_t, k_b, k_h, k_t, o_b, o_h, o_t, g_b, g_h, g_t,
-    MAP: tl.constexpr, BACKWARD: tl.constexpr, NORMALIZE: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Features of queries, by the first ``of_queries`` programs, and of keys, ``[batch, head, token, D]``, with the exponents that
-    those of ``exp`` are relative to. For a backward those of queries over their denominators, and ``delta``, out times its gradient."""
-    place = tl.program_id(0)
-    if place < of_queries:
-        # What a query is relative to cancels in the division.
-        _map_rows(place, q, phi_q, exponents, out, d_out, denominators, delta, heads, queries, q_b, q_h, q_t, o_b, o_h, o_t, g_b, g_h, g_t,
-                  MAP, NORMALIZE, BACKWARD, NORMALIZE, False, D, BD, DV, BV, C)  # fmt: skip
-    else:
-        _map_rows(place - of_queries, k, phi_k, exponents, out, d_out, denominators, delta, kv_heads, keys, k_b, k_h, k_t, 0, 0, 0, 0, 0, 0,
-                  MAP, True, False, False, MAP == "exp", D, BD, DV, BV, C)  # fmt: skip
+def of_queries(x, MAP: tl.constexpr, NORMALIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Features of queries; those of ``exp`` relative to the row's largest, which cancels in the division."""
+    if MAP == "exp" and NORMALIZE:
+        largest = tl.max(_within(x, D, BLOCK, float("-inf")), 1)
+        x = x - tl.where(largest == float("-inf"), 0.0, largest)[:, None]
+    return _within(_mapped(x, MAP), D, BLOCK, 0.0)

@@ -14,10 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._calls import Request
-from .features import features
 from .scan import scan
 
 INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False
+
+#: Numbers of a state's tile. Smaller ones spill fewer registers, and were slower on an H200 all the same (docs/gpu.md).
+_STATE = 128 * 128
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -34,14 +37,13 @@ def _padded(width: int) -> int:
 
 
 def tiles(role: str, dtype: torch.dtype, d: int, dv: int) -> Tiles:
-    """The configuration for a role and widths. Chunks do not depend on the role: states of segments are read by several."""
+    """The configuration for a role and widths."""
     a, x = (_padded(dv), _padded(d)) if role in ("dq", "dk") else (_padded(d), _padded(dv))
-    widest = max(_padded(d), _padded(dv))
-    if dtype is not torch.bfloat16:
-        # Products of float32 take three times the registers.
-        return Tiles(16 if widest > 64 else 32, max(16, min(x, 32)), 4, 1)
-    # Half the columns of a wide head: with all of them registers spill (measured: 0.5 instead of 1.4 ms at 8,192 x 96 x 128).
-    return Tiles(64, max(16, min(x, 64 if a <= 128 else 32)), 4 if a <= 128 else 8, 2)
+    columns = max(16, min(x, _STATE // a, 128))
+    half = dtype is torch.bfloat16
+    chunk = 64 if half else 32
+    warps = 8 if a * columns > 64 * 64 else 4
+    return Tiles(chunk, columns, warps, 2 if half else 1)
 
 
 @dataclass(frozen=True)
@@ -111,69 +113,49 @@ class Launch:
         # At least 4 chunks each, because a segment begins by adding up the states of those before.
         return max(1, min(wanted, self.longest // (4 * chunk), 32))
 
-    def map(
-        self, denominators: Tensor | None = None, out: Tensor | None = None, d_out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Features of queries and keys, exponents of keys, and for a backward ``delta``."""
-        device, kind = self.q.device, torch.bfloat16 if self.q.dtype is torch.bfloat16 else torch.float32
-        phi_q, phi_k = (torch.empty(x.shape, dtype=kind, device=device) for x in (self.q, self.k))
-        exponents = delta = None
-        if self.exponential:
-            exponents = torch.empty(self.k.shape[:3], dtype=torch.float32, device=device)
-        if d_out is not None and self.settings.normalize:
-            delta = torch.empty(self.q.shape[:3], dtype=torch.float32, device=device)
-        rows = 32
-        of_queries = self.batch * self.heads * -(-self.queries // rows)
-        grid = of_queries + self.batch * self.kv_heads * -(-self.keys // rows)
-        if grid:
-            strides = [n for tensor in (self.q, self.k, out, d_out) for n in _strides(tensor)]
-            features[(grid,)](
-                self.q, self.k, phi_q, phi_k, exponents, out, d_out, denominators, delta, self.heads, self.kv_heads, self.queries, self.keys,
-                of_queries, *strides, MAP=self.settings.feature_map, BACKWARD=d_out is not None, NORMALIZE=self.settings.normalize,
-                D=self.d, BD=_padded(self.d), DV=self.dv, BV=_padded(self.dv), C=rows, num_warps=4,
-            )  # fmt: skip
-        return phi_q, phi_k, exponents, delta
-
     def scan(
-        self, role: str, a: Tensor, b: Tensor, x: Tensor, to: Tensor, denominators: Tensor, exponents: Tensor | None,
-        delta: Tensor | None = None, source: Tensor | None = None, records: Tensor | None = None, segments: int = 1,
-        initial: Tensor | None = None, initial_exponent: Tensor | None = None, end: Tensor | None = None,
-        end_exponent: Tensor | None = None,
+        self, role: str, to: Tensor | None, denominators: Tensor | None = None, delta: Tensor | None = None,
+        out: Tensor | None = None, d_out: Tensor | None = None, initial: Tensor | None = None,
+        initial_exponent: Tensor | None = None, end: Tensor | None = None, end_exponent: Tensor | None = None,
     ) -> None:  # fmt: skip
+        settings = self.settings
         t = tiles(role, self.q.dtype, self.d, self.dv)
+        reverse = role in ("dk", "dv")
+        rows = self.kv_heads if reverse else self.heads
         width = self.d if role in ("dq", "dk") else self.dv
-        heads = self.kv_heads if role in ("dk", "dv") else self.heads
-        programs = heads * -(-width // t.columns)
-        self._launch(role, False, t, segments, programs, a, b, x, source, to, denominators, exponents, delta, records,
+        count = -(-width // t.columns)
+        segments = self.segments(t.chunk, self.sequences * rows * count)
+        records = None
+        if segments > 1 or not self.causal:
+            records = self._sums("dv" if reverse else "out", segments, t.chunk, denominators, delta, d_out)
+        self._launch(role, False, t, segments, rows * count, records, to, denominators, delta, out, d_out,
                      initial, initial_exponent, end, end_exponent)  # fmt: skip
 
-    def sums(
-        self, role: str, b: Tensor, x: Tensor, denominators: Tensor | None, exponents: Tensor | None, delta: Tensor | None = None
-    ) -> tuple[Tensor | None, int]:
-        """The state of each segment and their number; none where one program takes a whole sequence."""
-        t = tiles(role, self.q.dtype, self.d, self.dv)
-        columns = -(-self.dv // t.columns)
-        segments = self.segments(t.chunk, self.sequences * self.kv_heads * columns)
-        if segments == 1 and self.causal:
-            return None, 1
+    def _sums(
+        self, role: str, segments: int, chunk: int, denominators: Tensor | None, delta: Tensor | None, d_out: Tensor | None
+    ) -> Tensor:
+        """The state of each segment."""
         records = torch.empty((self.sequences, segments, self.kv_heads, self.record), dtype=torch.float32, device=self.q.device)
-        self._launch(role, True, t, segments, self.kv_heads * columns, None, b, x, None, None, denominators, exponents, delta, records,
-                     None, None, None, None)  # fmt: skip
-        return records, segments
+        own = tiles(role, self.q.dtype, self.d, self.dv)
+        t = Tiles(chunk, own.columns, own.warps, own.stages)
+        programs = self.kv_heads * -(-self.dv // t.columns)
+        self._launch(role, True, t, segments, programs, records, None, denominators, delta, None, d_out, None, None, None, None)
+        return records
 
     def _launch(
-        self, role: str, sums: bool, t: Tiles, segments: int, programs: int, a: Tensor | None, b: Tensor, x: Tensor, source: Tensor | None,
-        to: Tensor | None, denominators: Tensor | None, exponents: Tensor | None, delta: Tensor | None, *states: Tensor | None,
+        self, role: str, sums: bool, t: Tiles, segments: int, programs: int, records: Tensor | None, to: Tensor | None,
+        denominators: Tensor | None, delta: Tensor | None, out: Tensor | None, d_out: Tensor | None, initial: Tensor | None,
+        initial_exponent: Tensor | None, end: Tensor | None, end_exponent: Tensor | None,
     ) -> None:  # fmt: skip
         grid = self.sequences * segments * programs
         if grid == 0:
             return
         settings = self.settings
         kind, precision = arithmetic(self.q.dtype)
-        strides = [n for tensor in (a, b, x, source, to) for n in _strides(tensor)]
-        _, initial, _, end, _ = states
+        strides = [x for tensor in (self.q, self.k, self.v, out, d_out, to) for x in _strides(tensor)]
         scan[(grid,)](
-            a, b, x, source, to, denominators, exponents, delta, *states,
+            self.q, self.k, self.v, out, d_out, denominators, delta, to,
+            records, initial, initial_exponent, end, end_exponent,
             self.decay, self.ignored, self.lengths, self.bounds,
             self.queries, self.keys, self.offset, min(self.offset, 0) // t.chunk, self.kv_heads, segments, self.record,
             *strides,
@@ -208,8 +190,8 @@ def _strides(x: Tensor | None) -> Sequence[int]:
 
 
 def _programs(device: torch.device) -> int:
-    """Programs that run at once: registers are there for two a multiprocessor."""
-    return 8 if device.type == "cpu" else 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    """Programs that run at once."""
+    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _exponents(numbers: Tensor, launch: Launch) -> Tensor:
@@ -232,10 +214,7 @@ def forward(
     if initial is not None:
         initial = initial.contiguous()
         exponents = _exponents(initial, launch) if launch.exponential else None
-    phi_q, phi_k, of_keys, _ = launch.map()
-    records, segments = launch.sums("out", phi_k, launch.v, denominators, of_keys)
-    launch.scan("out", phi_q, phi_k, launch.v, out, denominators, of_keys, records=records, segments=segments, initial=initial,
-                initial_exponent=exponents, end=end)  # fmt: skip
+    launch.scan("out", out, denominators, initial=initial, initial_exponent=exponents, end=end)
     return out, denominators, end
 
 
@@ -248,6 +227,9 @@ def backward(
     launch = Launch(q, k, v, call, key_padding_mask, packed)
     d_out, out = _laid_out(d_out), _laid_out(out)
     dq, dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
+    delta = None
+    if launch.settings.normalize:
+        delta = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     d_initial = first = last = None
     if initial is not None:
         initial = initial.contiguous()
@@ -257,10 +239,7 @@ def backward(
         d_final = d_final.contiguous()
         if launch.exponential:
             last = -launch.highest(first)
-    phi_q, phi_k, exponents, delta = launch.map(denominators, out, d_out)
-    records, segments = launch.sums("out", phi_k, launch.v, denominators, exponents)
-    launch.scan("dq", d_out, launch.v, phi_k, dq, denominators, exponents, delta, launch.q, records, segments, initial, first)
-    records, segments = launch.sums("dv", phi_q, d_out, denominators, exponents, delta)
-    launch.scan("dk", launch.v, d_out, phi_q, dk, denominators, exponents, delta, launch.k, records, segments, d_final, last)
-    launch.scan("dv", phi_k, phi_q, d_out, dv, denominators, exponents, delta, None, records, segments, d_final, last, d_initial, first)
+    launch.scan("dq", dq, denominators, delta, out, d_out, initial, first)
+    launch.scan("dk", dk, denominators, delta, out, d_out, d_final, last)
+    launch.scan("dv", dv, denominators, delta, out, d_out, d_final, last, d_initial, first)
     return [dq, dk, dv], d_initial

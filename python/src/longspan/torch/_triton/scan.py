@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .features import mapped, slope
+from .features import of_keys, of_queries, slope
 from .tiles import NOTHING, inverse, load_rows, store_rows
 
 #: As `TOKENS_CARRY` in the kernels' `state.rs`: float32 counts no further than 2**24.
@@ -29,12 +29,37 @@ def _place(low, TRANSPOSED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BA:
 
 
 @triton.jit
+def _of_state(  # type: ignore[no-untyped-def]
+    a, state, z, minus, clock, age, gamma,
+    ROLE: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, EXPONENTIAL: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the state before a chunk gives to its rows and, with role ``out``, to their denominators."""
+    y = tl.dot(a, state.to(TYPE), input_precision=PRECISION)
+    total = tl.zeros([a.shape[0]], tl.float32)
+    if NORMALIZE:
+        if ROLE == "out":
+            total = tl.sum(a.to(tl.float32) * z[None, :], 1)
+        elif ROLE == "dq":
+            y += minus[:, None] * z[None, :]
+        elif ROLE == "dk":
+            y += z[None, :]
+    if DECAY:
+        factor = tl.exp2(gamma * age.to(tl.float32))
+        y, total = y * factor[:, None], total * factor
+    if EXPONENTIAL:
+        factor = tl.exp(clock)
+        y, total = y * factor[:, None], total * factor
+    return y, total
+
+
+@triton.jit
 def scan(  # type: ignore[no-untyped-def]
-    a, b, x, source, to, denominators, exponents, delta,
+    q, k, v, out, d_out, denominators, delta, to,
     records, initial, initial_exponent, end, end_exponent,
     log_decay, ignored, lengths, bounds,
     queries, keys, offset, first_chunk, kv_heads, segments, record,
-    a_b, a_h, a_t, b_b, b_h, b_t, x_b, x_h, x_t, s_b, s_h, s_t, to_b, to_h, to_t,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
     ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
     DECAY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
@@ -42,14 +67,14 @@ def scan(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Rows ``y_r = sum_s w_rs (a_r b_s) x_s``, for a tile of the columns of ``x``. What they are says ``ROLE``:
 
-    ======= ======== ========== ========== ========== =========
-    role    rows     a          b          x          direction
-    ======= ======== ========== ========== ========== =========
-    out     queries  phi(q)     phi(k)     v          forward
-    dq      queries  d_out      v          phi(k)     forward
-    dk      keys     v          d_out      phi(q) / D backward
-    dv      keys     phi(k)     phi(q) / D d_out      backward
-    ======= ======== ========== ========== ========== =========
+    ======= ======== ====== ====== ====== =========
+    role    rows     a      b      x      direction
+    ======= ======== ====== ====== ====== =========
+    out     queries  phi(q) phi(k) v      forward
+    dq      queries  d_out  v      phi(k) forward
+    dk      keys     v      d_out  phi(q) backward
+    dv      keys     phi(k) phi(q) d_out  backward
+    ======= ======== ====== ====== ====== =========
 
     With ``SUMS`` it writes the state of each segment instead, ``sum_s b_s x_s``; who reads them does so of all segments before.
     """
@@ -60,11 +85,8 @@ def scan(  # type: ignore[no-untyped-def]
     OF_KEYS: tl.constexpr = ROLE == "dq" or ROLE == "dk"
     WIDTH: tl.constexpr = D if OF_KEYS else DV
     TILES: tl.constexpr = (WIDTH + BX - 1) // BX
-    A: tl.constexpr = DV if OF_KEYS else D
     BA: tl.constexpr = BV if OF_KEYS else BD
     BZ: tl.constexpr = BX if OF_KEYS else BD
-    # Denominators are one more column of the state: 16, because a product has no fewer.
-    TOTALS: tl.constexpr = ROLE == "out" and not SUMS
     ROW_GROUP: tl.constexpr = 1 if (REVERSE or SUMS) else GROUP
     COLUMN_GROUP: tl.constexpr = GROUP if REVERSE else 1
 
@@ -90,7 +112,8 @@ def scan(  # type: ignore[no-untyped-def]
     there = n_keys
     if IGNORED:
         there = tl.load(lengths + sequence).to(tl.int32)
-    row_start, column_start = (k_start, q_start) if REVERSE else (q_start, k_start)
+    k += batch * k_b + kv_head * k_h + k_start * k_t
+    v += batch * v_b + kv_head * v_h + v_t * k_start
     gamma = 0.0
     if DECAY:
         gamma = tl.load(log_decay + kv_head)
@@ -135,9 +158,6 @@ def scan(  # type: ignore[no-untyped-def]
                 kept, joins = tl.exp(reference - highest), tl.exp(exponent - highest)
                 state, z, own, own_z, reference = state * kept, z * kept, own * joins, own_z * joins, highest
             state, z = state + own, z + own_z
-    totals = tl.zeros([BD, 16], tl.float32)
-    if TOTALS:
-        totals += z[:, None]
 
     for n in range(begin, stop):
         chunk = (begin + stop - 1 - n) if REVERSE else n
@@ -148,73 +168,94 @@ def scan(  # type: ignore[no-untyped-def]
             is_key = is_key & (tl.load(ignored + batch * keys + token, mask=is_key, other=1) == 0)
         is_query = (token >= offset) & (token < n_queries + offset)
         near, far = _clip(first, there), _clip(first + C, there)
-        kept = tl.full([], 1.0, tl.float32)
+        since = tl.full([], 1.0, tl.float32)
         if DECAY:
-            kept = tl.exp2(gamma * (far - near).to(tl.float32))
-        if REVERSE:
-            # Queries before the first key see nothing.
-            is_row, is_column, first_row, first_column = is_key, is_query & (token >= 0), first, first - offset
-        else:
-            is_row, is_column, first_row, first_column = is_query, is_key, first - offset, first
+            since = tl.exp2(gamma * (far - near).to(tl.float32))
 
-        # The rows, and what all of them see. `clock` is minus the exponent that a row's weights are relative to.
-        of_query = (batch * kv_heads * GROUP + row_head) * queries + q_start + first - offset + r
+        # The rows.
+        row_q = (batch * kv_heads * GROUP + row_head) * queries + q_start + first - offset
         clock = tl.zeros([C], tl.float32)
         minus = tl.zeros([C], tl.float32)
-        y = tl.zeros([C, BX], tl.float32)
-        total = tl.zeros([C], tl.float32)
+        weight = tl.full([C], 1.0, tl.float32)
         if not SUMS:
-            a_r = load_rows(a + batch * a_b + row_head * a_h + row_start * a_t, first_row, a_t, is_row, 0, A, C, BA).to(TYPE)
-            y = tl.dot(a_r, state.to(TYPE), input_precision=PRECISION)
-            if TOTALS and NORMALIZE:
-                total = tl.max(tl.dot(a_r, totals.to(TYPE), input_precision=PRECISION), 1)
-            if ROLE == "dq" and NORMALIZE:
-                minus = -tl.load(delta + of_query, mask=is_row, other=0.0)
-                y += minus[:, None] * z[None, :]
-            if ROLE == "dk" and NORMALIZE:
-                y += z[None, :]
-            if EXPONENTIAL:
-                if REVERSE:
-                    clock = tl.load(exponents + (batch * kv_heads + kv_head) * keys + k_start + token, mask=is_row, other=NOTHING)
-                elif ROLE == "dq":
-                    clock = -tl.load(denominators + of_query * EACH + 1, mask=is_row, other=0.0)
+            if ROLE == "out":
+                x_q = load_rows(q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t, is_query, 0, D, C, BD)
+                a = of_queries(x_q.to(tl.float32), MAP, NORMALIZE, D, BD).to(TYPE)
+            elif ROLE == "dq":
+                a = load_rows(d_out + batch * g_b + row_head * g_h + q_start * g_t, first - offset, g_t, is_query, 0, DV, C, BV)
+                weight = inverse(tl.load(denominators + (row_q + r) * EACH, mask=is_query, other=1.0))
+                if EXPONENTIAL:
+                    clock = -tl.load(denominators + (row_q + r) * EACH + 1, mask=is_query, other=0.0)
+                if NORMALIZE:
+                    y_q = load_rows(out + batch * o_b + row_head * o_h + q_start * o_t, first - offset, o_t, is_query, 0, DV, C, BV)
+                    minus = -tl.sum(y_q.to(tl.float32) * a.to(tl.float32), 1)
+                    if tile == 0:
+                        tl.store(delta + row_q + r, -minus, mask=is_query)
+                a = a.to(TYPE)
+            elif ROLE == "dk":
+                a = load_rows(v, first, v_t, is_key, 0, DV, C, BV).to(TYPE)
+                x_k = load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32)
+                phi_k, clock = of_keys(x_k, MAP, D, BX)
+            else:
+                a, clock = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
+                a = a.to(TYPE)
 
         # The columns, by the heads that read a key.
+        kept = since
+        y = tl.zeros([C, BX], tl.float32)
+        total = tl.zeros([C], tl.float32)
+        if REVERSE and not SUMS:
+            y, total = _of_state(a, state, z, minus, reference + clock, tl.maximum(far - token, 0), gamma,
+                                 ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
         for g in range(COLUMN_GROUP):
-            column_head = (kv_head * GROUP + g) if REVERSE else kv_head
-            b_s = load_rows(b + batch * b_b + column_head * b_h + column_start * b_t, first_column, b_t, is_column, 0, A, C, BA)
-            x_s = load_rows(x + batch * x_b + column_head * x_h + column_start * x_t, first_column, x_t, is_column, low, WIDTH, C, BX)
-            b_s, x_s = b_s.to(TYPE), x_s.to(TYPE)
             plus = tl.full([C], 1.0, tl.float32)
-            u = tl.full([C], NOTHING, tl.float32)
             if REVERSE:
-                by_query = (batch * kv_heads * GROUP + column_head) * queries + q_start + first - offset + r
-                if NORMALIZE:
-                    plus = -tl.load(delta + by_query, mask=is_column, other=0.0)
+                q_head = kv_head * GROUP + g
+                column_q = (batch * kv_heads * GROUP + q_head) * queries + q_start + first - offset + r
+                # Queries before the first key see nothing.
+                there_s = is_query & (token >= 0)
+                scale = inverse(tl.load(denominators + column_q * EACH, mask=there_s, other=1.0))
+                g_at = d_out + batch * g_b + q_head * g_h + q_start * g_t
+                q_at = q + batch * q_b + q_head * q_h + q_start * q_t
                 if EXPONENTIAL:
-                    u = tl.load(denominators + by_query * EACH + 1, mask=is_column, other=NOTHING)
+                    u = tl.load(denominators + column_q * EACH + 1, mask=there_s, other=NOTHING)
                     u = tl.where(u > NOTHING * 0.5, -u, tl.where(u == u, NOTHING, u))
-            elif EXPONENTIAL:
-                u = tl.load(exponents + (batch * kv_heads + kv_head) * keys + k_start + token, mask=is_column, other=NOTHING)
+                if NORMALIZE:
+                    plus = -tl.load(delta + column_q, mask=there_s, other=0.0)
+                if ROLE == "dk":
+                    b = load_rows(g_at, first - offset, g_t, there_s, 0, DV, C, BV).to(TYPE)
+                    x = load_rows(q_at, first - offset, q_t, there_s, low, D, C, BX).to(tl.float32)
+                    x = of_queries(x, MAP, NORMALIZE, D, BX) * scale[:, None]
+                    x = tl.where(there_s[:, None], x, 0.0).to(TYPE)
+                else:
+                    b = load_rows(q_at, first - offset, q_t, there_s, 0, D, C, BD).to(tl.float32)
+                    b = of_queries(b, MAP, NORMALIZE, D, BD) * scale[:, None]
+                    b = tl.where(there_s[:, None], b, 0.0).to(TYPE)
+                    x = load_rows(g_at, first - offset, g_t, there_s, low, DV, C, BX).to(TYPE)
+            else:
+                there_s = is_key
+                if ROLE == "out":
+                    b, u = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
+                    b = tl.where(is_key[:, None], b, 0.0).to(TYPE)
+                    x = load_rows(v, first, v_t, is_key, low, DV, C, BX).to(TYPE)
+                else:
+                    b = load_rows(v, first, v_t, is_key, 0, DV, C, BV).to(TYPE)
+                    x, u = of_keys(load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32), MAP, D, BX)
+                    x = tl.where(is_key[:, None], x, 0.0).to(TYPE)
+                if EXPONENTIAL:
+                    u = tl.where(is_key, u, NOTHING)
 
             seen = (r[:, None] <= r[None, :]) if REVERSE else (r[:, None] >= r[None, :])
             if not SUMS:
                 if EXPONENTIAL and ROLE == "out":
-                    highest = tl.zeros([C], tl.float32) + reference
-                    if CAUSAL:
-                        highest = tl.maximum(highest, tl.max(tl.where(seen, u[None, :], NOTHING), 1))
-                    clock = -highest
-                if (DECAY or EXPONENTIAL) and (COLUMN_GROUP == 1 or g == 0):
-                    since = tl.zeros([C], tl.float32)
-                    if DECAY:
-                        since = gamma * tl.maximum((far - token) if REVERSE else (token - near), 0).to(tl.float32)
-                    since = tl.exp2(since)
-                    if EXPONENTIAL:
-                        since *= tl.exp(reference + clock)
-                    y, total = y * since[:, None], total * since
+                    own = tl.maximum(tl.max(tl.where(seen, u[None, :], NOTHING), 1), reference) if CAUSAL else reference + clock
+                    clock = -own
+                if not REVERSE:
+                    y, total = _of_state(a, state, z, minus, reference + clock, tl.maximum(token - near, 0), gamma,
+                                         ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
                 if CAUSAL:
-                    # What some rows see.
-                    pairs = tl.dot(a_r, tl.trans(b_s), input_precision=PRECISION)
+                    # What some see.
+                    pairs = tl.dot(a, tl.trans(b), input_precision=PRECISION)
                     if ROLE == "dq" and NORMALIZE:
                         pairs += minus[:, None]
                     if ROLE == "dk" and NORMALIZE:
@@ -224,15 +265,14 @@ def scan(  # type: ignore[no-untyped-def]
                     if EXPONENTIAL:
                         pairs *= tl.exp(u[None, :] + clock[:, None])
                     pairs = tl.where(seen, pairs, 0.0)
-                    if TOTALS and NORMALIZE:
+                    if ROLE == "out" and NORMALIZE:
                         total += tl.sum(pairs, 1)
                     so_far = y
-                    y = tl.dot(pairs.to(TYPE), x_s, acc=so_far, input_precision=PRECISION)
+                    y = tl.dot(pairs.to(TYPE), x, acc=so_far, input_precision=PRECISION)
                     if tl.max(tl.max((y != y).to(tl.int32), 1), 0) > 0:
                         # 0 times what a row does not see, where that is not finite, is NaN.
-                        finite = tl.sum(x_s.to(tl.float32) * 0.0, 1) == 0.0
-                        of_finite = tl.where(finite[:, None], x_s, 0.0).to(TYPE)
-                        y = tl.dot(pairs.to(TYPE), of_finite, acc=so_far, input_precision=PRECISION)
+                        finite = tl.sum(x.to(tl.float32) * 0.0, 1) == 0.0
+                        y = tl.dot(pairs.to(TYPE), tl.where(finite[:, None], x, 0.0).to(TYPE), acc=so_far, input_precision=PRECISION)
                         sees = tl.max((seen & (finite[None, :] == 0)).to(tl.int32), 1) > 0
                         y = tl.where(sees[:, None], float("nan"), y)
 
@@ -243,52 +283,49 @@ def scan(  # type: ignore[no-untyped-def]
                     factor = tl.exp2(gamma * tl.maximum((token - near) if REVERSE else (far - token), 0).to(tl.float32))
                 if EXPONENTIAL:
                     highest = tl.maximum(reference, tl.max(u, 0))
-                    factor *= tl.exp(u - highest)
+                    factor = factor * tl.exp(u - highest)
                     kept = kept * tl.exp(reference - highest)
                     reference = highest
                 if DECAY or EXPONENTIAL:
                     state, z = state * kept, z * kept
-                    x_s = (x_s.to(tl.float32) * factor[:, None]).to(TYPE)
-                state = tl.dot(tl.trans(b_s), x_s, acc=state, input_precision=PRECISION)
-                if TOTALS:
-                    if DECAY or EXPONENTIAL:
-                        totals = totals * kept
-                    weighs = tl.zeros([C, 16], tl.float32) + factor[:, None]
-                    totals = tl.dot(tl.trans(b_s), weighs.to(TYPE), acc=totals, input_precision=PRECISION)
-                elif OF_KEYS:
-                    z += tl.sum(x_s.to(tl.float32) * plus[:, None], 0)
-                elif SUMS or END:
-                    z += tl.sum(b_s.to(tl.float32) * (plus * factor)[:, None], 0)
+                    b = (b.to(tl.float32) * factor[:, None]).to(TYPE)
+                state = tl.dot(tl.trans(b), x, acc=state, input_precision=PRECISION)
+                if OF_KEYS:
+                    z += tl.sum(x.to(tl.float32) * (plus * factor)[:, None], 0)
+                elif REVERSE:
+                    z += tl.sum(b.to(tl.float32) * plus[:, None], 0)
+                else:
+                    z += tl.sum(b.to(tl.float32), 0)
                 kept = tl.full([], 1.0, tl.float32)
 
         if not SUMS:
-            at_row = to + batch * to_b + row_head * to_h + row_start * to_t
             if ROLE == "out":
+                at_row = to + batch * to_b + row_head * to_h + q_start * to_t
                 bottom = total
                 if NORMALIZE:
                     y = y * inverse(total)[:, None]
                 elif EXPONENTIAL:
                     y, bottom = y * tl.exp(-clock)[:, None], tl.exp(clock)
                 else:
-                    bottom = total + 1.0
+                    bottom = weight
+                store_rows(y, at_row, first - offset, to_t, is_query, low, DV, C, BX)
                 if tile == 0:
-                    tl.store(denominators + of_query * EACH, bottom, mask=is_row)
+                    tl.store(denominators + (row_q + r) * EACH, bottom, mask=is_query)
                     if EXPONENTIAL:
-                        tl.store(denominators + of_query * EACH + 1, -clock, mask=is_row)
-            if OF_KEYS:
-                own = load_rows(source + batch * s_b + row_head * s_h + row_start * s_t, first_row, s_t, is_row, low, D, C, BX)
-                own = own.to(tl.float32)
-                phi, exponent = mapped(own, MAP, NORMALIZE or ROLE == "dk", D, BX)
-                y = y * slope(own, phi, MAP)
-            if ROLE == "dq":
-                y = y * inverse(tl.load(denominators + of_query * EACH, mask=is_row, other=1.0))[:, None]
-            if REVERSE:
-                # Rows of ignored keys are 0, and so are those after the last that is not.
-                y, is_row = tl.where(is_key[:, None], y, 0.0), (token >= 0) & (token < n_keys)
-            store_rows(y, at_row, first_row, to_t, is_row, low, WIDTH, C, BX)
+                        tl.store(denominators + (row_q + r) * EACH + 1, -clock, mask=is_query)
+            elif ROLE == "dq":
+                x_q = load_rows(q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t, is_query, low, D, C, BX)
+                x_q = x_q.to(tl.float32)
+                y = y * weight[:, None] * slope(x_q, of_queries(x_q, MAP, NORMALIZE, D, BX), MAP)
+                at_row = to + batch * to_b + row_head * to_h + q_start * to_t
+                store_rows(y, at_row, first - offset, to_t, is_query, low, D, C, BX)
+            else:
+                if ROLE == "dk":
+                    y = y * slope(x_k, phi_k, MAP)
+                y = tl.where(is_key[:, None], y, 0.0)
+                at_row = to + batch * to_b + kv_head * to_h + k_start * to_t
+                store_rows(y, at_row, first, to_t, (token >= 0) & (token < n_keys), low, WIDTH, C, BX)
 
-    if TOTALS:
-        z = tl.max(totals, 1)
     if SUMS or END:
         # The state of the segment, or of the whole sequence; of a gradient, that at its beginning.
         writes = row_head % ROW_GROUP == 0

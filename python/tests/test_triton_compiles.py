@@ -1,0 +1,102 @@
+"""Every kernel compiles for devices that are not there: no error, shared memory within the device's, products on tensor cores."""
+
+import itertools
+import json
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from longspan.torch._triton import kernelized  # noqa: E402
+
+if kernelized.INTERPRETED:
+    pytest.skip("an interpreted kernel is not compiled", allow_module_level=True)
+
+#: Shared memory of a block, bytes.
+TARGETS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, "gfx942": 64 * 1024}
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+CALLS = {
+    "plain": {},
+    "both directions": {"CAUSAL": False},
+    "exp with everything": {"MAP": "exp", "DECAY": True, "INITIAL": True, "END": True, "IGNORED": True, "GROUP": 2, "segments": 4},
+    "packed, undivided": {"MAP": "softplus", "PACKED": True, "NORMALIZE": False},
+}
+KERNELS = [("out", False), ("dq", False), ("dk", False), ("dv", False), ("out", True), ("dv", True)]
+
+
+def source(role, sums, dtype, d, dv, hip=False, **options):
+    """A kernel as a launch would specialise it."""
+    tiles = kernelized.tiles(role, dtype, d, dv)
+    kind, precision = kernelized.arithmetic(dtype)
+    precision = "ieee" if hip else precision
+    segments = options.pop("segments", 1)
+    of_call = {"CAUSAL": True, "MAP": "elu+1", "NORMALIZE": True, "DECAY": False, "INITIAL": False, "END": False, "IGNORED": False,
+               "PACKED": False, "GROUP": 1, **options}  # fmt: skip
+    if sums or role in ("dq", "dk"):
+        of_call["END"] = False
+    if sums:
+        of_call["INITIAL"] = False
+    exponential = of_call["MAP"] == "exp"
+    constants = {"ROLE": role, "SUMS": sums, "D": d, "DV": dv, "BD": kernelized._padded(d), "BV": kernelized._padded(dv),
+                 "BX": tiles.columns, "C": tiles.chunk, "TYPE": kind, "PRECISION": precision, **of_call}  # fmt: skip
+    own = "*" + NAMES[dtype]
+    pointers = {"q": own, "k": own, "v": own, "denominators": "*fp32"}
+    conditional = {
+        "d_out": (own, role != "out"), "delta": ("*fp32", role != "out"), "out": (own, role == "dq"), "to": (own, not sums),
+        "records": ("*fp32", sums or segments > 1 or not of_call["CAUSAL"]), "initial": ("*fp32", of_call["INITIAL"]),
+        "initial_exponent": ("*fp32", of_call["INITIAL"] and exponential), "end": ("*fp32", of_call["END"]),
+        "end_exponent": ("*fp32", of_call["END"] and exponential and role == "dv"), "log_decay": ("*fp32", of_call["DECAY"]),
+        "ignored": ("*u8", of_call["IGNORED"]), "lengths": ("*i64", of_call["IGNORED"]), "bounds": ("*i64", of_call["PACKED"]),
+    }  # fmt: skip
+    pointers |= {name: kind for name, (kind, there) in conditional.items() if there}
+    signature, fixed, aligned = {}, {}, {}
+    for index, name in enumerate(kernelized.scan.arg_names):
+        stride = re.fullmatch(r"[a-z]+_[bht]", name) is not None
+        if name in constants or (name in conditional and name not in pointers):
+            signature[name], fixed[name] = "constexpr", constants.get(name)
+        else:
+            signature[name] = pointers.get(name, "i32")
+        if name in pointers or stride:
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernelized.scan, signature, fixed, aligned), {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def disassembled(cubin, path):
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_compiles(target, tmp_path):
+    if target == 100 and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+        pytest.skip("`unsupported` sends such a device with such a Triton to the formulation")
+    device = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
+    shapes = [(torch.bfloat16, 128, 128), (torch.bfloat16, 64, 64), (torch.float32, 64, 48)]
+    failures = []
+
+    def build(number, kernel, shape, call):
+        made, options = source(*kernel, *shape, isinstance(target, str), **CALLS[call])
+        compiled = triton.compile(made, target=device, options=options)
+        where = f"{kernel}, {shape}, {call}"
+        if compiled.metadata.shared > TARGETS[target]:
+            failures.append(f"{where}: {compiled.metadata.shared} bytes of shared memory")
+        if "cubin" in compiled.asm and target != 100 and shape[0] is torch.bfloat16 and not re.search(
+            "HGMMA|HMMA", disassembled(compiled.asm["cubin"], tmp_path / str(number))
+        ):
+            failures.append(f"{where}: no product on tensor cores")
+
+    cases = [(kernel, shape, call) for kernel, shape, call in itertools.product(KERNELS, shapes, CALLS)
+             # Each option with one shape, all shapes without options.
+             if call == "plain" or shape == shapes[1]]  # fmt: skip
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(build, range(len(cases)), *zip(*cases)))
+    assert not failures, json.dumps(failures, indent=1)
