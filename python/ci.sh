@@ -19,6 +19,8 @@ if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
 fi
 "$python" -m pytest -q --durations=5 tests
 if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
+    # The kernels for devices, by Triton's interpreter, which has to be asked for before Triton is imported.
+    TRITON_INTERPRET=1 "$python" -m pytest -q tests/test_triton.py
     "$python" -m pytest -q ../benchmarks
     "$python" -m pip install --quiet -r ../docs/site/requirements.txt
     PYTHON="$python" ../docs/site/build "$work/site"
