@@ -277,7 +277,9 @@ def _states_by_triton(
     numbers = None
     if initial_state is not None:
         if not isinstance(initial_state, TensorState):
-            initial_state = TensorState.of(_calls.plain_state(call.operation, "initial_state", initial_state))
+            plain = _calls.plain_state(call.operation, "initial_state", initial_state)
+            assert plain is not None
+            initial_state = TensorState.of(plain)
         given = (initial_state.mechanism, initial_state.options, tuple(initial_state.parts))
         if given != shape or tuple(initial_state.numbers.shape[:2]) != (q.shape[0], k.shape[1]):
             raise ValueError(f"{call.operation}: initial_state: expected a state of {shape[0]} with the call's options, batch "

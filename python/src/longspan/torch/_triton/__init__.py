@@ -61,8 +61,9 @@ def is_exponential(options: str) -> bool:
 
 
 # What `torch.compiler.assume_constant_result` does, which takes more than a second to import the compiler.
-for function in (_available, _triton_version, _unsupported_options, _decays, is_exponential):
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_CONSTANT: tuple[Any, ...] = (_available, _triton_version, _unsupported_options, _decays, is_exponential)
+for _function in _CONSTANT:
+    _function._dynamo_marked_constant = True
 
 
 def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:

@@ -9,14 +9,14 @@ from .tiles import NOTHING
 
 
 @triton.jit
-def _within(x, D: tl.constexpr, BLOCK: tl.constexpr, other: tl.constexpr):  # type: ignore[no-untyped-def]
+def _within(x, D: tl.constexpr, BLOCK: tl.constexpr, other: tl.constexpr):
     if D != BLOCK:
         x = tl.where((tl.arange(0, BLOCK) < D)[None, :], x, other)
     return x
 
 
 @triton.jit
-def _mapped(x, MAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mapped(x, MAP: tl.constexpr):
     if MAP == "elu+1":
         x = tl.where(x > 0, x + 1, tl.exp(tl.where(x > 0, 0.0, x)))
     elif MAP == "relu":
@@ -32,7 +32,7 @@ def _mapped(x, MAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def slope(x, phi, MAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def slope(x, phi, MAP: tl.constexpr):
     """The derivative at ``x``, where the map is ``phi``."""
     if MAP == "elu+1":
         x = tl.where(x > 0, 1.0, phi)
@@ -48,7 +48,7 @@ def slope(x, phi, MAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def of_keys(x, MAP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def of_keys(x, MAP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Features of keys and, for ``exp``, the exponent that each row is relative to: its largest number."""
     exponent = tl.zeros([x.shape[0]], tl.float32)
     if MAP == "exp":
@@ -58,7 +58,7 @@ def of_keys(x, MAP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # type
 
 
 @triton.jit
-def of_queries(x, MAP: tl.constexpr, NORMALIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def of_queries(x, MAP: tl.constexpr, NORMALIZE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Features of queries; those of ``exp`` relative to the row's largest, which cancels in the division."""
     if MAP == "exp" and NORMALIZE:
         largest = tl.max(_within(x, D, BLOCK, float("-inf")), 1)

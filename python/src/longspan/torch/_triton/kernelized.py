@@ -33,7 +33,7 @@ class Tiles:
 
 
 def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def tiles(role: str, dtype: torch.dtype, d: int, dv: int) -> Tiles:

@@ -13,12 +13,12 @@ _CARRY = tl.constexpr(1 << 20)
 
 
 @triton.jit
-def _clip(x, high):  # type: ignore[no-untyped-def]
+def _clip(x, high):
     return tl.minimum(tl.maximum(x, 0), high)
 
 
 @triton.jit
-def _place(low, TRANSPOSED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BA: tl.constexpr, BX: tl.constexpr):  # type: ignore[no-untyped-def]
+def _place(low, TRANSPOSED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BA: tl.constexpr, BX: tl.constexpr):
     """Where a tile of a state ``[D, DV]``, or of its transpose, lies, and which of its numbers there are."""
     a, x = tl.arange(0, BA)[:, None], (low + tl.arange(0, BX))[None, :]
     if TRANSPOSED:
@@ -29,7 +29,7 @@ def _place(low, TRANSPOSED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BA:
 
 
 @triton.jit
-def _of_state(  # type: ignore[no-untyped-def]
+def _of_state(
     a, state, z, minus, clock, age, gamma,
     ROLE: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, EXPONENTIAL: tl.constexpr, TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -54,7 +54,7 @@ def _of_state(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scan(  # type: ignore[no-untyped-def]
+def scan(
     q, k, v, out, d_out, denominators, delta, to,
     records, initial, initial_exponent, end, end_exponent,
     log_decay, ignored, lengths, bounds,

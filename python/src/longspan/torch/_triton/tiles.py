@@ -10,7 +10,7 @@ NOTHING = tl.constexpr(-1e30)
 
 
 @triton.jit
-def load_rows(start, first, stride, valid, low, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_rows(start, first, stride, valid, low, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Columns ``low ..`` of the rows ``first ..``; 0 beyond ``WIDTH`` and where a row is not valid."""
     column = low + tl.arange(0, BLOCK)
     at = start + first.to(tl.int64) * stride
@@ -21,7 +21,7 @@ def load_rows(start, first, stride, valid, low, WIDTH: tl.constexpr, C: tl.const
 
 
 @triton.jit
-def store_rows(tile, start, first, stride, valid, low, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_rows(tile, start, first, stride, valid, low, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     column = low + tl.arange(0, BLOCK)
     at = start + first.to(tl.int64) * stride
     mask = valid[:, None] & (column < WIDTH)[None, :]
@@ -29,7 +29,7 @@ def store_rows(tile, start, first, stride, valid, low, WIDTH: tl.constexpr, C: t
 
 
 @triton.jit
-def inverse(denominator):  # type: ignore[no-untyped-def]
+def inverse(denominator):
     """1 over it; 0 where there is nothing to divide by: below the least normal number."""
     nothing = tl.abs(denominator) < 1.1754943508222875e-38
     return tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, denominator))
