@@ -171,7 +171,8 @@ fn a_run_folder_cut_short_is_named() {
     }
     fs::create_dir(place.path("empty")).unwrap();
     place.fails(&["info", "empty"], &["empty is not a run folder", "config.json"]);
-    place.fails(&["info", "pairs.tsv"], &["pairs.tsv is not a folder"]);
+    place.fails(&["predict", "pairs.tsv"], &["pairs.tsv is not a folder"]);
+    assert!(place.ok(&["info", "pairs.tsv"]).contains("--pairs     200 pairs"), "of a file `info` says how it is read");
     place.fails(&["info", "nowhere"], &["cannot open the run folder nowhere"]);
 }
 
