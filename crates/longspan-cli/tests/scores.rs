@@ -171,6 +171,9 @@ fn special_tokens_never_count_as_right() {
     let more = ["--target-tokens", "special.json", "--learning-rate", "0.01"];
     let (_, said) = place.said(&place.train_on("special.tsv", "run", "200", &more));
     assert!(said.contains("\"<end>\" is printed as \"\"; special tokens are never printed"), "{said}");
+    place.write("text.txt", "ab<end>cd".repeat(40).as_bytes());
+    let (_, said) = place.said(&train(&["--text", "text.txt", "--tokens", "special.json"], "text", "1", &[]));
+    assert!(said.contains("special tokens of the tokenizer, which generated text does not show"), "{said}");
     let scores = place.json(&["eval", "run", "special.tsv", "--json"]);
     let wrong = scores["sequence_error_rate"]["rate"].as_f64().unwrap();
     assert!(wrong >= 0.5, "the sixty with the special token: {scores}");

@@ -185,13 +185,20 @@ impl Picture for Matrix {
             for (answer, &cell) in row.iter().enumerate() {
                 let share = cell as f64 / all.max(1) as f64;
                 let corners = [(edge(answer), edge(n)), (edge(answer + 1), edge(n + 1))];
-                area.draw(&Rectangle::new(corners, TRAINING.mix(0.9 * share).filled())).map_err(|e| broken(&e))?;
-                area.draw(&Rectangle::new(corners, GRID)).map_err(|e| broken(&e))?;
+                if cell > 0 {
+                    area.draw(&Rectangle::new(corners, TRAINING.mix(0.9 * share).filled())).map_err(|e| broken(&e))?;
+                }
                 if count <= NUMBERED {
                     let style = font(size, HPos::Center, VPos::Center);
                     let style = if share > 0.5 { style.color(&WHITE) } else { style };
                     write(cell.to_string(), (middle(answer), middle(n)), style)?;
                 }
+            }
+        }
+        for n in 0..=count {
+            let (first, at, last) = (edge(0), edge(n), edge(count));
+            for line in [vec![(first, at), (last, at)], vec![(at, first), (at, last)]] {
+                area.draw(&PathElement::new(line, GRID)).map_err(|e| broken(&e))?;
             }
         }
         if count <= NAMED {

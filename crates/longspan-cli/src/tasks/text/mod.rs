@@ -23,12 +23,13 @@ use super::lines;
 use super::memory;
 use super::split::evenly;
 use super::task::{Answering, Data, Generated, Loss, Shown, Task, Verb, Vocabulary, Wish};
-use super::tokens::{END, Kind, Tokenizer};
+use super::tokens::{END, Kind, SPECIALS, Tokenizer};
 use crate::run::checkpoint::Place;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
 use crate::run::write::write_atomic;
-use crate::terminal::samples::visible;
+use crate::terminal::notes::note;
+use crate::terminal::samples::{counted, visible};
 use crate::terminal::shell;
 pub use continuation::Stops;
 use corpus::Corpus;
@@ -96,6 +97,7 @@ impl Task for Text {
             Chosen::Known(_) => tokenizer.kind().into(),
             Chosen::Learned(_) => "bpe".into(),
         });
+        say_hidden(&tokenizer, &corpus, &parts.train, config)?;
         let task = Self { tokenizer: Arc::new(tokenizer), peers: None };
         let data = task.divide(&corpus, &parts, passages, sha256, config)?;
         Ok((task, data))
@@ -263,6 +265,22 @@ impl Text {
         }
         Ok(scorer.sums)
     }
+}
+
+/// Says it where a text begins with special tokens of a tokenizer.json, which are learned and never printed.
+fn say_hidden(tokenizer: &Tokenizer, corpus: &Corpus, train: &Range<u64>, config: &RunConfig) -> Result<()> {
+    let Tokenizer::Json { .. } = tokenizer else { return Ok(()) };
+    let first = corpus.piece(train.start, train.end)?;
+    let ids = tokenizer.encode_piece(&first.before, &first.bytes)?;
+    let hidden = ids.iter().filter(|&&id| id >= SPECIALS && tokenizer.is_hidden(id)).count();
+    if hidden > 0 {
+        note(format_args!(
+            "{}: {hidden} of the first {} are special tokens of the tokenizer, which generated text does not show",
+            config.data_name(),
+            counted(ids.len(), "tokens")
+        ));
+    }
+    Ok(())
 }
 
 /// Reads a corpus from its beginning to its end: the passages that are held out, and the SHA-256 of all. `train` takes the bytes to
