@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from agreement import draw, elsewhere, leaves, same_gradients, steps  # noqa: E402
 
 from longspan import ops  # noqa: E402
-from longspan.torch import MultiheadAttention  # noqa: E402
+from longspan.torch import MultiheadAttention, chunked_attention  # noqa: E402
 
 LENGTH = 9
 
@@ -166,3 +166,25 @@ def test_modules(options):
         expected, _ = module(x, memory, memory, **call)
         with elsewhere():
             torch.testing.assert_close(module(x, memory, memory, **call)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mechanism, parameters", [
+    ("kernelized", []), ("fourier", [torch.randn(1, 2, 1), torch.zeros(1, 2)]), ("toeplitz", [torch.randn(1, 7)]),
+])  # fmt: skip
+def test_large_keys_of_one_sequence_do_not_erase_another_in_the_formulation(mechanism, parameters):
+    q, k, v = torch.randn(3, 2, 1, 4, 2)
+    k[1] += 120
+    options = '{"feature_map": "exp"}'
+    both = chunked_attention(q, k, v, parameters, mechanism=mechanism, options=options)
+    for entry in range(2):
+        alone = chunked_attention(*(x[entry : entry + 1] for x in (q, k, v)), parameters, mechanism=mechanism, options=options)
+        torch.testing.assert_close(both[entry : entry + 1], alone)
+    # Nor does what is not finite reach it.
+    k[1, 0, 0, 0] = float("nan")
+    torch.testing.assert_close(chunked_attention(q, k, v, parameters, mechanism=mechanism, options=options)[0], both[0])
+
+
+def test_packed_sequences_beside_a_padding_mask_are_refused_by_the_formulation():
+    q, k, v = torch.randn(3, 1, 1, 4, 2)
+    with pytest.raises(ValueError, match="expected None beside a key_padding_mask"):
+        chunked_attention(q, k, v, cu_seqlens=([0, 4], [0, 4]), key_padding_mask=torch.zeros(1, 4, dtype=torch.bool))

@@ -53,7 +53,8 @@ class Call:
         if name == "exp" and normalize:
             # Cancels in the division; without it the exponentials overflow.
             q = q - q.amax(dim=-1, keepdim=True).detach() if q.shape[-1] else q
-            k = k - k.amax().detach() if k.numel() else k
+            # One exponent for each sequence and head: another sequence's keys are none of its business.
+            k = k - k.amax((2, 3), keepdim=True).detach() if k.numel() else k
         return MAPS[name](q), MAPS[name](k)
 
     def row_ranges(self, numbers_per_row: int) -> Iterator[tuple[slice, Tensor]]:

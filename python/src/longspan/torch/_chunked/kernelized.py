@@ -44,7 +44,10 @@ def kernelized(call: Call) -> Tensor:
     if name == "exp" and normalize and keys > 0:
         # Cancels in the division; without it the exponentials overflow.
         q = q - q.amax(dim=-1, keepdim=True).detach() if q.shape[-1] else q
-        highest = k.flatten().amax(0).detach() if k.numel() else k.new_zeros(())
+        highest = k.new_zeros(())
+        if k.numel():
+            # One for each sequence and head; a table's rows, which all share, have one in common with them.
+            highest = (k.amax((2, 3), keepdim=True) if table is None else k.amax()).detach()
         if table is not None and same:
             highest = torch.maximum(highest, table.amax().detach())
         k = k - highest
