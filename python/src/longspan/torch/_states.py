@@ -125,6 +125,16 @@ class TensorState:
         -------
         TensorState
             With the same gradient.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from longspan import ops
+        >>> from longspan.torch import TensorState
+        >>> x = torch.randn(2, 4, 100, 8)
+        >>> _, state = ops.kernelized_attention(x, x, x, is_causal=True, output_final_state=True)
+        >>> TensorState.of(state).to("meta").numbers.device.type
+        'meta'
         """
         return TensorState(self.mechanism, self.options, self.parts, self.numbers.to(device))
 
