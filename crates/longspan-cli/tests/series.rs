@@ -112,7 +112,7 @@ fn numbers_are_foretold_with_their_errors() {
         "{scores}"
     );
     place.fails(&["eval", "run", "waves.jsonl"], &["the label \"slow\" is no number"]);
-    place.fails(&["eval", "run", "new.jsonl", "--picture", "c.svg"], &["only a run that predicts labels"]);
+    place.fails(&["eval", "run", "new.jsonl", "--picture", "c.svg"], &["a run that predicts labels has a picture"]);
 }
 
 #[test]

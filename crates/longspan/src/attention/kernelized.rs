@@ -182,7 +182,7 @@ fn module(
     let dims = heads.dims(1, 1, 1);
     options.check_feature_map(&dims)?;
     let most = options.parameters(&dims).iter().map(kernels::Parameter::len).max().unwrap_or(0);
-    config(most < 1 << 32, "AttentionConfig", "radius", "a table of fewer than 2³² numbers", most)?;
+    config(most < isize::MAX as usize / 64, "AttentionConfig", "radius", "a table that fits memory", most)?;
     let relative = score.shaw().map(|shaw| {
         let tables = if shaw.shared { 1 } else { heads.heads };
         let row = shaw.row_len(options.feature_map, heads.head_dim);
