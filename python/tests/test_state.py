@@ -210,7 +210,10 @@ def test_a_state_made_with_other_options_is_refused():
 
 
 def test_a_state_without_memory_is_an_error():
-    token = np.zeros((1, 1, 8), np.float32)
+    # In float32 a state counts no further than 2**24 tokens.
+    with pytest.raises(ValueError, match="softmax_attention_step: capacity: expected at most 16777216"):
+        ops.softmax_attention_step(*[np.zeros((1, 1, 8), np.float32)] * 3, capacity=2**31)
+    token = np.zeros((1, 1, 8))
     with pytest.raises(MemoryError, match="softmax_attention_step: state: no memory for"):
         ops.softmax_attention_step(token, token, token, capacity=2**31)
     _, state = ops.softmax_attention_step(token, token, token, capacity=2**20)
