@@ -38,10 +38,16 @@ fn error(output: &Output) -> String {
     errors[0].to_string()
 }
 
-/// Arguments of a run on all but pairs. Three processes take 2, 2 and 1 of a text's lanes, whose states begin anew after seven
-/// segments: amid the steps at which runs are gone on with.
+/// Arguments of a run on any data. Three processes take 2, 2 and 1 of a text's lanes, whose states begin anew after seven
+/// segments: amid the steps at which runs are resumed.
 fn train_on<'a>(data: &[&'a str], out: &'a str, steps: &'a str) -> Vec<&'a str> {
-    support::train(&set(&["layers=2", "batch_size=5", "segment=16", "carry=7", "dropout=0"]), out, steps, data)
+    let own: &[&str] = match data[0] {
+        "--pairs" => &[],
+        "--text" => &["layers=2", "segment=16", "carry=7"],
+        _ => &["layers=2"],
+    };
+    let settings = [own, &["batch_size=5", "dropout=0"]].concat();
+    support::train(&[data, &set(&settings)].concat(), out, steps, &[])
 }
 
 /// Arguments of a run of 10 steps; on pairs if nothing else is given.
