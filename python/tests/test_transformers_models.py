@@ -86,7 +86,7 @@ def test_a_run_of_texts(settings, tmp_path):
 
 LABELLED = {
     "label": "".join(f"{word} good\tyes\n{word} bad\tno\n{word}\tmaybe\n" for word in ("a", "the", "any", "this", "one", "what")),
-    "number": "".join(f"{'ab' * n}\t{3 * n + 5}\n" for n in range(1, 31)),
+    "number": "".join(f"{'ab' * n}\t{3 * n + 5.5}\n" for n in range(1, 31)),
 }
 
 

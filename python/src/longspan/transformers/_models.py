@@ -381,7 +381,7 @@ class LongspanForSeq2SeqLM(_Generating):
         # The command never says padding or the start.
         self.generation_config = GenerationConfig(
             bos_token_id=runs.START, eos_token_id=runs.END, pad_token_id=runs.PAD, decoder_start_token_id=runs.START,
-            suppress_tokens=[runs.PAD, runs.START], max_new_tokens=(config.answer_tokens or config.max_tokens) + 1,
+            suppress_tokens=[runs.PAD, runs.START], max_new_tokens=config.answer_tokens or config.max_tokens,
         )  # fmt: skip
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
