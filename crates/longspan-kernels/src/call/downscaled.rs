@@ -1,13 +1,34 @@
 //! Gradients where a row's denominator is so small that its gradient divided by it overflows, as after a gap that a decay has all but
 //! erased: gradients are linear in what they start from, so all of it is made smaller first and all of them larger in the end.
 
-use super::{Cotangent, Dims, State, View, ViewMut};
+use super::{Cotangent, Dims, GradientSink, Gradients, State, View, ViewMut};
 use crate::error::Error;
 use crate::simd::Real;
 use crate::simd::block::scale_by;
 
+/// Runs a checked backward on what it starts from, made smaller where that is needed; where it `divides`, there is one denominator
+/// a row.
+pub(crate) fn downscaled<T: Real>(
+    dims: &Dims,
+    divides: bool,
+    cotangent: &Cotangent<'_, T>,
+    gradients: Gradients<'_, '_, T>,
+    backward: impl FnOnce(&Cotangent<'_, T>, GradientSink<'_, T>, &mut [&mut [T]], Option<&mut State<T>>),
+) -> Result<(), Error> {
+    let Gradients { mut dq, mut dk, mut dv, parameters, mut initial_state } = gradients;
+    let small = if divides { Downscaled::new(dims, cotangent)? } else { None };
+    let cotangent = small.as_ref().map_or(*cotangent, |small| small.cotangent(dims, cotangent));
+    let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
+    backward(&cotangent, sink, parameters, initial_state.as_deref_mut());
+    if let Some(small) = &small {
+        let tensors = [(&mut dq, dims.q()), (&mut dk, dims.k()), (&mut dv, dims.v())];
+        small.restore(tensors, parameters, initial_state);
+    }
+    Ok(())
+}
+
 /// What a backward starts from, multiplied by a power of two.
-pub(crate) struct Downscaled<T> {
+struct Downscaled<T> {
     /// Its inverse.
     inverse: T,
     d_out: Vec<T>,
@@ -15,8 +36,8 @@ pub(crate) struct Downscaled<T> {
 }
 
 impl<T: Real> Downscaled<T> {
-    /// What a checked backward with one denominator a row starts from, where that would come near the largest number of its type.
-    pub fn new(dims: &Dims, cotangent: &Cotangent<'_, T>) -> Result<Option<Self>, Error> {
+    /// `None` where nothing comes near the largest number of the type.
+    fn new(dims: &Dims, cotangent: &Cotangent<'_, T>) -> Result<Option<Self>, Error> {
         let least = T::MIN_POSITIVE.to_f64();
         // Above it only gradients of 2⁴⁰ and more would come so far, which are none.
         let small = T::from_f64(least * 2f64.powi(66));
@@ -48,13 +69,13 @@ impl<T: Real> Downscaled<T> {
     }
 
     /// What to start from instead.
-    pub fn cotangent<'a>(&'a self, dims: &Dims, cotangent: &Cotangent<'a, T>) -> Cotangent<'a, T> {
+    fn cotangent<'a>(&'a self, dims: &Dims, cotangent: &Cotangent<'a, T>) -> Cotangent<'a, T> {
         let d_out = View::contiguous(&self.d_out, dims.out());
         Cotangent { d_out, final_state: self.final_state.as_ref(), ..*cotangent }
     }
 
     /// Makes the gradients what they would have been.
-    pub fn restore(
+    fn restore(
         &self,
         tensors: [(&mut ViewMut<'_, T>, [usize; 4]); 3],
         parameters: &mut [&mut [T]],

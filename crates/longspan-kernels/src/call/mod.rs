@@ -9,7 +9,7 @@ mod shape;
 mod sink;
 mod state;
 
-pub(crate) use downscaled::Downscaled;
+pub(crate) use downscaled::downscaled;
 pub(crate) use mask::Sequence;
 pub use mask::{Keys, Mask, Order};
 pub(crate) use mechanism::*;

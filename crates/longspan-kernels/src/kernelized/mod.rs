@@ -40,9 +40,9 @@ use problem::Problem;
 use smallvec::smallvec;
 
 use crate::call::{
-    Call, CombineGradients, Compute, Cotangent, Dims, Downscaled, GradientSink, Gradients, Mask, Mechanism, Output,
-    Parameter, Parameters, Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output,
-    check_sizes, fingerprint, kernels, optional_id,
+    Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters,
+    Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, downscaled,
+    fingerprint, kernels, optional_id,
 };
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
@@ -289,28 +289,21 @@ impl Compute for KernelizedAttention {
                 help: "give the call all keys",
             });
         }
-        let Gradients { mut dq, mut dk, mut dv, parameters, mut initial_state } = gradients;
         problem.prepare(scratch);
-        let dims = call.dims;
-        let downscaled = if self.normalizes() { Downscaled::new(&dims, cotangent)? } else { None };
-        let cotangent = &downscaled.as_ref().map_or(*cotangent, |small| small.cotangent(&dims, cotangent));
-        let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        match self.chosen(call, Purpose::Training) {
-            // Without queries there is no pair, and all comes by the final state.
-            Algorithm::Naive if problem.dims.queries > 0 => {
-                let pairs = problem.by_pairs();
-                naive::backward(pairs.as_ref().unwrap_or(&problem), cotangent, sink, parameters, scratch);
-                if cotangent.final_state.is_some() {
-                    backward::add_final_state(&problem, cotangent, sink, parameters, scratch);
+        let algorithm = self.chosen(call, Purpose::Training);
+        downscaled(&call.dims, self.normalizes(), cotangent, gradients, |cotangent, sink, parameters, initial_state| {
+            match algorithm {
+                // Without queries there is no pair, and all comes by the final state.
+                Algorithm::Naive if problem.dims.queries > 0 => {
+                    let pairs = problem.by_pairs();
+                    naive::backward(pairs.as_ref().unwrap_or(&problem), cotangent, sink, parameters, scratch);
+                    if cotangent.final_state.is_some() {
+                        backward::add_final_state(&problem, cotangent, sink, parameters, scratch);
+                    }
                 }
+                _ => backward::backward(&problem, cotangent, sink, parameters, initial_state, scratch),
             }
-            _ => backward::backward(&problem, cotangent, sink, parameters, initial_state.as_deref_mut(), scratch),
-        }
-        if let Some(small) = &downscaled {
-            let tensors = [(&mut dq, dims.q()), (&mut dk, dims.k()), (&mut dv, dims.v())];
-            small.restore(tensors, parameters, initial_state);
-        }
-        Ok(())
+        })
     }
 
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {

@@ -51,9 +51,8 @@ use smallvec::smallvec;
 use state_gradient::{FirstGradient, StateGradients};
 
 use crate::call::{
-    Call, Compute, Cotangent, Dims, Downscaled, GradientSink, Gradients, Mask, Mechanism, Output, Parameter,
-    Parameters, Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes,
-    kernels,
+    Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
+    Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, downscaled, kernels,
 };
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
@@ -180,24 +179,16 @@ impl Compute for Toeplitz {
             problem.check_reach("gradient of the final state")?;
         }
         problem.prepare(scratch);
-        let Gradients { mut dq, mut dk, mut dv, parameters, mut initial_state } = gradients;
-        let dims = call.dims;
-        let downscaled = if self.normalize { Downscaled::new(&dims, cotangent)? } else { None };
-        let cotangent = &downscaled.as_ref().map_or(*cotangent, |small| small.cotangent(&dims, cotangent));
-        let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        let states =
-            StateGradients { last: cotangent.final_state, first: initial_state.as_deref_mut().map(FirstGradient::new) };
-        let backward = Backward { problem: &problem, cotangent, sink, states };
-        match self.chosen(call, Purpose::Training, cotangent.final_state.is_some()) {
-            Algorithm::Fft => fft::backward(backward, parameters, scratch),
-            Algorithm::Piecewise => piecewise::backward(backward, parameters, scratch),
-            _ => tiled::backward(backward, parameters, scratch),
-        }
-        if let Some(small) = &downscaled {
-            let tensors = [(&mut dq, dims.q()), (&mut dk, dims.k()), (&mut dv, dims.v())];
-            small.restore(tensors, parameters, initial_state);
-        }
-        Ok(())
+        let algorithm = self.chosen(call, Purpose::Training, cotangent.final_state.is_some());
+        downscaled(&call.dims, self.normalize, cotangent, gradients, |cotangent, sink, parameters, initial_state| {
+            let states = StateGradients { last: cotangent.final_state, first: initial_state.map(FirstGradient::new) };
+            let backward = Backward { problem: &problem, cotangent, sink, states };
+            match algorithm {
+                Algorithm::Fft => fft::backward(backward, parameters, scratch),
+                Algorithm::Piecewise => piecewise::backward(backward, parameters, scratch),
+                _ => tiled::backward(backward, parameters, scratch),
+            }
+        })
     }
 
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {

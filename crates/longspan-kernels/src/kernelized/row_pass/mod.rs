@@ -216,7 +216,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         let plan = segments(problem, unit);
         for (n, &segment) in plan.iter().enumerate() {
             carry.pass(unit, segment.idle);
-            // Nothing reads what would be carried beyond the last rows: half of all work for sequences of one chunk.
+            // Nothing reads what would be carried beyond the last rows.
             let ends = problem.causal && n + 1 == plan.len() && self.last.is_none();
             if problem.causal {
                 let mut visitor = segment.writes.then(|| (self.make)(index, segment.number));
