@@ -16,13 +16,15 @@
 //! Both carry a checksum in their metadata under `longspan`. Files from elsewhere need not have it.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::Path;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter};
 use burn::optim::ModuleOptimizer;
-use burn::tensor::{Bytes, DType, Tensor, TensorData};
+use burn::tensor::kind::Basic;
+use burn::tensor::{Bool, Bytes, DType, Int, Tensor, TensorData};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde::de::DeserializeOwned;
@@ -47,7 +49,7 @@ struct Footnote {
     progress: Option<serde_json::Value>,
 }
 
-/// Writes the weights of `model` to `path`.
+/// Writes the weights of `model` to `path`: its parameters, buffers of integers and of truth values among them.
 ///
 /// # Errors
 /// A device that gives no numbers back, a number type that safetensors has no name for, and what
@@ -74,8 +76,8 @@ pub fn weights_to_bytes<M: Module>(path: impl AsRef<Path>, model: &M) -> Result<
 pub fn load_weights<M: Module>(path: impl AsRef<Path>, model: M) -> Result<M> {
     let path = path.as_ref();
     let bytes = read(path)?;
-    let (tensors, _) = parse(path, &bytes)?;
-    restore(path, tensors.iter().collect(), &BTreeMap::new(), model)
+    let (tensors, footnote) = parse(path, &bytes)?;
+    restore(path, tensors.iter().collect(), &BTreeMap::new(), footnote.is_some(), model)
 }
 
 /// Writes all that [`load_training`] needs to go on as if nothing had happened: weights, the optimizer's moments, the
@@ -145,7 +147,7 @@ pub fn load_training<M: Module, P: DeserializeOwned>(
     let progress = footnote.progress.ok_or_else(|| foreign("it holds no progress".into()))?;
     let progress = serde_json::from_value(progress).map_err(|error| foreign(format!("the progress: {error}")))?;
     let weights = tensors.iter().filter_map(|(name, view)| Some((name.strip_prefix("model.")?, view))).collect();
-    let model = restore(path, weights, &footnote.parameters, model)?;
+    let model = restore(path, weights, &footnote.parameters, true, model)?;
     let own = (0..).map_while(|n| tensors.tensor(&format!("own.{n}")).ok()).map(|view| {
         let dtype = [DType::F64, DType::F32, DType::F16, DType::BF16]
             .into_iter()
@@ -211,26 +213,43 @@ impl<'a> Collected<'a> {
         }
     }
 
-    fn store<const D: usize>(&self, param: &Param<Tensor<D>>) -> Result<Stored> {
-        let data = param.val().try_into_data().map_err(|error| Error::Device(error.to_string()))?;
-        let (data, shape, dtype) = data.into_parts();
-        let dtype = stored_dtype(dtype).ok_or_else(|| {
-            let problem = format!("{} holds {dtype:?}, which safetensors cannot", self.names.current());
-            checkpoint(self.path, problem, "cast the model to f32, f64, f16 or bf16 first")
-        })?;
-        Ok(Stored { dtype, shape: shape.to_vec(), data })
+    fn keep(&mut self, id: ParamId, data: Result<TensorData, impl Display>) {
+        let name = self.names.current();
+        let stored = data.map_err(|error| Error::Device(error.to_string())).and_then(|data| {
+            let dtype = stored_dtype(data.dtype()).ok_or_else(|| {
+                let problem = format!("{name} holds {:?}, which safetensors cannot", data.dtype());
+                checkpoint(self.path, problem, "cast the model to f32, f64, f16 or bf16 first")
+            })?;
+            let (bytes, shape) = match dtype {
+                Dtype::BOOL => (Bytes::from_elems(data.iter::<bool>().map(u8::from).collect()), data.shape().to_vec()),
+                _ => {
+                    let (bytes, shape, _) = data.into_parts();
+                    (bytes, shape.to_vec())
+                }
+            };
+            Ok(Stored { dtype, shape, data: bytes })
+        });
+        match stored {
+            Ok(stored) => {
+                self.identities.insert(name.clone(), id.val());
+                self.tensors.insert(name, stored);
+            }
+            Err(error) => self.error = self.error.take().or(Some(error)),
+        }
     }
 }
 
 impl ModuleVisitor for Collected<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        match self.store(param) {
-            Ok(stored) => {
-                self.identities.insert(self.names.current(), param.id.val());
-                self.tensors.insert(self.names.current(), stored);
-            }
-            Err(error) => self.error = Some(error),
-        }
+        self.keep(param.id, param.val().try_into_data());
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.keep(param.id, param.val().try_into_data());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.keep(param.id, param.val().try_into_data());
     }
 
     fn enter_module(&mut self, name: &str, container_type: &str) {
@@ -270,6 +289,15 @@ fn stored_dtype(dtype: DType) -> Option<Dtype> {
         DType::F32 => Dtype::F32,
         DType::F16 => Dtype::F16,
         DType::BF16 => Dtype::BF16,
+        DType::I64 => Dtype::I64,
+        DType::I32 => Dtype::I32,
+        DType::I16 => Dtype::I16,
+        DType::I8 => Dtype::I8,
+        DType::U64 => Dtype::U64,
+        DType::U32 => Dtype::U32,
+        DType::U16 => Dtype::U16,
+        DType::U8 => Dtype::U8,
+        DType::Bool(_) => Dtype::BOOL,
         _ => return None,
     })
 }
@@ -347,9 +375,10 @@ fn restore<M: Module>(
     path: &Path,
     tensors: BTreeMap<&str, TensorView<'_>>,
     identities: &BTreeMap<String, u64>,
+    whole: bool,
     model: M,
 ) -> Result<M> {
-    let mut restorer = Restorer { names: Names::default(), path, tensors, identities, error: None };
+    let mut restorer = Restorer { names: Names::default(), path, tensors, identities, whole, error: None };
     let model = model.map(&mut restorer);
     if let Some(error) = restorer.error {
         return Err(error);
@@ -366,6 +395,8 @@ struct Restorer<'a> {
     /// Those not yet restored.
     tensors: BTreeMap<&'a str, TensorView<'a>>,
     identities: &'a BTreeMap<String, u64>,
+    /// Whether a checksum has shown that the numbers are those that were saved, whatever they are.
+    whole: bool,
     error: Option<Error>,
 }
 
@@ -374,43 +405,75 @@ impl Restorer<'_> {
         checkpoint(self.path, problem, "its configuration belongs to another model; use the one it was trained with")
     }
 
-    fn value<const D: usize>(&mut self, old: &Tensor<D>) -> Result<Tensor<D>> {
+    /// The stored tensor in the place of one of these sizes.
+    fn data(&mut self, shape: &[usize], dtype: DType) -> Result<TensorData> {
         let name = self.names.current();
         let view =
             self.tensors.remove(name.as_str()).ok_or_else(|| self.differs(format!("it holds no tensor {name}")))?;
-        let (shape, dtype) = (old.dims(), old.dtype());
-        if view.shape() != shape || Some(view.dtype()) != stored_dtype(dtype) {
+        // Backends have integers of their own.
+        let integers = if dtype.is_int() || dtype.is_uint() { &INTEGERS[..] } else { &[] };
+        let stored = integers.iter().chain([&dtype]).find(|&&dtype| stored_dtype(dtype) == Some(view.dtype()));
+        let (Some(&stored), true) = (stored, view.shape() == shape) else {
             return Err(self.differs(format!(
                 "{name} is {:?} of {:?}, the model wants {shape:?} of {dtype:?}",
                 view.shape(),
                 view.dtype()
             )));
-        }
+        };
         let finite = match view.dtype() {
             Dtype::F32 => view.data().as_chunks().0.iter().all(|&x| f32::from_le_bytes(x).is_finite()),
             Dtype::F64 => view.data().as_chunks().0.iter().all(|&x| f64::from_le_bytes(x).is_finite()),
             _ => true,
         };
-        if !finite {
+        if !self.whole && !finite {
             return Err(checkpoint(self.path, format!("{name} holds NaN or infinity"), DAMAGED));
         }
-        let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, dtype);
-        Ok(Tensor::from_data(data, (&old.device(), dtype)).set_require_grad(old.is_require_grad()))
+        if view.dtype() == Dtype::BOOL {
+            return Ok(TensorData::new(view.data().iter().map(|&x| x != 0).collect::<Vec<_>>(), shape));
+        }
+        let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, stored);
+        data.try_cast(dtype).map_err(|error| self.differs(format!("{name}: {error}")))
     }
-}
 
-impl ModuleMapper for Restorer<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+    fn restored<const D: usize, K: Basic>(
+        &mut self,
+        param: Param<Tensor<D, K>>,
+        set: impl FnOnce(&Tensor<D, K>, Tensor<D, K>) -> Tensor<D, K>,
+    ) -> Param<Tensor<D, K>>
+    where
+        Tensor<D, K>: Parameter,
+    {
         if self.error.is_some() {
             return param;
         }
         let (id, old, mapper) = param.consume();
         let id = self.identities.get(&self.names.current()).map_or(id, |&known| ParamId::from(known));
-        let value = self.value(&old).unwrap_or_else(|error| {
-            self.error = Some(error);
-            old
-        });
+        let value = match self.data(&old.dims(), old.dtype()) {
+            Ok(data) => set(&old, Tensor::from_data(data, (&old.device(), old.dtype()))),
+            Err(error) => {
+                self.error = Some(error);
+                old
+            }
+        };
         Param::from_mapped_value(id, value, mapper)
+    }
+}
+
+/// The types of integers that a file may hold.
+const INTEGERS: [DType; 8] =
+    [DType::I64, DType::I32, DType::I16, DType::I8, DType::U64, DType::U32, DType::U16, DType::U8];
+
+impl ModuleMapper for Restorer<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.restored(param, |old, new| new.set_require_grad(old.is_require_grad()))
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.restored(param, |_, new| new)
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
+        self.restored(param, |_, new| new)
     }
 
     fn enter_module(&mut self, name: &str, container_type: &str) {

@@ -123,10 +123,11 @@ impl Search<'_> {
     fn run(mut self, mut state: DecoderState) -> Result<Vec<Vec<Hypothesis>>> {
         let mut prefixes: Vec<Prefix> =
             (0..state.batch()).map(|source| Prefix { source, tokens: Vec::new(), log_probability: 0.0 }).collect();
+        let stepper = self.model.stepper(&state)?;
         while !prefixes.is_empty() {
             let last: Vec<usize> =
                 prefixes.iter().map(|p| p.tokens.last().copied().unwrap_or(self.options.start)).collect();
-            let logits = self.model.step(&last, &mut state)?;
+            let logits = self.model.step_by(&stepper, &last, &mut state)?;
             let chosen = self.extend(&prefixes, &rows_of(logits)?)?;
             let rows: Vec<usize> = chosen.iter().map(|candidate| candidate.row).collect();
             prefixes = chosen

@@ -1,11 +1,15 @@
 //! What callers may bring at the edges: states of other models, errors in the middle, masks twice, frozen parts, sizes that no machine has.
 
-use burn::module::Module;
+use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
+use burn::tensor::{Bool, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use longspan::attention::{AttentionConfig, AttentionMask, AttentionState, MultiHeadAttentionConfig};
-use longspan::layers::clip_gradients;
-use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState};
+use longspan::checkpoint::{load_weights, save_weights};
+use longspan::generate::{GenerateOptions, greedy};
+use longspan::layers::{
+    Activation, After, FeedForwardConfig, TokenNormConfig, clip_gradients, cross_entropy, dropout, linear,
+};
+use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState, Seq2SeqConfig};
 
 fn model(attention: &[&str], device: &Device) -> LanguageModel {
     let attention: Vec<AttentionConfig> = attention.iter().map(|text| serde_json::from_str(text).unwrap()).collect();
@@ -45,7 +49,7 @@ fn a_state_of_another_batch_is_refused_and_kept() {
     model.advance(tokens(2, [1, 2, 3, 4]), &mut state).unwrap();
     let before = model.store(&state).unwrap();
     let error = model.advance(tokens(1, [5, 6]), &mut state).unwrap_err().to_string();
-    assert!(error.contains("state: expected keys and values such as [1,"), "{error}");
+    assert!(error.contains("state: expected keys and values of batch, heads, width and type [([1,"), "{error}");
     assert_eq!(model.store(&state).unwrap(), before);
 }
 
@@ -128,5 +132,230 @@ fn tables_that_no_machine_holds_are_refused() {
         let config: AttentionConfig = serde_json::from_str(&config(radius)).unwrap();
         let error = MultiHeadAttentionConfig::new(16, 4).with_attention(config).init(&Device::flex()).unwrap_err();
         assert!(error.to_string().contains("radius"), "{error}");
+    }
+}
+
+/// Of every text that is not there: results of size 0, losses of 0 with a backward, and states that stay as they were.
+#[test]
+fn no_tokens_and_no_texts_give_nothing_and_change_nothing() {
+    let device = Device::flex().autodiff();
+    for attention in [SHAW, SOFTMAX, r#"{"mechanism": "toeplitz"}"#, r#"{"mechanism": "aft-conv"}"#] {
+        let model = model(&[attention, SHAW], &device);
+        for (model, device) in [(model.clone(), device.clone()), (model.valid(), Device::flex())] {
+            for [batch, count] in [[1, 0], [2, 0], [0, 5], [0, 0]] {
+                let ids = || Tensor::<2, Int>::zeros([batch, count], &device);
+                assert_eq!(model.forward(ids()).unwrap().dims(), [batch, count, 11], "{attention}");
+                let loss = model.loss(ids(), vec![None; batch * count], 0.1).unwrap();
+                assert_eq!(numbers(loss.smoothed.clone()), [0.0]);
+                if device.is_autodiff() {
+                    loss.smoothed.backward();
+                }
+                let mut state = LanguageState::default();
+                assert_eq!(model.advance(ids(), &mut state).unwrap().dims(), [batch, count, 11]);
+                assert_eq!(model.forward_at(ids(), &[]).unwrap().dims(), [0, 11]);
+            }
+            // Between tokens, too.
+            let mut state = LanguageState::default();
+            let step = |state: &mut LanguageState| numbers(model.step(&[4, 5], state).unwrap());
+            let mut other = {
+                model.step(&[1, 2], &mut state).unwrap();
+                state.clone()
+            };
+            model.advance(Tensor::zeros([2, 0], &device), &mut state).unwrap();
+            assert_eq!(step(&mut state), step(&mut other));
+        }
+    }
+    let device = Device::flex();
+    let block = BlockConfig::new().with_d_model(16).with_d_ff(32).with_heads(4).with_dropout(0.0);
+    for cross in [AttentionConfig::kernelized(), AttentionConfig::shaw(), AttentionConfig::softmax()] {
+        let model = Seq2SeqConfig::new(11, 7).with_block(block.clone()).with_cross_attention(cross);
+        let model = model.init(&device).unwrap();
+        let ids = |batch, count| Tensor::<2, Int>::ones([batch, count], &device);
+        assert_eq!(model.forward(ids(2, 0), &[0, 0], ids(2, 3)).unwrap().dims(), [2, 3, 7]);
+        assert_eq!(model.forward(ids(2, 3), &[3, 1], ids(2, 0)).unwrap().dims(), [2, 0, 7]);
+        // A source without tokens is one that is all padding.
+        let options = GenerateOptions::new(1, 2, 4);
+        let [nothing, padding] = [ids(1, 0), ids(1, 3)].map(|source| greedy(&model, source, &[0], &options).unwrap());
+        assert_eq!(nothing[0].tokens, padding[0].tokens);
+    }
+    let rows = |shape| {
+        let x = Tensor::<3>::zeros(shape, &device);
+        linear(x, Tensor::zeros([2, 16], &device), None, Activation::Identity, After::default()).unwrap().dims()
+    };
+    assert_eq!([rows([2, 0, 2]), rows([0, 0, 2]), rows([0, 3, 2])], [[2, 0, 16], [0, 0, 16], [0, 3, 16]]);
+}
+
+/// Number types, widths and sizes of other layers: each an error that names them.
+#[test]
+fn what_does_not_fit_a_layer_is_an_error_and_no_panic() {
+    let device = Device::flex();
+    let x = |width| Tensor::<3>::ones([1, 2, width], &device);
+    let wide = |width| x(width).cast(FloatDType::F64);
+    let attention = MultiHeadAttentionConfig::new(8, 2).init(&device).unwrap();
+    let feed_forward = FeedForwardConfig::new(8, 16).init(&device).unwrap();
+    let norm = TokenNormConfig::new(8).init(&device).unwrap();
+    let block = BlockConfig::new().with_d_model(8).with_heads(2).with_d_ff(16);
+    let block = block.encoder(&AttentionConfig::shaw(), &device).unwrap();
+    let output = burn::nn::LinearConfig::new(8, 5).init(&device);
+    let weight = || output.weight.val();
+    let mask = AttentionMask::causal();
+    let layer = |x: Tensor<3>, bias: usize| {
+        let bias = Some(Tensor::zeros([bias], &device));
+        linear(x, weight(), bias, Activation::Identity, After::default()).map(drop)
+    };
+    let mut errors = Vec::new();
+    for x in [x(7), wide(8)] {
+        errors.extend([
+            attention.self_attention(x.clone(), &mask).map(drop),
+            attention.cross_attention(x.clone(), x.clone(), &mask).map(drop),
+            attention.step(x.clone().narrow(1, 0, 1), &mut AttentionState::default()).map(drop),
+            attention.advance(x.clone(), &mut AttentionState::default()).map(drop),
+            attention.remember(x.clone(), &mask).map(drop),
+            feed_forward.forward(x.clone()).map(drop),
+            norm.forward(x.clone()).map(drop),
+            block.forward(x.clone(), &mask).map(drop),
+            cross_entropy(x.clone(), &output, vec![Some(1); 2], 0.0).map(drop),
+            layer(x.clone(), 5),
+        ]);
+    }
+    errors.extend([layer(x(8), 4), dropout(x(8), 1.0).map(drop), dropout(x(8), f64::NAN).map(drop)]);
+    let residual = After { dropout: 0.0, residual: Some(x(4)) };
+    errors.push(linear(x(8), weight(), None, Activation::Identity, residual).map(drop));
+    for (n, error) in errors.into_iter().enumerate() {
+        let error = error.expect_err(&n.to_string()).to_string();
+        assert!(error.contains("expected") && error.contains("got"), "{n}: {error}");
+    }
+}
+
+/// On a training device, and after it.
+#[test]
+fn steps_go_on_where_segments_ended_and_the_other_way_round() {
+    let device = Device::flex().autodiff();
+    let names = AttentionConfig::NAMES.iter().map(|name| format!(r#"{{"mechanism": "{name}"}}"#));
+    for attention in names.chain([r#"{"mechanism": "softmax-window", "window": 3}"#.into()]) {
+        let model = model(&[&attention, SHAW], &device);
+        let ids: Vec<i64> = (0..12).map(|n| n * 7 % 11).collect();
+        let whole = Tensor::<2, Int>::from_data(TensorData::new(ids.clone(), [1, 12]), &device);
+        let expected = numbers(model.forward(whole.clone()).unwrap());
+        let after = |count: usize, state: &mut LanguageState| {
+            let next = vec![Some(0); count];
+            let loss = model.loss_from(whole.clone().narrow(1, state.position(), count), next, 0.0, state).unwrap();
+            loss.smoothed.backward();
+        };
+        for segments_first in [true, false] {
+            let mut state = LanguageState::default();
+            let mut found = Vec::new();
+            for turn in 0..4 {
+                if (turn % 2 == 0) == segments_first {
+                    after(2, &mut state);
+                } else {
+                    let logits = model.step(&[ids[state.position()] as usize], &mut state).unwrap();
+                    found.push((state.position(), numbers(logits)));
+                }
+            }
+            // The state serves without training as well.
+            let model = model.valid();
+            while state.position() < 12 {
+                let logits = model.step(&[ids[state.position()] as usize], &mut state).unwrap();
+                found.push((state.position(), numbers(logits)));
+            }
+            for (position, found) in found {
+                for (found, expected) in found.iter().zip(&expected[11 * (position - 1)..]) {
+                    assert!((found - expected).abs() < 1e-4, "{attention}, {position}: {found}, not {expected}");
+                }
+            }
+        }
+    }
+}
+
+/// What a query does not see is not kept, with autodiff or without.
+#[test]
+fn states_of_windows_do_not_grow() {
+    for device in [Device::flex(), Device::flex().autodiff()] {
+        for attention in
+            [r#"{"mechanism": "softmax-window", "window": 4}"#, r#"{"mechanism": "short-convolution"}"#, SHAW]
+        {
+            let model = model(&[attention], &device);
+            let mut state = LanguageState::default();
+            let mut sizes = (0..3).map(|_| {
+                (0..20).for_each(|n| drop(model.step(&[n % 11], &mut state).unwrap()));
+                model.store(&state).unwrap()[0].len()
+            });
+            let first = sizes.next().unwrap();
+            assert!(sizes.all(|size| size == first), "{attention}");
+        }
+    }
+}
+
+#[test]
+fn steps_take_the_weights_of_the_model_that_steps() {
+    let device = Device::flex();
+    let block = BlockConfig::new().with_d_model(16).with_d_ff(32).with_heads(4).with_dropout(0.0);
+    let config = Seq2SeqConfig::new(11, 7).with_block(block).with_cross_attention(AttentionConfig::shaw());
+    let model = config.init(&device).unwrap();
+    let source = Tensor::<2, Int>::from_data([[3, 4, 5]], &device);
+    let mut state = model.start(model.encode(source.clone(), &[3]).unwrap());
+    model.step(&[1], &mut state).unwrap();
+    // Other weights of the output layer alone change the answer to what they say.
+    let mut other = model.clone();
+    other.output.weight = Param::from_tensor(other.output.weight.val().mul_scalar(2.0));
+    other.output.bias = other.output.bias.map(|bias| Param::from_tensor(bias.val().mul_scalar(2.0)));
+    let [once, twice] = [&model, &other].map(|model| numbers(model.step(&[2], &mut state.clone()).unwrap()));
+    for (once, twice) in once.iter().zip(&twice) {
+        assert!((2.0 * once - twice).abs() < 1e-5, "{once} {twice}");
+    }
+}
+
+#[test]
+fn a_loss_without_smoothing_is_one_whichever_field_is_learned_from() {
+    let device = Device::flex().autodiff();
+    let model = model(&[SHAW], &device);
+    let ids = Tensor::<2, Int>::from_data([[1, 2, 3]], &device);
+    let loss = |smoothing| model.loss(ids.clone(), vec![Some(2), None, Some(4)], smoothing).unwrap();
+    let gradient = |loss: Tensor<1>| numbers(model.embedding.weight.grad(&loss.backward()).unwrap());
+    assert_eq!(gradient(loss(0.0).plain), gradient(loss(0.0).smoothed));
+    assert!(!loss(0.1).plain.is_tracked());
+}
+
+#[derive(Module, Debug)]
+struct Mine {
+    steps: Param<Tensor<1, Int>>,
+    chosen: Param<Tensor<1, Bool>>,
+    floor: Param<Tensor<1>>,
+}
+
+#[test]
+fn buffers_of_any_kind_and_infinities_come_back() {
+    let device = Device::flex();
+    let mine = |steps: [i64; 3], chosen: [bool; 2], floor: f32| Mine {
+        steps: Param::initialized(ParamId::new(), Tensor::from_data(steps, &device)),
+        chosen: Param::initialized(ParamId::new(), Tensor::from_data(chosen, &device)),
+        floor: Param::from_tensor(Tensor::from_data([floor, 1.0], &device)),
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mine.safetensors");
+    save_weights(&path, &mine([7, -8, 9], [true, false], f32::NEG_INFINITY)).unwrap();
+    let loaded = load_weights(&path, mine([0; 3], [false, true], 0.0)).unwrap();
+    assert_eq!(loaded.steps.val().into_data().iter::<i64>().collect::<Vec<_>>(), [7, -8, 9]);
+    assert_eq!(loaded.chosen.val().into_data().iter::<bool>().collect::<Vec<_>>(), [true, false]);
+    assert_eq!(numbers(loaded.floor.val()), [f32::NEG_INFINITY, 1.0]);
+}
+
+/// As Burn's own encoder does.
+#[test]
+fn quantized_weights_run_under_every_mechanism() {
+    use burn::module::Quantizer;
+    use burn::tensor::quantization::{Calibration, QuantScheme};
+
+    let device = Device::flex();
+    for name in AttentionConfig::NAMES {
+        let block = BlockConfig::new().with_d_model(16).with_d_ff(32).with_heads(4);
+        let block = block.encoder(&AttentionConfig::by_name(name).unwrap(), &device).unwrap();
+        let x = Tensor::<3>::random([1, 5, 16], Distribution::Default, &device);
+        let expected = numbers(block.forward(x.clone(), &AttentionMask::causal()).unwrap());
+        let small = block.quantize_weights(&mut Quantizer::new(Calibration::MinMax, QuantScheme::default()));
+        let found = numbers(small.forward(x, &AttentionMask::causal()).unwrap());
+        let error = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(error < 0.2, "{name}: {error}");
     }
 }

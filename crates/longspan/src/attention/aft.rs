@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads};
-use crate::backend::tensor::{narrow_float, repeat_heads, widen};
+use crate::backend::tensor::{flattened, narrow_float, repeat_heads, widen};
 use crate::backend::{AnyKernel, Layer};
 use crate::error::{Result, config};
 
@@ -228,8 +228,8 @@ impl Layer for AftAttention {
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {
-        let tables = self.w.iter().chain(&self.z).map(|table| table.val().reshape([-1]));
-        tables.chain(self.gamma.iter().chain(&self.beta).map(|x| x.val())).collect()
+        let tables = self.w.iter().chain(&self.z).map(|table| flattened(table.val()));
+        tables.chain(self.gamma.iter().chain(&self.beta).map(|x| flattened(x.val()))).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {

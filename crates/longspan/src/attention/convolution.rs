@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads};
 use crate::backend::pairs::Pairs;
-use crate::backend::tensor::{narrow_float, repeat_heads, widen};
+use crate::backend::tensor::{flattened, narrow_float, repeat_heads, widen};
 use crate::backend::{AnyKernel, Layer};
 use crate::error::{Result, config};
 
@@ -78,14 +78,18 @@ impl Layer for ShortConvolution {
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {
-        vec![self.taps.val().reshape([-1])]
+        vec![flattened(self.taps.val())]
+    }
+
+    fn sees(&self) -> Option<usize> {
+        Some(self.width)
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let (dtype, [batch, heads, queries, dim]) = (q.dtype(), q.dims());
         let (keys, kv_heads, before) = (k.dims()[2], k.dims()[1], self.width - 1);
         let q = widen(q);
-        let products = Pairs::new(&q, keys, mask).without_ignored(widen(k) * widen(v));
+        let products = Pairs::new(&q, keys, mask, None).without_ignored(widen(k) * widen(v));
         // The first position that a query sees. Further away from the keys than this makes no difference.
         let first = mask.offset.clamp(-(queries as isize), (keys + before) as isize) - before as isize;
         let end = first + (before + queries) as isize;

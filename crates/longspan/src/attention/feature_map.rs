@@ -6,6 +6,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use longspan_kernels::FeatureMap;
 
 use super::Heads;
+use crate::backend::tensor::flattened;
 
 /// The learned matrices of [`FeatureMap::Hedgehog`].
 #[derive(Module, Debug)]
@@ -39,6 +40,6 @@ impl LearnedMap {
     }
 
     pub(super) fn parameters(&self) -> impl Iterator<Item = Tensor<1>> {
-        self.tensors().into_iter().map(|matrix| matrix.reshape([-1]))
+        self.tensors().into_iter().map(flattened)
     }
 }

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, KernelConfig, KeyMask};
-use crate::backend::tensor::{attend_rotated, repeat_heads, widen};
+use crate::backend::tensor::{attend_rotated, flattened, repeat_heads, widen};
 use crate::backend::{self, AnyKernel, AttentionState, Layer};
 use crate::error::{Result, argument, config};
 
@@ -208,7 +208,8 @@ impl FourierAttention {
         let expected =
             || "a tensor on the CPU backend without autodiff; elsewhere, forward_at over the whole sequence".into();
         let got = || format!("one on {:?}", q.device());
-        argument(backend::steps_in_kernels(&q), Layer::name(self), "q", expected, got)?;
+        let holds = !q.device().is_autodiff() && backend::kernels_take(self, &q, state, true);
+        argument(holds, Layer::name(self), "q", expected, got)?;
         backend::step(&self.placed(positions), q, k, v, state)
     }
 
@@ -244,8 +245,8 @@ impl FourierAttention {
 
     /// The learned waves, flat, in the kernel's order.
     fn waves(&self) -> impl Iterator<Item = Tensor<1>> {
-        let rest = [&self.b, &self.c, &self.beta].into_iter().flatten().map(|x| x.val().reshape([-1]));
-        std::iter::once(self.a.val().reshape([-1])).chain(rest)
+        let rest = [&self.b, &self.c, &self.beta].into_iter().flatten().map(|x| flattened(x.val()));
+        std::iter::once(flattened(self.a.val())).chain(rest)
     }
 
     /// Kernelized attention over features rotated by their positions, `[batch or 1, tokens, axes]`.

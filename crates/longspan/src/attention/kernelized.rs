@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name};
+use crate::backend::tensor::flattened;
 use crate::backend::{AnyKernel, Layer, Learned, Running, Sums, Total, tensor};
 use crate::error::{Result, config};
 
@@ -229,7 +230,7 @@ impl Layer for KernelizedAttention {
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {
-        let table = self.table().into_iter().map(|table| table.reshape([-1]));
+        let table = self.table().into_iter().map(flattened);
         table.chain(self.map.iter().flat_map(LearnedMap::parameters)).collect()
     }
 
@@ -252,7 +253,7 @@ impl Sums for KernelizedAttention {
         Running::empty(&self.options, like, value_dim)
     }
 
-    fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut Running) -> Tensor<4> {
-        state.step(&self.options, q, k, v, (self.table(), &self.learned()))
+    fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
+        state.advance(&self.options, qkv, (self.table(), &self.learned()), tensor::CHUNK)
     }
 }

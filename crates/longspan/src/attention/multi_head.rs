@@ -3,23 +3,25 @@
 #[cfg(feature = "flex")]
 mod fused;
 
+use std::sync::Arc;
+
 use burn::config::Config;
 use burn::module::Module;
 use burn::nn::Linear;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
 use super::{Attention, AttentionConfig, AttentionMask, AttentionState, Heads, MemoryState};
 #[cfg(feature = "flex")]
 use super::{KeyMask, stored::StoredAttention};
 #[cfg(feature = "flex")]
 use crate::backend::Outside;
-use crate::backend::{self, Layer};
+use crate::backend::{self, Layer, Peers};
 use crate::error::{Result, argument, config};
 #[cfg(feature = "flex")]
 use crate::layers::flex::{is_f32, numbers};
 #[cfg(feature = "flex")]
 use crate::layers::gradients::fused::taken;
-use crate::layers::{Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, fresh, linear};
+use crate::layers::{Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, fresh, linear, reshape};
 
 /// Makes a [`MultiHeadAttention`].
 #[derive(Config, Debug)]
@@ -163,12 +165,12 @@ impl MultiHeadAttention {
         mask: &AttentionMask,
         around: Around<'_>,
     ) -> Result<Tensor<3>> {
-        let (x, after) = around.split(x);
+        let (x, after) = around.split(x)?;
         let (gate, [q, k, v]) = match memory {
-            None => self.split(x),
+            None => self.split(x)?,
             Some(memory) => {
-                let [k, v] = self.keys_and_values(memory);
-                let (gate, q) = self.queries(x);
+                let [k, v] = self.keys_and_values(memory)?;
+                let (gate, q) = self.queries(x)?;
                 (gate, [q, k, v])
             }
         };
@@ -222,8 +224,8 @@ impl MultiHeadAttention {
     /// [`step`](Self::step) and what stands around it.
     pub(crate) fn step_in(&self, x: Tensor<3>, state: &mut AttentionState, around: Around<'_>) -> Result<Tensor<3>> {
         self.check("self-attention step", "x", &x)?;
-        let (x, after) = around.split(x);
-        let (gate, [q, k, v]) = self.split(x);
+        let (x, after) = around.split(x)?;
+        let (gate, [q, k, v]) = self.split(x)?;
         self.merge(self.attention.step(q, k, v, state)?, gate, after)
     }
 
@@ -236,17 +238,26 @@ impl MultiHeadAttention {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn advance(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
-        self.advance_in(x, state, Around::default())
+        self.advance_in(x, state, None, Around::default())
     }
 
-    /// [`advance`](Self::advance) and what stands around it.
-    pub(crate) fn advance_in(&self, x: Tensor<3>, state: &mut AttentionState, around: Around<'_>) -> Result<Tensor<3>> {
+    /// [`advance`](Self::advance) and what stands around it, where others may hold stretches of the same sequences.
+    pub(crate) fn advance_in(
+        &self,
+        x: Tensor<3>,
+        state: &mut AttentionState,
+        peers: Option<&Arc<dyn Peers>>,
+        around: Around<'_>,
+    ) -> Result<Tensor<3>> {
         self.check("self-attention", "x", &x)?;
+        let layer = self.attention.layer();
         #[cfg(feature = "flex")]
-        if self.is_fused(&x) && !self.attention.keeps_past() {
+        if self.is_fused(&x) && backend::kernels_take(layer, &x, state, true) {
             let [batch, tokens, _] = x.dims();
-            let layer = self.attention.layer();
-            let states = backend::states_of(layer, [batch, tokens], x.dtype(), state)?;
+            let mut states = backend::states_of(layer, [batch, tokens], x.dtype(), state)?;
+            if let Some(peers) = peers {
+                states = states.between(peers.clone(), layer.kernel())?;
+            }
             let out = fused::multi_head(self, layer, x, None, &AttentionMask::causal(), around, Some(&states))?;
             *state = states.into_state();
             return Ok(out);
@@ -255,11 +266,16 @@ impl MultiHeadAttention {
             "none: over several processes it takes the CPU backend, f32, and a mechanism with states of constant size"
                 .into()
         };
-        let got = || format!("some, under {}", self.attention.layer().name());
-        argument(!state.is_between(), "self-attention", "peers", expected, got)?;
-        let (x, after) = around.split(x);
-        let (gate, [q, k, v]) = self.split(x);
+        argument(peers.is_none(), "self-attention", "peers", expected, || format!("some, under {}", layer.name()))?;
+        let (x, after) = around.split(x)?;
+        let (gate, [q, k, v]) = self.split(x)?;
         self.merge(self.attention.advance(q, k, v, state)?, gate, after)
+    }
+
+    /// Checks that `state` takes one token more, `x`, before a step changes anything.
+    pub(crate) fn check_step(&self, x: &Tensor<3>, state: &AttentionState) -> Result<()> {
+        self.check("self-attention step", "x", x)?;
+        backend::check_step(self.attention.layer(), x, state)
     }
 
     /// Prepares a memory, `[batch, keys, d_model]`, for queries that come one by one.
@@ -268,7 +284,7 @@ impl MultiHeadAttention {
     /// A wrong width, or a mask of the wrong size.
     pub fn remember(&self, memory: Tensor<3>, mask: &AttentionMask) -> Result<MemoryState> {
         self.check("cross-attention", "memory", &memory)?;
-        let [k, v] = self.keys_and_values(memory);
+        let [k, v] = self.keys_and_values(memory)?;
         self.attention.remember(k, v, mask)
     }
 
@@ -310,7 +326,7 @@ impl MultiHeadAttention {
             let state = backend::with_scratch(|scratch| call(segment).state(scratch))?;
             after = stored.kernel.combine(&after, &state, &parameters)?;
         }
-        let rows = self.keys_and_values(memory.clone().narrow(1, 0, near));
+        let rows = self.keys_and_values(memory.clone().narrow(1, 0, near))?;
         Ok(Some(MemoryState::near(&self.attention, rows, Outside::new([before, after]), longest)))
     }
 
@@ -335,8 +351,8 @@ impl MultiHeadAttention {
         around: Around<'_>,
     ) -> Result<Tensor<3>> {
         self.check("cross-attention", "x", &x)?;
-        let (x, after) = around.split(x);
-        let (gate, q) = self.queries(x);
+        let (x, after) = around.split(x)?;
+        let (gate, q) = self.queries(x)?;
         self.merge(self.attention.recall(q, first, memory)?, gate, after)
     }
 
@@ -346,10 +362,10 @@ impl MultiHeadAttention {
     }
 
     /// Gates, if there are any, and queries of `x`, `[batch, heads, tokens, head_dim]` each.
-    fn queries(&self, x: Tensor<3>) -> (Option<Tensor<4>>, Tensor<4>) {
+    fn queries(&self, x: Tensor<3>) -> Result<(Option<Tensor<4>>, Tensor<4>)> {
         let Heads { heads, head_dim, .. } = self.heads;
-        let projected = self.project(x, 0, self.query_heads(), head_dim);
-        (self.gate(&projected), projected.narrow(1, 0, heads))
+        let projected = self.project(x, 0, self.query_heads(), head_dim)?;
+        Ok((self.gate(&projected), projected.narrow(1, 0, heads)))
     }
 
     /// The gates among projected heads, which stand after the queries.
@@ -360,56 +376,54 @@ impl MultiHeadAttention {
 
     /// Keys and values of a memory, `[batch, kv_heads, keys, ·]` each: views of one product where they are equally
     /// wide.
-    fn keys_and_values(&self, memory: Tensor<3>) -> [Tensor<4>; 2] {
+    fn keys_and_values(&self, memory: Tensor<3>) -> Result<[Tensor<4>; 2]> {
         let Heads { kv_heads, head_dim, .. } = self.heads;
         let first = self.query_heads() * head_dim;
         if self.key_dim != head_dim {
-            let keys = self.project(memory.clone(), first, kv_heads, self.key_dim);
-            return [keys, self.project(memory, first + kv_heads * self.key_dim, kv_heads, head_dim)];
+            let keys = self.project(memory.clone(), first, kv_heads, self.key_dim)?;
+            return Ok([keys, self.project(memory, first + kv_heads * self.key_dim, kv_heads, head_dim)?]);
         }
-        let both = self.project(memory, first, 2 * kv_heads, head_dim);
-        [both.clone().narrow(1, 0, kv_heads), both.narrow(1, kv_heads, kv_heads)]
+        let both = self.project(memory, first, 2 * kv_heads, head_dim)?;
+        Ok([both.clone().narrow(1, 0, kv_heads), both.narrow(1, kv_heads, kv_heads)])
     }
 
     /// Gates, if there are any, and queries, keys and values of `x`, `[batch, ·, tokens, ·]` each: views of one product where they are
     /// equally wide.
-    fn split(&self, x: Tensor<3>) -> (Option<Tensor<4>>, [Tensor<4>; 3]) {
+    fn split(&self, x: Tensor<3>) -> Result<(Option<Tensor<4>>, [Tensor<4>; 3])> {
         let Heads { heads, kv_heads, head_dim } = self.heads;
         if self.key_dim != head_dim {
-            let [keys, values] = self.keys_and_values(x.clone());
-            let (gate, queries) = self.queries(x);
-            return (gate, [queries, keys, values]);
+            let [keys, values] = self.keys_and_values(x.clone())?;
+            let (gate, queries) = self.queries(x)?;
+            return Ok((gate, [queries, keys, values]));
         }
         let [batch, tokens, _] = x.dims();
         let first = self.query_heads();
         let all = first + 2 * kv_heads;
-        let projected = apply(&self.query_key_value, x, Activation::Identity, After::default())
-            .reshape([batch, tokens, all, head_dim]);
-        let projected = projected.swap_dims(1, 2);
+        let projected = apply(&self.query_key_value, x, Activation::Identity, After::default())?;
+        let projected = reshape(projected, [batch, tokens, all, head_dim]).swap_dims(1, 2);
         let part = |first, heads| projected.clone().narrow(1, first, heads);
-        (self.gate(&projected), [part(0, heads), part(first, kv_heads), part(first + kv_heads, kv_heads)])
+        Ok((self.gate(&projected), [part(0, heads), part(first, kv_heads), part(first + kv_heads, kv_heads)]))
     }
 
     /// `count` heads of `width` numbers from the projection's column `start` on, `[batch, count, tokens, width]`.
-    fn project(&self, x: Tensor<3>, start: usize, count: usize, width: usize) -> Tensor<4> {
+    fn project(&self, x: Tensor<3>, start: usize, count: usize, width: usize) -> Result<Tensor<4>> {
         let [batch, tokens, _] = x.dims();
         let columns = count * width;
         let weight = self.query_key_value.weight.val().narrow(1, start, columns);
         let bias = self.query_key_value.bias.as_ref().map(|bias| bias.val().narrow(0, start, columns));
-        linear(x, weight, bias, Activation::Identity, After::default())
-            .reshape([batch, tokens, count, width])
-            .swap_dims(1, 2)
+        let projected = linear(x, weight, bias, Activation::Identity, After::default())?;
+        Ok(reshape(projected, [batch, tokens, count, width]).swap_dims(1, 2))
     }
 
     fn merge(&self, output: Tensor<4>, gate: Option<Tensor<4>>, after: After) -> Result<Tensor<3>> {
         let [batch, _, tokens, _] = output.dims();
         let Heads { heads, head_dim, .. } = self.heads;
-        let side_by_side = |x: Tensor<4>| x.swap_dims(1, 2).reshape([batch, tokens, heads * head_dim]);
+        let side_by_side = |x: Tensor<4>| reshape(x.swap_dims(1, 2), [batch, tokens, heads * head_dim]);
         let mut output = side_by_side(output);
         if let (Some(norm), Some(gate)) = (&self.gated_norm, gate) {
             output = norm.forward(output, side_by_side(gate))?;
         }
-        Ok(apply(&self.output, output, Activation::Identity, after))
+        apply(&self.output, output, Activation::Identity, after)
     }
 
     /// Whether all of it can run as one operation of the CPU backend.
@@ -419,9 +433,11 @@ impl MultiHeadAttention {
     }
 
     fn check(&self, operation: &'static str, name: &'static str, x: &Tensor<3>) -> Result<()> {
-        let width = self.heads.heads * self.heads.head_dim;
-        let expected = || format!("[batch, tokens, d_model = {width}]");
-        argument(x.dims()[2] == width, operation, name, expected, || format!("{:?}", x.dims()))
+        let (weight, dtype) = (&self.query_key_value.weight, x.dtype());
+        let ([width, _], wanted) = (weight.dims(), weight.dtype());
+        let expected = || format!("[batch, tokens, d_model = {width}] of {wanted:?}, as the weights are");
+        let holds = x.dims()[2] == width && (dtype == wanted || matches!(wanted, DType::QFloat(_)));
+        argument(holds, operation, name, expected, || format!("{:?} of {dtype:?}", x.dims()))
     }
 }
 

@@ -18,6 +18,7 @@ use super::{
 };
 use crate::backend::{self, AnyKernel, Layer, Total};
 use crate::error::{Result, argument};
+use longspan_kernels::Dims;
 
 /// What the options of every mechanism implement.
 pub(super) trait Options: Default {
@@ -281,8 +282,10 @@ impl Attention {
         let Heads { heads, head_dim, .. } = layer.heads();
         let q = Tensor::zeros([k.dims()[0], heads, 1, head_dim], (&k.device(), k.dtype()));
         backend::check(layer, &q, &k, &v)?;
-        backend::check_by_kernel(layer, &q, &k, &v, mask)?;
-        let remembered = match layer.total(k.clone(), v.clone(), mask) {
+        backend::check_by_kernel(layer, backend::dims_of(&q, &v), mask)?;
+        // Nothing at all has no sums.
+        let some = !v.dims().contains(&0);
+        let remembered = match some.then(|| layer.total(k.clone(), v.clone(), mask)).flatten() {
             Some(total) => Remembered::Total(Box::new(total)),
             None => Remembered::Whole(Box::new((k, v, mask.clone()))),
         };
@@ -298,27 +301,54 @@ impl Attention {
     /// # Errors
     /// Shapes that do not fit the memory.
     pub fn recall(&self, q: Tensor<4>, first: usize, memory: &MemoryState) -> Result<Tensor<4>> {
-        let name = self.layer().name();
-        let expected = || format!("a memory of {name}");
-        argument(memory.mechanism == name, name, "memory", expected, || format!("one of {}", memory.mechanism))?;
+        self.check_recall_of(q.dims(), first, memory)?;
         match &memory.remembered {
-            Remembered::Total(total) => {
-                let shape = total.query();
-                let [batch, heads, _, dim] = q.dims();
-                let expected = || format!("[{}, {}, queries, {}]", shape[0], shape[1], shape[3]);
-                argument([batch, heads, 1, dim] == shape, name, "q", expected, || format!("{:?}", q.dims()))?;
-                Ok(total.recall(q))
-            }
+            Remembered::Total(total) => Ok(total.recall(q)),
             Remembered::Whole(whole) => {
                 let (k, v, mask) = whole.as_ref();
                 self.forward(q, k.clone(), v.clone(), &mask.clone().with_offset(first as isize))
             }
             #[cfg(feature = "flex")]
             Remembered::Near(near) => {
-                let end = first + q.dims()[2];
+                backend::attend_between(self.layer(), q, near.k.clone(), near.v.clone(), first, &near.outside)
+            }
+        }
+    }
+
+    /// Checks that queries made of `x`, `[batch, queries, ·]`, at the positions from `first` on fit a memory, before anything is computed.
+    pub(crate) fn check_recall(&self, x: &Tensor<3>, first: usize, memory: &MemoryState) -> Result<()> {
+        let ([batch, queries, _], Heads { heads, head_dim, .. }) = (x.dims(), self.heads());
+        self.check_recall_of([batch, heads, queries, head_dim], first, memory)
+    }
+
+    /// Checks that queries of this shape at the positions from `first` on fit a memory.
+    fn check_recall_of(&self, q: [usize; 4], first: usize, memory: &MemoryState) -> Result<()> {
+        let (name, key_dim) = (self.layer().name(), self.key_dim());
+        let expected = || format!("a memory of {name}");
+        argument(memory.mechanism == name, name, "memory", expected, || format!("one of {}", memory.mechanism))?;
+        let [batch, heads, queries, dim] = q;
+        match &memory.remembered {
+            Remembered::Total(total) => {
+                let shape = total.query();
+                let expected = || format!("[{}, {}, queries, {}]", shape[0], shape[1], shape[3]);
+                argument([batch, heads, 1, dim] == shape, name, "q", expected, || format!("{q:?}"))
+            }
+            Remembered::Whole(whole) => {
+                let (k, v, mask) = whole.as_ref();
+                let ([kept, kv_heads, keys, width], value_dim) = (k.dims(), v.dims()[3]);
+                let (expected, got) = ([batch, self.heads().kv_heads, key_dim], [kept, kv_heads, width]);
+                let text = |of: [usize; 3]| move || format!("batch, key/value heads and width {of:?}");
+                argument(expected == got, name, "memory", text(expected), text(got))?;
+                let dims = Dims { value_dim, ..self.heads().dims(batch, queries, keys) };
+                backend::check_by_kernel(self.layer(), dims, &mask.clone().with_offset(first as isize))
+            }
+            #[cfg(feature = "flex")]
+            Remembered::Near(near) => {
+                let end = first + queries;
                 let expected = || format!("queries before position {}, for which the memory was made", near.longest);
                 argument(end <= near.longest, name, "first", expected, || format!("{first}..{end}"))?;
-                backend::attend_between(self.layer(), q, near.k.clone(), near.v.clone(), first, &near.outside)
+                let kept = near.k.dims()[0];
+                argument(kept == batch, name, "memory", || format!("a batch of {batch}"), || kept.to_string())
             }
         }
     }

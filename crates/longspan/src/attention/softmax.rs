@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads};
-use crate::backend::pairs::Pairs;
+use crate::backend::pairs::{Pairs, hide};
 use crate::backend::tensor::{narrow_float, repeat_heads, widen};
 use crate::backend::{AnyKernel, Layer};
 use crate::error::{Result, argument};
@@ -86,15 +86,30 @@ impl Layer for SoftmaxAttention {
         Vec::new()
     }
 
+    fn sees(&self) -> Option<usize> {
+        self.window
+    }
+
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
-        let ([_, heads, _, dim], keys) = (q.dims(), k.dims()[2]);
+        let ([_, heads, queries, dim], keys) = (q.dims(), k.dims()[2]);
         let (dtype, q, k, v) = (q.dtype(), widen(q), widen(k), widen(v));
-        let pairs = Pairs::new(&q, keys, mask).within(self.window);
-        let k = pairs.without_ignored(repeat_heads(k, heads));
+        let pairs = Pairs::new(&q, keys, mask, self.window);
+        let k = pairs.without_ignored(repeat_heads(k, heads)).swap_dims(2, 3);
         let v = pairs.without_ignored(repeat_heads(v, heads));
-        let scores = q.matmul(k.swap_dims(2, 3)) * (1.0 / (dim as f64).sqrt());
-        // −1e30, not −∞: the softmax of a row that sees nothing would be NaN. Its weights are set to 0 afterwards.
-        let weights = pairs.hidden_as(softmax(pairs.hidden_as(scores, 0, -1e30), 3), 0, 0.0);
-        narrow_float(weights.matmul(v), dtype)
+        // Under a window as many rows as each sees keys, else as many as keep the scores of a head in a few megabytes.
+        let at_once = self.window.unwrap_or(SCORES / keys).max(Pairs::ROWS);
+        let rows = (0..queries).step_by(at_once).map(|first| {
+            let rows = first..queries.min(first.saturating_add(at_once));
+            let seen = pairs.seen(&rows);
+            let (k, v) = (k.clone().narrow(3, seen.start, seen.len()), v.clone().narrow(2, seen.start, seen.len()));
+            let hidden = pairs.hidden(&rows, &seen);
+            let scores = q.clone().narrow(2, first, rows.len()).matmul(k) * (1.0 / (dim as f64).sqrt());
+            // −1e30, not −∞: the softmax of a row that sees nothing would be NaN. Its weights are set to 0 afterwards.
+            hide(softmax(hide(scores, &hidden, -1e30), 3), &hidden, 0.0).matmul(v)
+        });
+        narrow_float(Tensor::cat(rows.collect(), 2), dtype)
     }
 }
+
+/// Scores of a head that are formed at once.
+const SCORES: usize = 1 << 22;

@@ -59,6 +59,8 @@ fn modules() -> Vec<(&'static str, Attention)> {
         r#"{"mechanism": "short-convolution", "width": 1, "silu": false}"#,
         r#"{"mechanism": "short-convolution", "width": 20}"#,
         r#"{"mechanism": "aft-full", "length": 200, "rank": null}"#,
+        r#"{"mechanism": "softmax-window", "window": 3}"#,
+        r#"{"mechanism": "softmax-window", "window": 20}"#,
     ] {
         configs.push(serde_json::from_str(options).unwrap());
     }

@@ -5,17 +5,17 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Tensor};
 use longspan_kernels as kernels;
 use longspan_kernels::{Algorithm, Bias, FeatureMap, Mechanism, Toeplitz};
 use serde::{Deserialize, Serialize};
 
 use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
-use super::{AttentionMask, Heads, by_name};
+use super::{AttentionMask, Heads, by_name, index_tensor};
 use crate::backend::feature_map::{Side, lift};
-use crate::backend::pairs::Pairs;
-use crate::backend::tensor::{divide, features, largest, narrow_float, repeat_heads, widen, with_ones};
+use crate::backend::pairs::{Pairs, hide};
+use crate::backend::tensor::{divide, features, flattened, largest, narrow_float, repeat_heads, widen, with_ones};
 use crate::backend::{AnyKernel, Layer};
 use crate::error::{Result, config};
 
@@ -159,15 +159,14 @@ impl Layer for ToeplitzAttention {
 
     fn parameters(&self) -> Vec<Tensor<1>> {
         let map = self.map.iter().flat_map(LearnedMap::parameters);
-        std::iter::once(self.bias.val().reshape([-1])).chain(map).collect()
+        std::iter::once(flattened(self.bias.val())).chain(map).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let Toeplitz { feature_map, bias, normalize, .. } = *self.toeplitz;
         let dtype = q.dtype();
-        let [_, heads, queries, _] = q.dims();
-        let value_dim = v.dims()[3];
-        let pairs = Pairs::new(&q, k.dims()[2], mask);
+        let ([_, heads, queries, _], [_, _, keys, value_dim]) = (q.dims(), v.dims());
+        let pairs = Pairs::new(&q, keys, mask, None);
         let (mut q, k, v) = (widen(q), widen(repeat_heads(k, heads)), widen(repeat_heads(v, heads)));
         let (mut k, v) = (pairs.without_ignored(k), pairs.without_ignored(v));
         let learned = self.map.as_ref().map(LearnedMap::tensors);
@@ -182,29 +181,41 @@ impl Layer for ToeplitzAttention {
         }
         let (q, k) = (features(feature_map, q), features(feature_map, k).swap_dims(2, 3));
         let values = with_ones(v, None, normalize);
+        // The bias is a function of the difference of two places. The kernel's check has passed, so a difference without an entry is one
+        // that the mask hides.
+        let entry = |query: isize, key: isize| bias.between(query, key).unwrap_or(0);
+        let query = |i: usize| i as isize + mask.offset;
+        let ints = |of: Vec<usize>| index_tensor(&of, &q.device());
         let table = widen(self.bias.val());
-        let chunks = (0..queries).step_by(Pairs::ROWS).map(|first| {
-            let rows = Pairs::ROWS.min(queries - first);
-            let entries = (first..first + rows).flat_map(|i| {
-                let query = i as isize + mask.offset;
-                // The kernel's check has passed, so a pair without an entry is one that the mask hides.
-                (0..pairs.keys()).map(move |j| bias.between(query, j as isize).unwrap_or(0) as i64)
-            });
-            let entries: Vec<i64> = entries.collect();
-            let entries = Tensor::<1, Int>::from_data(TensorData::new(entries, [rows * pairs.keys()]), &q.device());
-            let mut exponents = table.clone().select(1, entries).reshape([1, heads, rows, pairs.keys()]);
+        let (by_difference, of_query, of_key): (_, Vec<usize>, Vec<usize>) = if let Bias::Grid { .. } = bias {
+            let of_key = (0..keys).map(|j| entry(0, j as isize) - entry(0, 0));
+            (table, (0..queries).map(|i| entry(query(i), 0)).collect(), of_key.collect())
+        } else {
+            let differences = (0..queries + keys - 1).map(|n| entry(query(queries - 1), n as isize)).collect();
+            (table.select(1, ints(differences)), (0..queries).rev().collect(), (0..keys).collect())
+        };
+        let (of_query, of_key) = (ints(of_query), ints(of_key));
+        let pieces = (0..queries).step_by(Pairs::ROWS).map(|first| {
+            let rows = first..queries.min(first + Pairs::ROWS);
+            let seen = pairs.seen(&rows);
+            let [count, seen_count] = [rows.len(), seen.len()];
+            let steps = of_query.clone().narrow(0, first, count).unsqueeze_dim::<2>(1)
+                + of_key.clone().narrow(0, seen.start, seen_count).unsqueeze::<2>();
+            let exponents = by_difference.clone().select(1, steps.reshape([count * seen_count]));
+            let mut exponents = exponents.reshape([1, heads, count, seen_count]);
+            let hidden = pairs.hidden(&rows, &seen);
             if normalize {
                 // Relative to the largest exponent among the keys that the row sees.
-                let seen = pairs.hidden_as(exponents.clone().detach(), first, f32::NEG_INFINITY);
-                exponents = exponents - largest_of_row(seen);
+                exponents = exponents.clone() - largest_of_row(hide(exponents.detach(), &hidden, f32::NEG_INFINITY));
             }
             // Hidden pairs get exponent 0: an infinite `exp` times a weight of 0 would make the gradient NaN.
-            let exponents = pairs.hidden_as(exponents, first, 0.0);
-            let scores = q.clone().narrow(2, first, rows).matmul(k.clone());
-            let weights = pairs.hidden_as(scores * exponents.exp(), first, 0.0);
-            weights.matmul(values.clone())
+            let exponents = hide(exponents, &hidden, 0.0);
+            let k = k.clone().narrow(3, seen.start, seen_count);
+            let scores = q.clone().narrow(2, first, count).matmul(k);
+            let weights = hide(scores * exponents.exp(), &hidden, 0.0);
+            weights.matmul(values.clone().narrow(2, seen.start, seen_count))
         });
-        let sums = Tensor::cat(chunks.collect(), 2);
+        let sums = Tensor::cat(pieces.collect(), 2);
         narrow_float(divide(sums, value_dim, normalize), dtype)
     }
 }

@@ -1,15 +1,20 @@
-//! Several tokens after those of a state, in the parallel form.
+//! Tokens after those of a state: several in the parallel form, or one.
 
 #[cfg(feature = "flex")]
-use burn::tensor::DType;
-use burn::tensor::Tensor;
+use std::sync::Arc;
 
 #[cfg(feature = "flex")]
-use super::flex::{PrefixState, Settings, States, computed};
+use burn::backend::Flex;
+use burn::tensor::{DType, Tensor};
+use longspan_kernels::Dims;
+
+#[cfg(feature = "flex")]
+use super::flex::{Operands, PrefixState, Settings, States};
 use super::state::Inner;
-use super::{AttentionState, Layer, TensorState, attend, check, foreign_state, join_past, step};
+use super::tensor::widen_type;
+use super::{AttentionState, Layer, TensorState, attend, check, check_by_kernel, dims_of};
 use crate::attention::AttentionMask;
-use crate::error::Result;
+use crate::error::{Error, Result, argument};
 
 /// Takes tokens into `state` and gives their outputs: the rows that [`attend`] gives under a causal mask to these tokens
 /// after those of the state. No gradient passes through the state.
@@ -18,7 +23,7 @@ use crate::error::Result;
 /// As in [`attend`], with as many keys as queries.
 ///
 /// # Errors
-/// Shapes or options that do not fit together or the state.
+/// Shapes or options that do not fit together or the state, which is then as it was.
 pub(crate) fn advance(
     layer: &dyn Layer,
     q: Tensor<4>,
@@ -28,44 +33,155 @@ pub(crate) fn advance(
 ) -> Result<Tensor<4>> {
     check(layer, &q, &k, &v)?;
     #[cfg(feature = "flex")]
-    if super::is_flex(&q) && !layer.keeps_past() {
+    if kernels_take(layer, &q, state, true) {
         return in_kernels(layer, q, k, v, state);
     }
-    if layer.sums().is_some() {
-        return in_steps(layer, q, k, v, state);
-    }
-    let (keys, values) = match &state.inner {
-        None => (k, v),
-        Some(Inner::Tensors(TensorState::Past(past))) => join_past(layer, past, k, v)?,
-        Some(_) => return Err(foreign_state(layer)),
-    };
-    let before = keys.dims()[2] - q.dims()[2];
-    let mask = AttentionMask::causal().with_offset(before as isize);
-    let out = attend(layer, q, keys.clone(), values.clone(), &mask)?;
-    state.inner = Some(Inner::Tensors(TensorState::Past(Box::new([keys.detach(), values.detach()]))));
+    let (out, mut next) = in_tensors(layer, q, k, v, state)?;
+    // The next segment's backward ends here.
+    next.detach();
+    *state = next;
     Ok(out)
 }
 
-/// [`advance`] token by token, for sums in tensors: only the kernels have a parallel form that begins with such.
-pub(super) fn in_steps(
+/// [`advance`] of one token. On a device that trains a gradient passes through a state that only steps have made.
+///
+/// # Errors
+/// As [`advance`], and not one token.
+pub(crate) fn step(
     layer: &dyn Layer,
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,
     state: &mut AttentionState,
 ) -> Result<Tensor<4>> {
-    let row = |x: &Tensor<4>, t| x.clone().narrow(2, t, 1);
-    let mut after = state.clone();
-    let rows = (0..q.dims()[2]).map(|t| step(layer, row(&q, t), row(&k, t), row(&v, t), &mut after));
-    let rows: Vec<_> = rows.collect::<Result<_>>()?;
-    // The next segment's backward ends here.
-    after.detach();
-    *state = after;
-    Ok(if rows.is_empty() {
-        v.narrow(2, 0, 0).repeat_dim(1, layer.heads().heads / layer.heads().kv_heads)
-    } else {
-        Tensor::cat(rows, 2)
-    })
+    check(layer, &q, &k, &v)?;
+    let expected = || "1 query and 1 key in a step".into();
+    let got = || format!("{} and {}", q.dims()[2], k.dims()[2]);
+    argument(q.dims()[2] == 1 && k.dims()[2] == 1, layer.name(), "tokens", expected, got)?;
+    #[cfg(feature = "flex")]
+    if kernels_take(layer, &q, state, !q.device().is_autodiff()) {
+        return if q.device().is_autodiff() {
+            in_kernels(layer, q, k, v, state)
+        } else {
+            step_in_kernels(layer, q, k, v, state)
+        };
+    }
+    let (out, next) = in_tensors(layer, q, k, v, state)?;
+    *state = next;
+    Ok(out)
+}
+
+/// Checks that `state` takes one token more of each text, as a [`step`] does before it changes anything. `x` is what the token's
+/// attention is made of, `[batch, 1, ·]`.
+pub(crate) fn check_step(layer: &dyn Layer, x: &Tensor<3>, state: &AttentionState) -> Result<()> {
+    layer.ready()?;
+    let dims = layer.heads().dims(x.dims()[0], 1, 1);
+    #[cfg(feature = "flex")]
+    if kernels_take(layer, x, state, !x.device().is_autodiff()) {
+        let learned = super::flat(layer, x.dtype())?;
+        let plain = |x: Tensor<1>| if x.device().is_autodiff() { x.inner() } else { x };
+        let learned = learned.map(|x| primitive(plain(x))).transpose()?;
+        return match &state.inner {
+            Some(Inner::Kernels(before)) if before.dtype() == widen_type(x.dtype()) => {
+                Ok(before.check(&*layer.kernel(), &dims, learned.as_ref())?)
+            }
+            Some(_) => Err(foreign_state(layer)),
+            None => check_by_kernel(layer, dims, &AttentionMask::causal()),
+        };
+    }
+    check_tensors(layer, dims, x.dtype(), state).map(drop)
+}
+
+/// Whether the kernels take tokens after this state: what took its first tokens takes all others, too.
+pub(crate) fn kernels_take<const D: usize>(
+    layer: &dyn Layer,
+    x: &Tensor<D>,
+    state: &AttentionState,
+    at_first: bool,
+) -> bool {
+    super::is_flex(x)
+        && match &state.inner {
+            None => at_first && !layer.keeps_past(),
+            Some(Inner::Tensors(_)) => false,
+            #[cfg(feature = "flex")]
+            Some(Inner::Kernels(_)) => true,
+        }
+}
+
+/// Tokens after a state in tensor operations: their outputs, and the state after them.
+fn in_tensors(
+    layer: &dyn Layer,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    state: &AttentionState,
+) -> Result<(Tensor<4>, AttentionState)> {
+    let dims = dims_of(&q, &v);
+    let mask = check_tensors(layer, dims, q.dtype(), state)?;
+    if dims.out().contains(&0) {
+        return Ok((Tensor::zeros(dims.out(), (&q.device(), q.dtype())), state.clone()));
+    }
+    let (out, next) = match (layer.sums(), &state.inner) {
+        (Some(sums), before) => {
+            let mut running = match before {
+                Some(Inner::Tensors(TensorState::Sums(running))) => running.clone(),
+                _ => Box::new(sums.empty(&q, dims.value_dim)),
+            };
+            (sums.advance([q, k, v], &mut running), TensorState::Sums(running))
+        }
+        (None, before) => {
+            let [keys, values] = match before {
+                Some(Inner::Tensors(TensorState::Past(past))) => {
+                    let [keys, values] = *past.clone();
+                    [Tensor::cat(vec![keys, k], 2), Tensor::cat(vec![values, v], 2)]
+                }
+                _ => [k, v],
+            };
+            // What no later token sees is forgotten.
+            let kept = |x: Tensor<4>| {
+                let tokens = x.dims()[2];
+                let kept = layer.sees().map_or(tokens, |sees| sees.min(tokens));
+                x.narrow(2, tokens - kept, kept)
+            };
+            let out = attend(layer, q, keys.clone(), values.clone(), &mask)?;
+            (out, TensorState::Past(Box::new([keys, values].map(kept))))
+        }
+    };
+    Ok((out, Some(Inner::Tensors(next)).into()))
+}
+
+/// Checks that a state in tensors takes the tokens of a call of these sizes. The mask of their attention to all tokens so far.
+fn check_tensors(layer: &dyn Layer, dims: Dims, dtype: DType, state: &AttentionState) -> Result<AttentionMask> {
+    let Dims { batch, heads, kv_heads, value_dim, .. } = dims;
+    let past = match (&state.inner, layer.sums()) {
+        (None, _) => 0,
+        (Some(Inner::Tensors(TensorState::Sums(sums))), Some(_)) => {
+            let text = |([batch, heads, dim], dtype): ([usize; 3], DType)| {
+                move || format!("batch {batch}, {heads} heads, values of {dim} numbers of {dtype:?}")
+            };
+            let expected = ([batch, heads, value_dim], widen_type(dtype));
+            let got = (sums.shape(), sums.dtype().unwrap_or(expected.1));
+            argument(expected == got, layer.name(), "state", text(expected), text(got))?;
+            0
+        }
+        (Some(Inner::Tensors(TensorState::Past(past))), None) => {
+            let sizes = |x: &Tensor<4>| {
+                let [batch, heads, _, width] = x.dims();
+                ([batch, heads, width], x.dtype())
+            };
+            let text = |both: [([usize; 3], DType); 2]| {
+                move || format!("keys and values of batch, heads, width and type {both:?}")
+            };
+            let widths = [layer.kernel().key_dim(&dims), value_dim];
+            let (expected, got) = (widths.map(|width| ([batch, kv_heads, width], dtype)), past.each_ref().map(sizes));
+            argument(expected == got, layer.name(), "state", text(expected), text(got))?;
+            past[0].dims()[2]
+        }
+        _ => return Err(foreign_state(layer)),
+    };
+    let mask = AttentionMask::causal().with_offset(past as isize);
+    check_by_kernel(layer, Dims { keys: past + dims.keys, ..dims }, &mask)?;
+    Ok(mask)
 }
 
 /// [`advance`] in the kernels.
@@ -95,13 +211,52 @@ pub(crate) fn states_of(
     state: &AttentionState,
 ) -> Result<States> {
     let dims = layer.heads().dims(batch, tokens, tokens);
-    let states = States::new(match &state.inner {
-        None => PrefixState::empty_for(&*layer.kernel(), &dims, dtype)?,
-        Some(Inner::Kernels(before)) if before.dtype() == computed(dtype) => before.clone(),
+    Ok(States::new(match &state.inner {
+        None => Arc::new(PrefixState::empty_for(&*layer.kernel(), &dims, dtype)?),
+        Some(Inner::Kernels(before)) if before.dtype() == widen_type(dtype) => before.clone(),
         Some(_) => return Err(foreign_state(layer)),
-    });
-    Ok(match &state.peers {
-        None => states,
-        Some(peers) => states.between(peers.clone(), layer.kernel())?,
-    })
+    }))
+}
+
+/// [`step`] in the kernels, which change the state in its place.
+#[cfg(feature = "flex")]
+fn step_in_kernels(
+    layer: &dyn Layer,
+    q: Tensor<4>,
+    k: Tensor<4>,
+    v: Tensor<4>,
+    state: &mut AttentionState,
+) -> Result<Tensor<4>> {
+    let kernel = &*layer.kernel();
+    let sizes = [k.dims()[0], k.dims()[1]];
+    let parameters = super::flat(layer, q.dtype())?.map(primitive).transpose()?;
+    let operands = Operands { q: primitive(q)?, k: primitive(k)?, v: primitive(v)?, parameters }.with_adjacent_rows();
+    if state.inner.is_none() {
+        state.inner = Some(Inner::Kernels(Arc::new(PrefixState::empty(kernel, &operands)?)));
+    }
+    match &mut state.inner {
+        Some(Inner::Kernels(prefix)) if prefix.dtype() == widen_type(operands.q.dtype()) => {
+            // Heads and their width are one number to the kernel, which sees their product alone.
+            let shape = prefix.shape();
+            let text = |[batch, heads]: [usize; 2]| move || format!("batch {batch}, {heads} key/value heads");
+            let got = [shape.batch, shape.kv_heads];
+            argument(got == sizes, layer.name(), "state", text(sizes), text(got))?;
+            Ok(Tensor::from_primitive::<Flex>(Arc::make_mut(prefix).step(kernel, &operands)?))
+        }
+        _ => Err(foreign_state(layer)),
+    }
+}
+
+#[cfg(feature = "flex")]
+fn primitive<const D: usize>(x: Tensor<D>) -> Result<burn_flex::FlexTensor> {
+    x.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}")))
+}
+
+pub(crate) fn foreign_state(layer: &dyn Layer) -> Error {
+    Error::Argument {
+        operation: layer.name(),
+        argument: "state",
+        expected: "a state of the same mechanism, device and number type".into(),
+        got: "one of another".into(),
+    }
 }

@@ -25,16 +25,16 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 #[cfg(feature = "flex")]
-use burn::backend::{DispatchDevice, Flex};
+use burn::backend::DispatchDevice;
 #[cfg(feature = "flex")]
 use burn::tensor::DType;
 use burn::tensor::{Device, Tensor};
 pub use longspan_kernels::AnyKernel;
 use longspan_kernels::{Call, Dims, Kernel, Parameter, View};
 
-pub(crate) use advance::advance;
+pub(crate) use advance::{advance, check_step, kernels_take, step};
 #[cfg(feature = "flex")]
-pub(crate) use advance::states_of;
+pub(crate) use advance::{foreign_state, states_of};
 pub(crate) use feature_map::Learned;
 #[cfg(all(test, feature = "flex"))]
 pub(crate) use flex::copies::count as count_copy;
@@ -42,14 +42,12 @@ pub(crate) use flex::copies::count as count_copy;
 pub(crate) use flex::{Outside, States, adjacent_rows, split_parameters, view_f32, with_scratch};
 pub use peers::Peers;
 pub(crate) use running::Running;
-#[cfg(feature = "flex")]
-use state::Inner;
 pub(crate) use state::TensorState;
 pub use state::{AttentionState, StateForm, StoredState};
 pub(crate) use tensor::Total;
 
 use crate::attention::{AttentionMask, Heads, KeyMask};
-use crate::error::{Error, Result, argument};
+use crate::error::{Result, argument};
 
 /// What attention needs to know of a mechanism's module.
 pub(crate) trait Layer: Debug {
@@ -84,7 +82,12 @@ pub(crate) trait Layer: Debug {
     /// The same attention in tensor operations. Shapes have been checked, none is empty, and sequences are not packed.
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4>;
 
-    /// Steps in tensor operations with a state of constant size; `None` where it has to hold all keys and values.
+    /// How many of the latest tokens a query sees under a causal mask, its own among them; `None` where it sees all.
+    fn sees(&self) -> Option<usize> {
+        None
+    }
+
+    /// A state of sums in tensors; `None` where it is the keys and values that are [seen](Self::sees).
     fn sums(&self) -> Option<&dyn Sums> {
         None
     }
@@ -96,13 +99,13 @@ pub(crate) trait Layer: Debug {
     }
 }
 
-/// Steps in tensor operations with a state of constant size.
+/// A state of sums in tensors, of constant size.
 pub(crate) trait Sums {
     /// The state before the first token, for queries such as `like` and values of `value_dim`.
     fn empty(&self, like: &Tensor<4>, value_dim: usize) -> Running;
 
-    /// Takes one token in and gives its output.
-    fn step(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, state: &mut Running) -> Tensor<4>;
+    /// Takes the tokens of queries, keys and values in and gives their outputs.
+    fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4>;
 }
 
 /// Attention over whole sequences.
@@ -170,7 +173,7 @@ pub(crate) fn in_tensors(
     v: Tensor<4>,
     mask: &AttentionMask,
 ) -> Result<Tensor<4>> {
-    check_by_kernel(layer, &q, &k, &v, mask)?;
+    check_by_kernel(layer, dims_of(&q, &v), mask)?;
     let ([batch, heads, queries, _], [_, _, keys, value_dim]) = (q.dims(), v.dims());
     let nothing = |queries| Tensor::zeros([batch, heads, queries, value_dim], (&q.device(), q.dtype()));
     if batch * heads * queries * keys * value_dim == 0 {
@@ -208,139 +211,11 @@ pub(crate) fn flat(layer: &dyn Layer, dtype: DType) -> Result<Option<Tensor<1>>>
 }
 
 /// Whether a tensor lies on the CPU backend, with or without autodiff.
-#[cfg(feature = "flex")]
-fn is_flex(x: &Tensor<4>) -> bool {
-    matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
-}
-
-/// Whether a step with this query can run in the kernels.
-pub(crate) fn steps_in_kernels(q: &Tensor<4>) -> bool {
+pub(crate) fn is_flex<const D: usize>(x: &Tensor<D>) -> bool {
     #[cfg(feature = "flex")]
-    return is_flex(q) && !q.device().is_autodiff();
+    return matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_));
     #[cfg(not(feature = "flex"))]
-    {
-        let _ = q;
-        false
-    }
-}
-
-/// Takes one token into `state` and gives its output: the row that [`attend`] gives under a causal mask.
-///
-/// # Shapes
-/// As in [`attend`] with one query and one key.
-///
-/// # Errors
-/// Shapes or options that do not fit together or the state.
-pub(crate) fn step(
-    layer: &dyn Layer,
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    state: &mut AttentionState,
-) -> Result<Tensor<4>> {
-    check(layer, &q, &k, &v)?;
-    let expected = || "1 query and 1 key in a step".into();
-    let got = || format!("{} and {}", q.dims()[2], k.dims()[2]);
-    argument(q.dims()[2] == 1 && k.dims()[2] == 1, layer.name(), "tokens", expected, got)?;
-    #[cfg(feature = "flex")]
-    if steps_in_kernels(&q) && !layer.keeps_past() {
-        return step_kernel(layer, q, k, v, state);
-    }
-    let mut inner = match state.inner.take() {
-        None => None,
-        Some(state::Inner::Tensors(inner)) => Some(inner),
-        #[cfg(feature = "flex")]
-        Some(other) => {
-            state.inner = Some(other);
-            return Err(foreign_state(layer));
-        }
-    };
-    let out = step_in_tensors(layer, q, k, v, &mut inner);
-    state.inner = inner.map(state::Inner::Tensors);
-    out
-}
-
-/// [`step`] in tensor operations.
-fn step_in_tensors(
-    layer: &dyn Layer,
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    state: &mut Option<TensorState>,
-) -> Result<Tensor<4>> {
-    let ([batch, heads, _, _], [_, _, _, value_dim]) = (q.dims(), v.dims());
-    if let Some(sums) = layer.sums() {
-        let empty = || TensorState::Sums(Box::new(sums.empty(&q, value_dim)));
-        if let TensorState::Sums(running) = state.get_or_insert_with(empty) {
-            let (expected, got) = (running.shape(), [batch, heads, value_dim]);
-            let text =
-                |[batch, heads, dim]: [usize; 3]| move || format!("batch {batch}, {heads} heads, values of {dim}");
-            argument(expected == got, layer.name(), "state", text(got), text(expected))?;
-            check_by_kernel(layer, &q, &k, &v, &AttentionMask::causal())?;
-            return Ok(sums.step(q, k, v, running));
-        }
-    }
-    let (keys, values) = match state {
-        None => (k, v),
-        Some(TensorState::Sums(_)) => return Err(foreign_state(layer)),
-        Some(TensorState::Past(past)) => join_past(layer, past, k, v)?,
-    };
-    let mask = AttentionMask::causal().with_offset(keys.dims()[2] as isize - 1);
-    let out = in_tensors(layer, q, keys.clone(), values.clone(), &mask)?;
-    *state = Some(TensorState::Past(Box::new([keys, values])));
-    Ok(out)
-}
-
-/// The keys and values of a state and those that come after them.
-fn join_past(layer: &dyn Layer, past: &[Tensor<4>; 2], k: Tensor<4>, v: Tensor<4>) -> Result<(Tensor<4>, Tensor<4>)> {
-    let [keys, values] = past;
-    let rest = |x: &Tensor<4>| (x.dims()[..2].to_vec(), x.dims()[3], x.dtype());
-    let expected = || format!("keys and values such as {:?} and {:?}", k.dims(), v.dims());
-    let got = || format!("{:?} and {:?}", keys.dims(), values.dims());
-    argument(rest(keys) == rest(&k) && rest(values) == rest(&v), layer.name(), "state", expected, got)?;
-    Ok((Tensor::cat(vec![keys.clone(), k], 2), Tensor::cat(vec![values.clone(), v], 2)))
-}
-
-/// [`step`] in the kernels.
-#[cfg(feature = "flex")]
-fn step_kernel(
-    layer: &dyn Layer,
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    state: &mut AttentionState,
-) -> Result<Tensor<4>> {
-    fn primitive<const D: usize>(x: Tensor<D>) -> Result<burn_flex::FlexTensor> {
-        x.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}")))
-    }
-    let kernel = &*layer.kernel();
-    let sizes = [k.dims()[0], k.dims()[1]];
-    let parameters = flat(layer, q.dtype())?.map(primitive).transpose()?;
-    let operands =
-        flex::Operands { q: primitive(q)?, k: primitive(k)?, v: primitive(v)?, parameters }.with_adjacent_rows();
-    if state.inner.is_none() {
-        state.inner = Some(Inner::Kernels(flex::PrefixState::empty(kernel, &operands)?));
-    }
-    match &mut state.inner {
-        Some(Inner::Kernels(prefix)) if prefix.dtype() == flex::computed(operands.q.dtype()) => {
-            // Heads and their width are one number to the kernel, which sees their product alone.
-            let shape = prefix.shape();
-            let text = |[batch, heads]: [usize; 2]| move || format!("batch {batch}, {heads} key/value heads");
-            let got = [shape.batch, shape.kv_heads];
-            argument(got == sizes, layer.name(), "state", text(sizes), text(got))?;
-            Ok(Tensor::from_primitive::<Flex>(prefix.step(kernel, &operands)?))
-        }
-        _ => Err(foreign_state(layer)),
-    }
-}
-
-pub(crate) fn foreign_state(layer: &dyn Layer) -> Error {
-    Error::Argument {
-        operation: layer.name(),
-        argument: "state",
-        expected: "a state of the same mechanism, device and number type, with or without autodiff".into(),
-        got: "one of another".into(),
-    }
+    false
 }
 
 /// `state` as numbers.
@@ -372,23 +247,23 @@ pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<
     argument(dtypes.iter().all(|&dtype| dtype == q.dtype()), name, "number types", expected, || format!("{dtypes:?}"))
 }
 
+/// The sizes of a call.
+pub(crate) fn dims_of(q: &Tensor<4>, v: &Tensor<4>) -> Dims {
+    let ([batch, heads, queries, head_dim], [_, kv_heads, keys, value_dim]) = (q.dims(), v.dims());
+    Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim }
+}
+
 /// The kernel's own checks of options, mask and sizes, for calls that run in tensor operations.
-pub(crate) fn check_by_kernel(
-    layer: &dyn Layer,
-    q: &Tensor<4>,
-    k: &Tensor<4>,
-    v: &Tensor<4>,
-    mask: &AttentionMask,
-) -> Result<()> {
-    let ([batch, heads, queries, head_dim], [_, kv_heads, keys, key_dim]) = (q.dims(), k.dims());
-    let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: v.dims()[3] };
+pub(crate) fn check_by_kernel(layer: &dyn Layer, dims: Dims, mask: &AttentionMask) -> Result<()> {
     let kernel = layer.kernel();
     let kernel: &dyn Kernel<f32> = &*kernel;
-    // The numbers do not matter to the checks: one row of zeros is every row.
-    let zeros = vec![0.0_f32; head_dim.max(key_dim).max(dims.value_dim)];
+    // The numbers do not matter to the checks: one row of zeros is every row, and a part of them every learned tensor.
+    let learned = kernel.parameters(&dims);
+    let widths = [dims.head_dim, kernel.key_dim(&dims), dims.value_dim];
+    let most = learned.iter().map(Parameter::len).chain(widths).max().unwrap_or(0);
+    let zeros = vec![0.0_f32; most];
     let rows = || View::strided(&zeros, [0; 3]);
-    let parameters: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(|p: &Parameter| vec![0.0; p.len()]).collect();
-    let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
-    let mask = mask.as_kernel();
-    Ok(kernel.check(&Call::new(dims, rows(), rows(), rows()).with_parameters(&parameters).with_mask(mask))?)
+    let parameters: Vec<&[f32]> = learned.iter().map(|learned| &zeros[..learned.len()]).collect();
+    Ok(kernel
+        .check(&Call::new(dims, rows(), rows(), rows()).with_parameters(&parameters).with_mask(mask.as_kernel()))?)
 }

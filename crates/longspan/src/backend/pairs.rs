@@ -1,20 +1,21 @@
-//! Which keys a query sees, for attention in tensor operations that forms all scores.
+//! Which keys a query sees, for attention in tensor operations that forms scores.
 
-use burn::tensor::{Bool, Device, Tensor, TensorData};
+use std::ops::Range;
+
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use longspan_kernels::Order;
 
 use crate::attention::AttentionMask;
 
 /// The pairs of a query and a key in one call; sequences are not packed.
 pub(crate) struct Pairs {
-    batch: usize,
     keys: usize,
     causal: bool,
     offset: isize,
     /// Keys at this distance or beyond are not seen.
     window: Option<usize>,
-    /// Whether each key is ignored, `batch × keys`; `None` where none is.
-    ignored: Option<Vec<bool>>,
+    /// Whether each key is ignored, `[batch, 1, keys, 1]`; `None` where none is.
+    ignored: Option<Tensor<4, Bool>>,
     device: Device,
 }
 
@@ -22,36 +23,38 @@ impl Pairs {
     /// Rows of scores that are formed together: few beside a long sequence, enough for an efficient product.
     pub(crate) const ROWS: usize = 64;
 
-    /// Of queries such as `q` and so many keys.
-    pub(crate) fn new(q: &Tensor<4>, keys: usize, mask: &AttentionMask) -> Self {
-        let batch = q.dims()[0];
+    /// Of queries such as `q` and so many keys, and of those at distances below a window alone.
+    pub(crate) fn new(q: &Tensor<4>, keys: usize, mask: &AttentionMask, window: Option<usize>) -> Self {
+        let [batch, _, queries, _] = q.dims();
+        // Further away nothing changes, and any type of integers holds it.
+        let most = (queries + keys).saturating_add(window.unwrap_or(0)) as isize;
         Self {
-            batch,
             keys,
             causal: mask.order == Order::Causal,
-            offset: mask.offset,
-            window: None,
-            ignored: mask.ignored(batch, keys),
+            offset: mask.offset.clamp(-most, most),
+            window,
+            ignored: mask
+                .ignored(batch, keys)
+                .map(|rows| Tensor::from_data(TensorData::new(rows, [batch, 1, keys, 1]), &q.device())),
             device: q.device(),
         }
     }
 
-    /// Those at distances below a window alone.
-    pub(crate) fn within(self, window: Option<usize>) -> Self {
-        Self { window, ..self }
-    }
-
-    /// Number of keys.
-    pub(crate) fn keys(&self) -> usize {
-        self.keys
+    /// The keys among which are all that these queries see: one at least, of one or more.
+    pub(crate) fn seen(&self, queries: &Range<usize>) -> Range<usize> {
+        let inside = |key: isize| key.clamp(0, self.keys as isize) as usize;
+        let (first, end) = (queries.start as isize + self.offset, queries.end as isize + self.offset);
+        let reach = self.window.map(|window| window as isize - 1);
+        let start = inside(reach.map_or(0, |reach| first - reach)).min(self.keys - 1);
+        let end = if self.causal { inside(end) } else { inside(reach.map_or(isize::MAX, |reach| end + reach)) };
+        start..end.max(start + 1)
     }
 
     /// `x`, `[batch, heads, keys, width]`, with `value` in the rows of ignored keys.
     pub(crate) fn ignored_as(&self, x: Tensor<4>, value: f32) -> Tensor<4> {
         let Some(ignored) = &self.ignored else { return x };
-        let ignored = TensorData::new(ignored.clone(), [self.batch, 1, self.keys, 1]);
-        let ignored = Tensor::<4, Bool>::from_data(ignored, &self.device).expand(x.dims());
-        x.mask_fill(ignored, value)
+        let shape = x.dims();
+        x.mask_fill(ignored.clone().expand(shape), value)
     }
 
     /// `x` with 0 for ignored keys. Filled, not multiplied by 0: NaN in padding would stay NaN.
@@ -59,27 +62,33 @@ impl Pairs {
         self.ignored_as(x, 0.0)
     }
 
-    /// Scores `[batch or 1, heads, rows, keys]` of the queries from `first` on, with `value` where a query does not see
-    /// the key.
-    pub(crate) fn hidden_as(&self, scores: Tensor<4>, first: usize, value: f32) -> Tensor<4> {
-        if !self.causal && self.ignored.is_none() && self.window.is_none() {
-            return scores;
-        }
-        let [_, heads, rows, keys] = scores.dims();
-        let batch = if self.ignored.is_some() { self.batch } else { 1 };
-        let mut hidden = Vec::with_capacity(batch * rows * keys);
-        for b in 0..batch {
-            for row in first..first + rows {
-                let position = row as isize + self.offset;
-                hidden.extend((0..keys).map(|key| {
-                    (self.causal && key as isize > position)
-                        || self.window.is_some_and(|window| position.abs_diff(key as isize) >= window)
-                        || self.ignored.as_ref().is_some_and(|ignored| ignored[b * keys + key])
-                }));
+    /// Which of these pairs are not seen, `[batch or 1, 1, queries, keys]`; `None` where all are.
+    pub(crate) fn hidden(&self, queries: &Range<usize>, keys: &Range<usize>) -> Option<Tensor<4, Bool>> {
+        let places = |range: Range<i64>| Tensor::<1, Int>::arange(range, &self.device);
+        let place = |query: usize| query as i64 + self.offset as i64;
+        let distance = || {
+            let queries = places(place(queries.start)..place(queries.end)).unsqueeze_dim::<2>(1);
+            places(keys.start as i64..keys.end as i64).unsqueeze::<2>() - queries
+        };
+        let last = keys.end as i64 - 1 - place(queries.start);
+        let future = (self.causal && last > 0).then(|| distance().greater_elem(0));
+        let beyond = self.window.map(|window| distance().abs().greater_equal_elem(window as i64));
+        let by_distance = future.into_iter().chain(beyond).reduce(Tensor::bool_or).map(Tensor::unsqueeze::<4>);
+        let ignored = self.ignored.clone().map(|ignored| ignored.narrow(2, keys.start, keys.len()).swap_dims(2, 3));
+        match (by_distance, ignored) {
+            (Some(hidden), Some(ignored)) => {
+                let shape = [ignored.dims()[0], 1, queries.len(), keys.len()];
+                Some(hidden.expand(shape).bool_or(ignored.expand(shape)))
             }
+            (by_distance, ignored) => by_distance.or(ignored),
         }
-        let hidden = Tensor::<4, Bool>::from_data(TensorData::new(hidden, [batch, 1, rows, keys]), &self.device);
-        let shape = [batch.max(scores.dims()[0]), heads, rows, keys];
-        scores.expand(shape).mask_fill(hidden.expand(shape), value)
     }
+}
+
+/// Scores, `[batch or 1, heads, queries, keys]`, with `value` where a pair is [hidden](Pairs::hidden).
+pub(crate) fn hide(scores: Tensor<4>, hidden: &Option<Tensor<4, Bool>>, value: f32) -> Tensor<4> {
+    let Some(hidden) = hidden else { return scores };
+    let [batch, heads, queries, keys] = scores.dims();
+    let shape = [batch.max(hidden.dims()[0]), heads, queries, keys];
+    scores.expand(shape).mask_fill(hidden.clone().expand(shape), value)
 }

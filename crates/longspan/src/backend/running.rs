@@ -1,12 +1,11 @@
-//! The state of kernelized attention in plain tensor operations, token by token.
+//! The state of kernelized attention in plain tensor operations.
 
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use longspan_kernels::{KernelizedAttention, RelativeMap};
 
-use super::feature_map::{Learned, Side, lift};
-use super::tensor::{
-    decays, divide, features, largest, narrow_float, relative_features, relative_rows, repeat_heads, widen, with_ones,
-};
+use super::feature_map::Learned;
+use super::tensor::{Inputs, decays, divide, narrow_float, spread, widen};
+use crate::attention::AttentionMask;
 
 /// The state of a prefix in tensors, one for each query head.
 #[derive(Debug, Clone)]
@@ -31,7 +30,8 @@ impl Running {
         let dtype = widen(like.clone()).dtype();
         let zeros = |rows, width| Tensor::<4>::zeros([batch, heads, rows, width], (&like.device(), dtype));
         let width = value_dim + usize::from(options.normalize);
-        let shifted = options.feature_map.is_exponential() && options.normalize;
+        let lifted = options.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Same);
+        let shifted = options.feature_map.is_exponential() && options.normalize && (options.score.content() || lifted);
         Self {
             batch,
             heads,
@@ -48,88 +48,74 @@ impl Running {
         [self.batch, self.heads, self.value_dim]
     }
 
+    /// The type of its numbers.
+    pub(crate) fn dtype(&self) -> Option<DType> {
+        self.content.as_ref().or(self.recent.as_ref().map(|(far, _)| far)).map(|x| x.dtype())
+    }
+
     /// All its tensors, in one order.
     pub(crate) fn tensors(&mut self) -> Vec<&mut Tensor<4>> {
         let recent = self.recent.iter_mut().flat_map(|(far, ring)| [far, ring]);
         self.content.iter_mut().chain(&mut self.shift).chain(recent).collect()
     }
 
-    /// Takes one token in, all `[batch, heads or kv_heads, 1, ·]`, and gives its output.
-    pub(crate) fn step(
+    /// Takes tokens in, all `[batch, heads or kv_heads, tokens, ·]`, and gives their outputs, in chunks of at least `chunk` tokens.
+    pub(crate) fn advance(
         &mut self,
         options: &KernelizedAttention,
-        q: Tensor<4>,
-        k: Tensor<4>,
-        v: Tensor<4>,
+        [q, k, v]: [Tensor<4>; 3],
         (table, learned): (Option<Tensor<3>>, &Learned),
+        chunk: usize,
     ) -> Tensor<4> {
-        let dtype = q.dtype();
-        let [batch, heads, _, _] = q.dims();
-        let value_dim = v.dims()[3];
-        let mut q = lift(options.feature_map, learned, Side::Queries, widen(q));
-        let mut k = lift(options.feature_map, learned, Side::Keys, widen(repeat_heads(k, heads)));
-        let table = table.map(|table| relative_rows(options, learned, table, heads));
-        let values = with_ones(widen(repeat_heads(v, heads)), None, options.normalize);
-        let decay = decays(options, heads).map(|factors| {
-            Tensor::<4>::from_data(TensorData::new(factors, [1, heads, 1, 1]), (&q.device(), q.dtype()))
-        });
-        let mut rescale = decay.clone();
-        if let Some(shift) = &self.shift {
-            q = q.clone() - q.max_dim(3);
-            let mut top = shift.clone();
-            if options.score.content() {
-                top = top.max_pair(largest(k.clone()));
-            }
-            if let (Some(table), Some(shaw)) = (&table, options.score.shaw())
-                && shaw.map == RelativeMap::Same
-            {
-                top = top.max_pair(largest(table.clone()).expand([batch, heads, 1, 1]));
-            }
-            k = k - top.clone();
-            let fall = (shift.clone() - top.clone()).exp();
-            rescale = Some(rescale.map_or(fall.clone(), |decay| decay * fall));
-            self.shift = Some(top);
-        }
-        let q = features(options.feature_map, q);
-        let mut sums = None;
+        let (dtype, [_, heads, tokens, _], value_dim) = (q.dtype(), q.dims(), v.dims()[3]);
+        let mask = AttentionMask::causal();
+        let inputs = Inputs::new(options, learned, q, k, v, table, &mask, self.shift.clone());
+        let mut sums = inputs.sums(&mask, chunk);
+        let fall = self.shift.take().zip(inputs.shift.clone()).map(|(before, after)| (before - after).exp());
+        let Inputs { q, k, values, weights, shift, .. } = inputs;
+        self.shift = shift;
+        let powers = |of: &dyn Fn(usize) -> usize| {
+            let decay = decays(options, heads)?;
+            let power = |g: f64| (0..tokens).map(move |i| g.powf(of(i) as f64));
+            let powers = decay.into_iter().flat_map(power).collect::<Vec<_>>();
+            Some(Tensor::<4>::from_data(TensorData::new(powers, [1, heads, tokens, 1]), (&q.device(), q.dtype())))
+        };
+        // What has decayed: of the state at each token, of it after the last, and of each token after the last.
+        let since = powers(&|i| i + 1);
+        let whole = since.clone().map(|since| since.narrow(2, tokens - 1, 1));
+        let until = powers(&|i| tokens - 1 - i);
+        let times = |x: Tensor<4>, by: &Option<Tensor<4>>| by.clone().map_or(x.clone(), |by| x * by);
         if let Some(content) = self.content.take() {
-            let old = match rescale {
-                Some(factor) => content * factor,
-                None => content,
-            };
-            let content = old + features(options.feature_map, k).swap_dims(2, 3) * values.clone();
-            sums = Some(q.clone().matmul(content.clone()));
-            self.content = Some(content);
+            let content = times(content, &fall);
+            sums = sums + times(q.matmul(content.clone()), &since);
+            let own = times(k, &until).swap_dims(2, 3).matmul(values.clone());
+            self.content = Some(times(content, &whole) + own);
         }
-        if let (Some((far, ring)), Some(table)) = (self.recent.take(), table) {
-            let (far, ring) = match decay {
-                Some(decay) => (far * decay.clone(), ring * decay),
-                None => (far, ring),
-            };
+        if let (Some((far, ring)), Some(weights)) = (self.recent.take(), weights) {
             let radius = ring.dims()[2];
-            // Burn has no empty slices, so rings of 0 and 1 tokens are special cases.
-            let (far, ring) = match radius {
-                0 => (far + values, ring),
-                1 => (far + ring, values),
-                _ => {
-                    let fallen = ring.clone().narrow(2, 0, 1);
-                    (far + fallen, Tensor::cat(vec![ring.narrow(2, 1, radius - 1), values], 2))
-                }
-            };
-            let rows = relative_features(options, table, self.shift.clone());
-            let weights = q.matmul(rows.swap_dims(2, 3));
-            let mut relative = weights.clone().narrow(3, 0, 1) * far.clone();
-            if radius > 0 {
-                // The newest token of the ring is at distance 0, which is row R of the table.
-                relative = relative + weights.narrow(3, 1, radius).matmul(ring.clone());
+            let farthest = weights.clone().narrow(3, 0, 1);
+            // Burn has no empty slices, so a ring of no tokens is a special case, as are the queries that see the ring near them.
+            let near = radius.min(tokens);
+            let mut parts = Vec::new();
+            if near > 0 {
+                let near_weights = weights.narrow(2, 0, near).unsqueeze_dim::<5>(2);
+                let near_weights = spread(near_weights, -(radius as isize), radius).squeeze_dim::<4>(2);
+                parts.push(farthest.clone().narrow(2, 0, near) * far.clone() + near_weights.matmul(ring.clone()));
             }
-            sums = Some(match sums {
-                Some(content) => content + relative,
-                None => relative,
-            });
-            self.recent = Some((far, ring));
+            if tokens > near {
+                let all = if radius > 0 { far.clone() + ring.clone().sum_dim(2) } else { far.clone() };
+                parts.push(farthest.narrow(2, near, tokens - near) * all);
+            }
+            sums = sums + times(Tensor::cat(parts, 2), &since);
+            let (far, ring, values) = (times(far, &whole), times(ring, &whole), times(values, &until));
+            let (fallen, ring) = if radius > 0 {
+                let all = Tensor::cat(vec![ring, values], 2);
+                (all.clone().narrow(2, 0, tokens), all.narrow(2, tokens, radius))
+            } else {
+                (values, ring)
+            };
+            self.recent = Some((far + fallen.sum_dim(2), ring));
         }
-        let sums = sums.expect("a score has content, relative positions or both");
         narrow_float(divide(sums, value_dim, options.normalize), dtype)
     }
 

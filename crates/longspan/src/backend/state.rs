@@ -1,5 +1,6 @@
 //! States: what a step keeps of all earlier tokens, for any mechanism on any device.
 
+#[cfg(feature = "flex")]
 use std::sync::Arc;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -7,35 +8,38 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use longspan_kernels::StateShape;
 use serde::{Deserialize, Serialize};
 
+use super::Layer;
 use super::Running;
 #[cfg(feature = "flex")]
 use super::flex::PrefixState;
-use super::{Layer, Peers};
 use crate::attention::index_tensor;
 use crate::error::{Error, Result, argument};
 
 /// The state of a prefix under any mechanism, a plain value: clone it to try two continuations, store it with
 /// [`Attention::store`](crate::attention::Attention::store). The default is the state before the first token.
 ///
-/// On the CPU without autodiff its size does not grow, except under softmax attention without a window. Elsewhere only kernelized
-/// attention, with and without Shaw's positions, has a state of constant size; every other mechanism keeps all keys and
-/// values.
+/// On the CPU its size does not grow, except under softmax attention without a window. On other devices, and where a step on a training
+/// device has begun it, which gradients then follow through all steps, its size is constant for kernelized attention, with and without
+/// Shaw's positions, windows and short convolutions; every other mechanism keeps all keys and values.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionState {
     pub(super) inner: Option<Inner>,
-    /// Who holds the other stretches of the tokens that come next.
-    pub(super) peers: Option<Arc<dyn Peers>>,
 }
 
 #[cfg(feature = "flex")]
 impl From<longspan_kernels::State<f32>> for AttentionState {
     fn from(state: longspan_kernels::State<f32>) -> Self {
-        Self { inner: Some(Inner::Kernels(PrefixState::F32(state))), peers: None }
+        Some(Inner::Kernels(Arc::new(PrefixState::F32(state)))).into()
     }
 }
 
 #[cfg(feature = "flex")]
 impl AttentionState {
+    /// Whether it is one of tensors, which autodiff may follow.
+    pub(crate) fn is_followed(&self) -> bool {
+        matches!(self.inner, Some(Inner::Tensors(_)))
+    }
+
     /// The kernels' state in `f32`, made where it is that before the first token; none of another kind.
     pub(crate) fn in_kernels(
         &mut self,
@@ -45,7 +49,7 @@ impl AttentionState {
             *self = empty()?.into();
         }
         Ok(match &mut self.inner {
-            Some(Inner::Kernels(state)) => state.as_f32(),
+            Some(Inner::Kernels(state)) => Arc::make_mut(state).as_f32(),
             _ => None,
         })
     }
@@ -53,14 +57,15 @@ impl AttentionState {
 
 impl From<Option<Inner>> for AttentionState {
     fn from(inner: Option<Inner>) -> Self {
-        Self { inner, peers: None }
+        Self { inner }
     }
 }
 
 #[derive(Debug, Clone)]
 pub(super) enum Inner {
+    /// Shared until it is changed, as tensors are: what is kept of it costs nothing.
     #[cfg(feature = "flex")]
-    Kernels(PrefixState),
+    Kernels(Arc<PrefixState>),
     Tensors(TensorState),
 }
 
@@ -69,7 +74,7 @@ pub(super) enum Inner {
 pub(crate) enum TensorState {
     /// Of kernelized attention.
     Sums(Box<Running>),
-    /// The keys and values so far, `[batch, kv_heads, tokens, ·]` each.
+    /// The keys and values that later tokens see, `[batch, kv_heads, tokens, ·]` each.
     Past(Box<[Tensor<4>; 2]>),
 }
 
@@ -134,20 +139,13 @@ const NAME: &str = "attention state";
 
 impl AttentionState {
     /// Cut from the graph: no gradient reaches the tokens so far.
-    pub(crate) fn detach(&mut self) {
-        if let Some(Inner::Tensors(TensorState::Sums(sums))) = &mut self.inner {
-            sums.tensors().into_iter().for_each(|x| *x = x.clone().detach());
+    pub(super) fn detach(&mut self) {
+        let cut = |x: &mut Tensor<4>| *x = x.clone().detach();
+        match &mut self.inner {
+            Some(Inner::Tensors(TensorState::Sums(sums))) => sums.tensors().into_iter().for_each(cut),
+            Some(Inner::Tensors(TensorState::Past(past))) => past.iter_mut().for_each(cut),
+            _ => {}
         }
-    }
-
-    /// Before tokens of which others hold stretches.
-    pub(crate) fn between(self, peers: &Arc<dyn Peers>) -> Self {
-        Self { peers: Some(peers.clone()), ..self }
-    }
-
-    /// Whether others hold stretches of the tokens that come next.
-    pub(crate) fn is_between(&self) -> bool {
-        self.peers.is_some()
     }
 
     /// The states of the batch entries `indices`, in that order; an entry may come several times (beam search).
@@ -158,7 +156,7 @@ impl AttentionState {
         let inner = match &self.inner {
             None => None,
             #[cfg(feature = "flex")]
-            Some(Inner::Kernels(state)) => Some(Inner::Kernels(state.select(indices)?)),
+            Some(Inner::Kernels(state)) => Some(Inner::Kernels(Arc::new(state.select(indices)?))),
             Some(Inner::Tensors(state)) => {
                 let batch = state.batch();
                 let holds = indices.iter().all(|&index| index < batch);
@@ -186,12 +184,12 @@ impl AttentionState {
         #[cfg(feature = "flex")]
         {
             let kernels = states.iter().map(|state| match &state.inner {
-                Some(Inner::Kernels(state)) => Some(state),
+                Some(Inner::Kernels(state)) => Some(&**state),
                 _ => None,
             });
             if let Some(kernels) = kernels.collect::<Option<Vec<_>>>() {
                 let joined = PrefixState::join(&kernels).ok_or_else(unlike)??;
-                return Ok(Some(Inner::Kernels(joined)).into());
+                return Ok(Some(Inner::Kernels(Arc::new(joined))).into());
             }
         }
         let past = states.iter().map(|state| match &state.inner {
@@ -261,7 +259,7 @@ impl AttentionState {
                 if counted != Some(numbers.num_elements()) {
                     return Err(broken(format!("{} numbers", numbers.num_elements())));
                 }
-                Some(Inner::Kernels(PrefixState::from_numbers(shape, numbers)?))
+                Some(Inner::Kernels(Arc::new(PrefixState::from_numbers(shape, numbers)?)))
             }
             (Form::Sums { batch, heads, value_dim }, tensors) => {
                 let sizes = layer.heads();

@@ -13,11 +13,11 @@
 use std::sync::Arc;
 
 use burn::tensor::activation::{relu, softplus};
-use burn::tensor::{Bool, DType, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use longspan_kernels::{FeatureMap, KernelizedAttention, Order, RelativeMap, Score};
 
 use super::feature_map::{Learned, Side, elementwise, lift};
-use crate::attention::AttentionMask;
+use crate::attention::{AttentionMask, index_tensor};
 
 /// Tokens in a chunk. Tiles of 64² keep matrix products efficient on CPUs and GPUs alike, and the sums over chunks,
 /// `m·dv` for each, no larger than the inputs at the usual head width of 64.
@@ -41,7 +41,7 @@ pub(crate) fn attend(
     if batch * heads * queries * keys * value_dim == 0 {
         return Tensor::zeros([batch, heads, queries, value_dim], (&q.device(), dtype));
     }
-    let sums = Inputs::new(options, learned, q, k, v, table, mask).sums(mask, chunk);
+    let sums = Inputs::new(options, learned, q, k, v, table, mask, None).sums(mask, chunk);
     narrow_float(divide(sums, value_dim, options.normalize), dtype)
 }
 
@@ -58,9 +58,9 @@ pub(crate) fn attend_rotated(
 ) -> Tensor<4> {
     let dtype = q.dtype();
     let value_dim = v.dims()[3];
-    let plain = Inputs::new(options, learned, q, k, v, None, mask);
+    let plain = Inputs::new(options, learned, q, k, v, None, mask, None);
     let (q, k) = rotate(plain.q.clone(), plain.k.clone());
-    let mut sums = Inputs { options, q, k, values: plain.values.clone(), weights: None }.sums(mask, CHUNK);
+    let mut sums = Inputs { q, k, ..plain.clone() }.sums(mask, CHUNK);
     if content_denominators && options.normalize {
         let ones = plain.values.clone().narrow(3, value_dim, 1);
         let denominators = Inputs { values: ones, ..plain }.sums(mask, CHUNK);
@@ -81,11 +81,28 @@ pub(crate) fn divide(sums: Tensor<4>, value_dim: usize, normalize: bool) -> Tens
     (numerators / denominators.mask_fill(empty.clone(), 1.0)).mask_fill(empty.expand(shape), 0.0)
 }
 
+/// A learned tensor as one row of numbers, which may have been quantized.
+pub(crate) fn flattened<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+    plain(x).reshape([-1])
+}
+
+/// A learned tensor as numbers, which may have been quantized.
+fn plain<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    if matches!(x.dtype(), DType::QFloat(_)) { x.dequantize() } else { x }
+}
+
 /// `f16` and `bf16` are too coarse for sums along a sequence: they are converted to `f32`.
 pub(crate) fn widen<const D: usize>(x: Tensor<D>) -> Tensor<D> {
-    match x.dtype() {
-        DType::F16 | DType::BF16 => x.cast(FloatDType::F32),
-        _ => x,
+    let x = plain(x);
+    let wide = widen_type(x.dtype());
+    if x.dtype() == wide { x } else { x.cast(wide) }
+}
+
+/// The type of what is [widened](widen).
+pub(crate) fn widen_type(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 | DType::BF16 => DType::F32,
+        other => other,
     }
 }
 
@@ -173,20 +190,25 @@ pub(crate) fn with_ones(v: Tensor<4>, ignored: Option<&Tensor<4, Bool>>, normali
 }
 
 /// Features and values, ready for products.
-struct Inputs<'a> {
+#[derive(Clone)]
+pub(super) struct Inputs<'a> {
     options: &'a KernelizedAttention,
     /// `φ(q)`, `[batch, heads, queries, m]`.
-    q: Tensor<4>,
+    pub q: Tensor<4>,
     /// `φ(k)`, `[batch, heads, keys, m]`.
-    k: Tensor<4>,
+    pub k: Tensor<4>,
     /// `v⁺`, `[batch, heads, keys, dv + 1]`.
-    values: Tensor<4>,
+    pub values: Tensor<4>,
     /// `w = φ(q)·ρ(r)ᵀ`, `[batch, heads, queries, 2R+1]`.
-    weights: Option<Tensor<4>>,
+    pub weights: Option<Tensor<4>>,
+    /// What an exponential map subtracts from the exponents of keys, `[batch, heads, 1, 1]`.
+    pub shift: Option<Tensor<4>>,
 }
 
 impl<'a> Inputs<'a> {
-    fn new(
+    /// `least`: what is subtracted from the exponents of keys at least.
+    #[allow(clippy::too_many_arguments, reason = "a call and what it is after")]
+    pub fn new(
         options: &'a KernelizedAttention,
         learned: &Learned,
         q: Tensor<4>,
@@ -194,6 +216,7 @@ impl<'a> Inputs<'a> {
         v: Tensor<4>,
         table: Option<Tensor<3>>,
         mask: &AttentionMask,
+        least: Option<Tensor<4>>,
     ) -> Self {
         let [batch, heads, _, dim] = q.dims();
         let [_, _, keys, value_dim] = v.dims();
@@ -227,6 +250,7 @@ impl<'a> Inputs<'a> {
                 top = Some(top.map_or(row_top.clone(), |top| top.max_pair(row_top)));
             }
             if let Some(top) = top {
+                let top = least.map_or(top.clone(), |least| top.max_pair(least));
                 k = k - top.clone();
                 shift = Some(top);
             }
@@ -235,14 +259,14 @@ impl<'a> Inputs<'a> {
         let k = features(options.feature_map, k);
         let values = with_ones(v, ignored.as_ref(), options.normalize);
         let weights = table.map(|table| {
-            let rows = relative_features(options, table, shift);
+            let rows = relative_features(options, table, shift.clone());
             q.clone().matmul(rows.swap_dims(2, 3))
         });
-        Self { options, q, k, values, weights }
+        Self { options, q, k, values, weights, shift }
     }
 
     /// Sums of the weighted `v⁺` over the keys that each query sees.
-    fn sums(&self, mask: &AttentionMask, chunk: usize) -> Tensor<4> {
+    pub fn sums(&self, mask: &AttentionMask, chunk: usize) -> Tensor<4> {
         match (mask.order, self.options.score) {
             (Order::Bidirectional, Score::Content | Score::Fourier(_)) => self.content_total(),
             (Order::Bidirectional, Score::Relative(_)) => Grid::bidirectional(self, mask.offset, chunk).sums(),
@@ -385,14 +409,15 @@ impl<'a> Grid<'a> {
             scores = Some(self.q.clone().matmul(gather(&self.k).swap_dims(3, 4)));
         }
         if let Some(weights) = &self.weights {
-            let relative = self.spread(weights, first, width);
+            let relative = spread(weights.clone(), first, width);
             scores = Some(match scores {
                 Some(content) => content + relative,
                 None => relative,
             });
         }
         let mut scores = scores.expect("a bidirectional grid has relative positions");
-        if self.causal {
+        // A single position sees itself.
+        if self.causal && width > 1 {
             let distance = |x: usize, j: usize| first + j as isize - x as isize;
             let places = (0..self.chunk).flat_map(|x| (0..width).map(move |j| (x, j)));
             let future: Vec<bool> = places.clone().map(|(x, j)| distance(x, j) > 0).collect();
@@ -409,29 +434,6 @@ impl<'a> Grid<'a> {
             }
         }
         scores.matmul(gather(&self.values))
-    }
-
-    /// `w` by distance into a tile: entry `(x, j)` is `w[x, clip(first + j − x)]`.
-    fn spread(&self, weights: &Tensor<5>, first: isize, width: usize) -> Tensor<5> {
-        let [batch, heads, chunks, chunk, _] = weights.dims();
-        let radius = self.inputs.radius() as isize;
-        let columns = width + chunk - 1;
-        // Column u of every row holds the weight at distance first + u − (chunk − 1). Row x wants its columns
-        // chunk − 1 − x onwards; read row-major with one column less, each row starts one place further left.
-        let rows: Vec<i64> = (0..columns as isize)
-            .map(|u| ((first + u - (chunk as isize - 1)).clamp(-radius, radius) + radius) as i64)
-            .collect();
-        let rows = Tensor::<1, Int>::from_data(TensorData::new(rows, [columns]), &weights.device());
-        if columns == 1 {
-            return weights.clone().select(4, rows);
-        }
-        weights
-            .clone()
-            .select(4, rows)
-            .reshape([batch, heads, chunks, chunk * columns])
-            .narrow(3, chunk - 1, chunk * (columns - 1))
-            .reshape([batch, heads, chunks, chunk, columns - 1])
-            .narrow(4, 0, width)
     }
 
     /// The sums over the chunks before the tile, as one running sum: the content and the table's first row are its
@@ -494,6 +496,30 @@ impl<'a> Grid<'a> {
     }
 }
 
+/// `w`, `[.., rows, 2R+1]`, by distance into a tile of `width` keys: entry `(x, j)` is `w[x, clip(first + j − x)]`.
+pub(super) fn spread(weights: Tensor<5>, first: isize, width: usize) -> Tensor<5> {
+    let [batch, heads, chunks, chunk, columns] = weights.dims();
+    let radius = columns as isize / 2;
+    if chunk == 1 && first >= -radius && first + width as isize <= radius + 1 {
+        return weights.narrow(4, (first + radius) as usize, width);
+    }
+    let columns = width + chunk - 1;
+    // Column u of every row holds the weight at distance first + u − (chunk − 1). Row x wants its columns
+    // chunk − 1 − x onwards; read row-major with one column less, each row starts one place further left.
+    let rows: Vec<usize> = (0..columns as isize)
+        .map(|u| ((first + u - (chunk as isize - 1)).clamp(-radius, radius) + radius) as usize)
+        .collect();
+    let weights = weights.clone().select(4, index_tensor(&rows, &weights.device()));
+    if columns == 1 {
+        return weights;
+    }
+    weights
+        .reshape([batch, heads, chunks, chunk * columns])
+        .narrow(3, chunk - 1, chunk * (columns - 1))
+        .reshape([batch, heads, chunks, chunk, columns - 1])
+        .narrow(4, 0, width)
+}
+
 /// `x` with zeros before and after on the token axis.
 fn place(x: Tensor<4>, front: usize, back: usize) -> Tensor<4> {
     if front + back == 0 {
@@ -549,7 +575,7 @@ impl Total {
         let [batch, _, _, dim] = k.dims();
         // The sums do not depend on queries.
         let no_query = Tensor::zeros([batch, heads, 1, dim], (&k.device(), k.dtype()));
-        let inputs = Inputs::new(&options, &learned, no_query, k, v, None, mask);
+        let inputs = Inputs::new(&options, &learned, no_query, k, v, None, mask, None);
         let sum = inputs.k.swap_dims(2, 3).matmul(inputs.values);
         Self { options, learned, sum, head_dim: dim, value_dim }
     }

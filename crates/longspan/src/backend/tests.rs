@@ -5,7 +5,7 @@ use longspan_kernels::{
     Algorithm, Call, Dims, FeatureMap, KernelizedAttention, Mechanism, RelativeMap, Score, Shaw, View,
 };
 
-use super::tensor;
+use super::{AttentionState, Running, tensor};
 use crate::attention::{self, AttentionMask, Heads};
 
 /// xorshift64: the numbers stay the same whatever other crates do.
@@ -135,7 +135,11 @@ pub(super) fn masks(dims: &Dims, seed: u64) -> Vec<AttentionMask> {
 pub(super) type Attend = fn(&attention::KernelizedAttention, [Tensor<4>; 3], &AttentionMask) -> Tensor<4>;
 
 /// Asserts that outputs are those of the definition, and gradients its slopes along random directions.
-pub(super) fn assert_is_the_definition(case: &Case, attend: Attend, slopes: bool) {
+pub(super) fn assert_is_the_definition(
+    case: &Case,
+    attend: impl Fn(&attention::KernelizedAttention, [Tensor<4>; 3], &AttentionMask) -> Tensor<4>,
+    slopes: bool,
+) {
     let (module, inputs) = case.tensors(DType::F64);
     let out = attend(&module, inputs.clone(), &case.mask);
     assert_eq!(out.dims(), case.dims.out(), "{case:?}");
@@ -369,23 +373,51 @@ mod fused {
     }
 }
 
-/// On a device without kernels sums are tensors, and each segment has a backward of its own.
+/// A state of sums as devices without kernels have it: segments of several lengths give the rows of the whole, in chunks of 4 tokens.
 #[test]
-#[cfg(feature = "flex")]
+fn segments_after_a_state_of_tensors_give_the_rows_of_the_whole() {
+    for (radius, segments) in [(0, vec![1, 1, 5]), (1, vec![3, 1, 9, 2]), (3, vec![2, 1, 1, 17, 30]), (6, vec![4, 13])]
+    {
+        let tokens = segments.iter().sum();
+        let dims = Dims { kv_heads: 2, ..dims(tokens, tokens) };
+        for mut options in mechanisms(radius) {
+            for decay in [None, Some(vec![0.9, 0.6])] {
+                options.decay = decay.filter(|_| options.feature_map != FeatureMap::Identity);
+                let case = Case::new(options.clone(), dims, AttentionMask::causal(), 3);
+                let by_segments = |module: &attention::KernelizedAttention, qkv: [Tensor<4>; 3], _: &AttentionMask| {
+                    let table = || module.relative.as_ref().map(|table| table.val());
+                    let mut state = Running::empty(module.options(), &qkv[0], qkv[2].dims()[3]);
+                    let mut first = 0;
+                    let rows = segments.iter().map(|&count| {
+                        let part = qkv.each_ref().map(|x| x.clone().narrow(2, first, count));
+                        first += count;
+                        state.advance(module.options(), part, (table(), &None), 4)
+                    });
+                    Tensor::cat(rows.collect(), 2)
+                };
+                assert_is_the_definition(&case, by_segments, tokens < 20);
+            }
+        }
+    }
+}
+
+/// Without kernels sums are tensors, and each segment has a backward of its own. On a training device a step makes such a state.
+#[test]
 fn a_gradient_ends_where_a_segment_of_tensors_begins() {
     use burn::tensor::Distribution;
 
-    use super::{AttentionState, advance};
-
     let device = Device::flex().autodiff();
     let layer = attention::AttentionConfig::shaw().init(2, 2, 4, &device).unwrap();
-    let layer = layer.layer();
-    let draw = || Tensor::<4>::random([1, 2, 3, 4], Distribution::Uniform(0.5, 1.0), &device).require_grad();
-    let (mut state, [first, second]) = (AttentionState::default(), [draw(), draw()]);
+    let draw = |n| Tensor::<4>::random([1, 2, n, 4], Distribution::Uniform(0.5, 1.0), &device).require_grad();
+    let (mut state, token) = (AttentionState::default(), draw(1));
+    layer.step(token.clone(), token.clone(), token.clone(), &mut state).unwrap();
+    let [first, second] = [draw(3), draw(3)];
     for x in [&first, &second] {
-        let out = advance::in_steps(layer, x.clone(), x.clone(), x.clone(), &mut state).unwrap();
+        let out = layer.advance(x.clone(), x.clone(), x.clone(), &mut state).unwrap();
         let gradients = out.sum().backward();
         assert!(x.grad(&gradients).is_some());
         assert!(first.grad(&gradients).is_none() || std::ptr::eq(x, &first));
+        // What a step alone has made is still on the graph.
+        assert_eq!(token.grad(&gradients).is_some(), std::ptr::eq(x, &first));
     }
 }

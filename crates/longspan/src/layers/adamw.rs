@@ -21,7 +21,7 @@ pub struct FusedAdamW {
     /// What other tensors are optimized by.
     plain: AdamW,
     /// The same for parameters of one dimension.
-    vectors: Box<Option<FusedAdamW>>,
+    vectors: Option<Box<FusedAdamW>>,
 }
 
 impl FusedAdamW {
@@ -35,7 +35,7 @@ impl FusedAdamW {
         Self {
             constants: longspan_kernels::layers::AdamW { beta_1, beta_2, epsilon, weight_decay },
             plain: plain.build(),
-            vectors: Box::new(None),
+            vectors: None,
         }
     }
 
@@ -44,7 +44,7 @@ impl FusedAdamW {
     #[must_use]
     pub fn without_decay_of_vectors(self) -> Self {
         let longspan_kernels::layers::AdamW { beta_1, beta_2, epsilon, .. } = self.constants;
-        Self { vectors: Box::new(Some(Self::new(beta_1, beta_2, epsilon, 0.0))), ..self }
+        Self { vectors: Some(Box::new(Self::new(beta_1, beta_2, epsilon, 0.0))), ..self }
     }
 }
 
@@ -58,7 +58,7 @@ impl Optimizer for FusedAdamW {
         gradient: Tensor<D>,
         state: Option<AdamWState<D>>,
     ) -> (Tensor<D>, Option<AdamWState<D>>) {
-        if let (1, Some(vectors)) = (D, self.vectors.as_ref()) {
+        if let (1, Some(vectors)) = (D, &self.vectors) {
             return vectors.step(rate, values, gradient, state);
         }
         #[cfg(feature = "flex")]

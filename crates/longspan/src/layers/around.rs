@@ -3,6 +3,7 @@
 use burn::tensor::Tensor;
 
 use super::{After, TokenNorm};
+use crate::error::Result;
 
 /// `x + dropout(part(norm(x)))`, with or without each of them.
 #[derive(Debug, Clone, Copy, Default)]
@@ -19,14 +20,8 @@ pub(crate) struct Around<'a> {
 
 impl Around<'_> {
     /// In tensor operations: what the part takes, and what follows its last layer.
-    pub fn split(&self, x: Tensor<3>) -> (Tensor<3>, After) {
+    pub fn split(&self, x: Tensor<3>) -> Result<(Tensor<3>, After)> {
         let after = After { dropout: self.dropout, residual: self.residual.then(|| x.clone()) };
-        (
-            match self.norm {
-                Some(norm) => norm.forward(x),
-                None => x,
-            },
-            after,
-        )
+        Ok((self.norm.map_or(Ok(x.clone()), |norm| norm.forward(x))?, after))
     }
 }

@@ -10,7 +10,7 @@ use crate::error::{Result, argument};
 /// Sums of losses over the tokens that count, `[1]` each.
 #[derive(Debug, Clone)]
 pub struct CrossEntropyLoss {
-    /// `−log p` of what is right. It has no gradient on the CPU backend: only `smoothed` is learned from.
+    /// `−log p` of what is right. With smoothing it has no gradient: only `smoothed` is learned from. Without, they are one.
     pub plain: Tensor<1>,
     /// With label smoothing.
     pub smoothed: Tensor<1>,
@@ -24,7 +24,7 @@ pub struct CrossEntropyLoss {
 /// `x`: `[batch, tokens, width]`; `targets`: `batch·tokens`, `None` where a token does not count.
 ///
 /// # Errors
-/// As many targets as tokens, targets below `V`, `ε` in [0, 1).
+/// Rows of another width or number type than the layer's, not as many targets as tokens, targets from `V` on, `ε` outside [0, 1).
 pub fn cross_entropy(
     x: Tensor<3>,
     output: &Linear,
@@ -32,6 +32,7 @@ pub fn cross_entropy(
     smoothing: f64,
 ) -> Result<CrossEntropyLoss> {
     const NAME: &str = "cross_entropy";
+    super::check_rows(NAME, &x, &output.weight)?;
     let ([batch, tokens, width], [_, vocabulary]) = (x.dims(), output.weight.dims());
     let (rows, got) = (batch * tokens, targets.len());
     argument(got == rows, NAME, "targets", || format!("{rows}, one a token"), || got.to_string())?;
@@ -40,12 +41,20 @@ pub fn cross_entropy(
     argument(beyond.is_none(), NAME, "targets", expected, || beyond.map_or(String::new(), u32::to_string))?;
     let fits = (0.0..1.0).contains(&smoothing);
     argument(fits, NAME, "smoothing", || "a number in [0, 1)".into(), || smoothing.to_string())?;
-    let x = x.reshape([rows, width]);
+    let x = super::reshape(x, [rows, width]);
+    let losses = |plain: Tensor<1>, smoothed: Tensor<1>| CrossEntropyLoss {
+        plain: if smoothing == 0.0 { smoothed.clone() } else { plain.detach() },
+        smoothed,
+    };
     #[cfg(feature = "flex")]
     if super::flex::is_f32(&x) && super::flex::is_f32(&output.weight.val()) {
-        let losses = fused::cross_entropy(x, output, targets, smoothing);
-        let one = |n: usize| losses.clone().narrow(0, n, 1);
-        return Ok(CrossEntropyLoss { plain: one(0).detach(), smoothed: one(1) });
+        let both = fused::cross_entropy(x, output, targets, smoothing)?;
+        return Ok(losses(both.clone().narrow(0, 0, 1), both.narrow(0, 1, 1)));
+    }
+    if rows == 0 {
+        // On the graph, so that a backward finds gradients of 0.
+        let nothing = output.weight.val().sum().mul_scalar(0.0);
+        return Ok(losses(nothing.clone(), nothing));
     }
     let log_p = log_softmax(linear(x, output.weight.val(), output.bias.as_ref().map(|bias| bias.val())), 1);
     let device = log_p.device();
@@ -56,7 +65,7 @@ pub fn cross_entropy(
     let plain = (log_p.clone().gather(1, labels) * counted.clone()).sum().neg();
     let spread = (log_p.sum_dim(1).div_scalar(vocabulary as f64) * counted).sum().neg();
     let smoothed = plain.clone().mul_scalar(1.0 - smoothing) + spread.mul_scalar(smoothing);
-    Ok(CrossEntropyLoss { plain, smoothed })
+    Ok(losses(plain, smoothed))
 }
 
 #[cfg(feature = "flex")]
@@ -78,11 +87,16 @@ mod fused {
     }
 
     /// `[2]`: the sums without smoothing and with it. Only the second has gradients.
-    pub fn cross_entropy(x: Tensor<2>, output: &Linear, targets: Vec<Option<u32>>, smoothing: f64) -> Tensor<1> {
+    pub fn cross_entropy(
+        x: Tensor<2>,
+        output: &Linear,
+        targets: Vec<Option<u32>>,
+        smoothing: f64,
+    ) -> Result<Tensor<1>, Error> {
         let mut others = vec![output.weight.val().into_dispatch()];
         others.extend(output.bias.as_ref().map(|bias| bias.val().into_dispatch()));
         let operation = LossOperation { targets, smoothing: smoothing as f32 };
-        run(operation, x.into_dispatch(), others).unwrap_or_else(|error| panic!("{error}"))
+        run(operation, x.into_dispatch(), others)
     }
 
     impl LossOperation {

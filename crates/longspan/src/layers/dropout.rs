@@ -7,6 +7,8 @@ use burn::tensor::Tensor;
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 
+use crate::error::{Result, argument};
+
 thread_local! {
     static SEEDS: RefCell<Option<SplitMix64>> = const { RefCell::new(None) };
 }
@@ -30,12 +32,20 @@ fn next_seed() -> Option<u64> {
 }
 
 /// On a device that trains, makes numbers 0 with a probability and the others larger, so that their mean stays.
-pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
+///
+/// # Errors
+/// A probability outside [0, 1).
+pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Result<Tensor<D>> {
+    let expected = || "a number in [0, 1)".into();
+    argument((0.0..1.0).contains(&probability), "dropout", "probability", expected, || probability.to_string())?;
+    if probability == 0.0 || x.dims().contains(&0) {
+        return Ok(x);
+    }
     #[cfg(feature = "flex")]
     if super::flex::is_f32(&x) {
-        return fused::dropout(x, probability);
+        return Ok(fused::dropout(x, probability)?);
     }
-    if probability > 0.0 { DropoutConfig::new(probability).init().forward(x) } else { x }
+    Ok(DropoutConfig::new(probability).init().forward(x))
 }
 
 #[cfg(feature = "flex")]
@@ -60,12 +70,10 @@ pub(crate) mod fused {
         Dropout::new(probability, seed)
     }
 
-    pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
+    pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Result<Tensor<D>, Error> {
         match drawn(probability, &x) {
-            None => x,
-            Some(dropout) => {
-                run(DropoutOperation(dropout), x.into_dispatch(), Vec::new()).unwrap_or_else(|error| panic!("{error}"))
-            }
+            None => Ok(x),
+            Some(dropout) => run(DropoutOperation(dropout), x.into_dispatch(), Vec::new()),
         }
     }
 

@@ -3,7 +3,7 @@
 use burn::tensor::module::embedding as plain_embedding;
 use burn::tensor::{Int, Tensor};
 
-use crate::error::{Result, argument};
+use crate::error::{Error, Result, argument};
 
 /// `scale · weight[token] + positions[place]` for each token, as one operation on the CPU backend; the gradient of `weight` is summed in
 /// the order of tokens.
@@ -13,14 +13,14 @@ use crate::error::{Result, argument};
 /// `[batch, tokens, width]`.
 ///
 /// # Errors
-/// Positions of another shape; on the CPU backend, tokens outside the vocabulary.
+/// Tokens outside the vocabulary, positions of another shape.
 pub fn embedding(
     tokens: Tensor<2, Int>,
     weight: Tensor<2>,
     scale: f64,
     positions: Option<Tensor<2>>,
 ) -> Result<Tensor<3>> {
-    let ([batch, count], [_, width]) = (tokens.dims(), weight.dims());
+    let ([batch, count], [vocabulary, width]) = (tokens.dims(), weight.dims());
     if let Some(positions) = &positions {
         let expected = || format!("[tokens = {count}, width = {width}]");
         let fits = positions.dims() == [count, width];
@@ -29,8 +29,15 @@ pub fn embedding(
     #[cfg(feature = "flex")]
     if super::flex::is_f32(&weight) {
         let rows: Tensor<2> = fused::embedding(tokens, weight, scale as f32, positions)?;
-        return Ok(rows.reshape([batch, count, width]));
+        return Ok(super::reshape(rows, [batch, count, width]));
     }
+    if batch * count == 0 {
+        return Ok(Tensor::zeros([batch, count, width], (&weight.device(), weight.dtype())));
+    }
+    let beyond = tokens.clone().lower_elem(0).bool_or(tokens.clone().greater_equal_elem(vocabulary as i64)).any();
+    let beyond =
+        beyond.try_into_data().map_err(|error| Error::Device(format!("{error:?}")))?.iter::<bool>().any(|any| any);
+    argument(!beyond, "embedding", "tokens", || format!("tokens below {vocabulary}"), || "others among them".into())?;
     let rows = plain_embedding(weight, tokens).mul_scalar(scale);
     Ok(match positions {
         Some(positions) => rows + positions.unsqueeze(),

@@ -65,25 +65,26 @@ impl FeedForward {
 
     /// `[batch, tokens, d_model]` → `[batch, tokens, d_model]`.
     ///
-    /// # Panics
-    /// If the width differs, as Burn's own modules do.
-    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    /// # Errors
+    /// Another width or number type.
+    pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>> {
         self.forward_in(x, Around::default())
     }
 
     /// [`forward`](Self::forward) and what stands around it.
-    pub(crate) fn forward_in(&self, x: Tensor<3>, around: Around<'_>) -> Tensor<3> {
+    pub(crate) fn forward_in(&self, x: Tensor<3>, around: Around<'_>) -> Result<Tensor<3>> {
+        super::check_rows("feed-forward", &x, &self.inner.weight)?;
         #[cfg(feature = "flex")]
         if super::flex::is_f32(&x) && super::flex::is_f32(&self.inner.weight.val()) {
-            return fused::feed_forward(self, x, around);
+            return Ok(fused::feed_forward(self, x, around)?);
         }
         self.in_tensors(x, around)
     }
 
     /// [`forward_in`](Self::forward_in) in tensor operations.
-    pub(super) fn in_tensors(&self, x: Tensor<3>, around: Around<'_>) -> Tensor<3> {
-        let (n, after) = around.split(x);
-        let sums = apply(&self.inner, n, Activation::Identity, After::default());
+    pub(super) fn in_tensors(&self, x: Tensor<3>, around: Around<'_>) -> Result<Tensor<3>> {
+        let (n, after) = around.split(x)?;
+        let sums = apply(&self.inner, n, Activation::Identity, After::default())?;
         let inner = if self.gated {
             let width = sums.dims()[2] / 2;
             let gate = sums.clone().narrow(2, width, width);
@@ -121,7 +122,7 @@ mod fused {
         recompute: bool,
     }
 
-    pub fn feed_forward(layers: &FeedForward, x: Tensor<3>, around: Around<'_>) -> Tensor<3> {
+    pub fn feed_forward(layers: &FeedForward, x: Tensor<3>, around: Around<'_>) -> Result<Tensor<3>, Error> {
         let mut others = Vec::new();
         let norm = around.norm.map(|norm| NormSettings::push(norm, &mut others));
         let biases = [&layers.inner, &layers.outer].map(|layer| flex::push_layer(layer, &mut others));
@@ -134,7 +135,7 @@ mod fused {
             residual: around.residual,
             recompute: around.recompute,
         };
-        run(operation, x.into_dispatch(), others).unwrap_or_else(|error| panic!("{error}"))
+        run(operation, x.into_dispatch(), others)
     }
 
     impl FeedForwardOperation {

@@ -7,6 +7,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::Activation;
 use super::linear::activate;
+use super::reshape;
 use crate::error::{Result, argument, config};
 
 /// Makes a [`GatedRmsNorm`].
@@ -78,9 +79,9 @@ impl GatedRmsNorm {
     /// [`forward`](Self::forward) in tensor operations.
     pub(super) fn in_tensors(&self, x: Tensor<3>, gate: Tensor<3>) -> Tensor<3> {
         let [batch, tokens, width] = x.dims();
-        let heads = x.reshape([batch, tokens, width / self.head_dim, self.head_dim]);
+        let heads = reshape(x, [batch, tokens, width / self.head_dim, self.head_dim]);
         let scale = (heads.clone().powi_scalar(2).mean_dim(3) + self.epsilon).sqrt();
-        let normal = (heads / scale).reshape([batch, tokens, width]);
+        let normal = reshape(heads / scale, [batch, tokens, width]);
         normal * self.gamma.val().unsqueeze() * activate(gate, Activation::Silu)
     }
 }

@@ -3,7 +3,9 @@
 use burn::config::Config;
 use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::module::linear as plain_linear;
-use burn::tensor::{Device, Tensor, activation as burn_activation};
+use burn::tensor::{DType, Device, Tensor, activation as burn_activation};
+
+use crate::error::{Result, argument};
 
 /// What a linear layer does to each of its sums.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -36,34 +38,68 @@ pub struct After<const D: usize = 3> {
 /// # Shapes
 /// `x`: `[.., inputs]`; `weight`: `[inputs, outputs]`; `bias`: `[outputs]`; `residual` and output: `[.., outputs]`.
 ///
-/// # Panics
-/// If the shapes do not fit, as Burn's own operations do.
+/// # Errors
+/// Shapes or number types that do not fit.
 pub fn linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
     bias: Option<Tensor<1>>,
     activation: Activation,
     After { dropout, residual }: After<D>,
-) -> Tensor<D> {
+) -> Result<Tensor<D>> {
+    const NAME: &str = "linear";
+    check_rows(NAME, &x, &weight)?;
     let mut shape = x.dims();
     let ([inputs, outputs], rows) = (weight.dims(), shape[..D - 1].iter().product::<usize>());
-    assert_eq!(shape[D - 1], inputs, "linear: x has rows of {}, the weight {inputs}", shape[D - 1]);
     shape[D - 1] = outputs;
+    let dtype = x.dtype();
+    let bias_fits = bias.as_ref().is_none_or(|bias| bias.dims() == [outputs]);
+    argument(
+        bias_fits,
+        NAME,
+        "bias",
+        || format!("{outputs} numbers"),
+        || format!("{:?}", bias.as_ref().map(|b| b.dims())),
+    )?;
+    let residual_fits = residual.as_ref().is_none_or(|residual| residual.dims() == shape && residual.dtype() == dtype);
+    let got = || format!("{:?}", residual.as_ref().map(|x| (x.dims(), x.dtype())));
+    argument(residual_fits, NAME, "residual", || format!("{shape:?} of {dtype:?}"), got)?;
+    if rows == 0 {
+        return Ok(Tensor::zeros(shape, (&x.device(), dtype)));
+    }
     // One product of all rows: Burn's own choice for a batch may be a small one for each entry.
     let x = x.reshape([rows, inputs]);
     let residual = residual.map(|residual| residual.reshape([rows, outputs]));
     #[cfg(feature = "flex")]
     if super::flex::is_f32(&x) && super::flex::is_f32(&weight) {
         let dropout = super::dropout::fused::drawn(dropout, &x);
-        return fused::linear(x, weight, bias, residual, activation, dropout).reshape(shape);
+        return Ok(fused::linear(x, weight, bias, residual, activation, dropout)?.reshape(shape));
     }
     let y = activate(plain_linear(x, weight, bias), activation);
-    let y = super::dropout(y, dropout);
+    let y = super::dropout(y, dropout)?;
     let y = match residual {
         Some(residual) => residual + y,
         None => y,
     };
-    y.reshape(shape)
+    Ok(y.reshape(shape))
+}
+
+/// Checks that rows have the width and the number type of what a layer has learned, `[width, ..]`.
+pub(crate) fn check_rows<const D: usize, const E: usize>(
+    operation: &'static str,
+    x: &Tensor<D>,
+    learned: &Tensor<E>,
+) -> Result<()> {
+    let (width, dtype) = (learned.dims()[0], learned.dtype());
+    let alike = x.dtype() == dtype || matches!(dtype, DType::QFloat(_));
+    let expected = || format!("rows of {width} numbers of {dtype:?}, as the layer has them; cast one of them");
+    let got = || format!("{:?} of {:?}", x.dims(), x.dtype());
+    argument(alike && x.dims()[D - 1] == width, operation, "x", expected, got)
+}
+
+/// `x` in another shape. Burn reads a size of 0 as that of the same axis before.
+pub(crate) fn reshape<const D: usize, const E: usize>(x: Tensor<D>, shape: [usize; E]) -> Tensor<E> {
+    if shape.contains(&0) { Tensor::zeros(shape, (&x.device(), x.dtype())) } else { x.reshape(shape) }
 }
 
 /// An activation in tensor operations.
@@ -86,7 +122,7 @@ pub(crate) fn fresh(inputs: usize, outputs: usize, device: &Device) -> Linear {
 }
 
 /// [`linear`] by a layer's parameters.
-pub(crate) fn apply(layer: &Linear, x: Tensor<3>, activation: Activation, after: After) -> Tensor<3> {
+pub(crate) fn apply(layer: &Linear, x: Tensor<3>, activation: Activation, after: After) -> Result<Tensor<3>> {
     linear(x, layer.weight.val(), layer.bias.as_ref().map(|bias| bias.val()), activation, after)
 }
 
@@ -129,13 +165,13 @@ pub(crate) mod fused {
         residual: Option<Tensor<2>>,
         activation: Activation,
         dropout: Option<Dropout>,
-    ) -> Tensor<2> {
+    ) -> Result<Tensor<2>, Error> {
         let activation = activation.into();
         let operation = LinearOperation { activation, dropout, bias: bias.is_some(), residual: residual.is_some() };
         let mut others = vec![weight.into_dispatch()];
         others.extend(bias.map(Tensor::into_dispatch));
         others.extend(residual.map(Tensor::into_dispatch));
-        run(operation, x.into_dispatch(), others).unwrap_or_else(|error| panic!("{error}"))
+        run(operation, x.into_dispatch(), others)
     }
 
     impl LinearOperation {

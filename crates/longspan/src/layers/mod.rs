@@ -32,7 +32,7 @@ pub use feed_forward::{FeedForward, FeedForwardConfig};
 pub use gated_norm::{GatedRmsNorm, GatedRmsNormConfig};
 pub use gradients::{add_gradients, clip_gradients};
 pub use linear::{Activation, After, linear};
-pub(crate) use linear::{apply, fresh};
+pub(crate) use linear::{apply, check_rows, fresh, reshape};
 pub use norm::{NormKind, TokenNorm, TokenNormConfig};
 pub use pinball::pinball;
 pub use squared_error::squared_error;

@@ -74,14 +74,15 @@ impl TokenNorm {
 
     /// Of each token of `x`, `[batch, tokens, width]`.
     ///
-    /// # Panics
-    /// If the width differs, as Burn's own modules do.
-    pub fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+    /// # Errors
+    /// Another width or number type.
+    pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>> {
+        super::check_rows("norm", &x, &self.gamma)?;
         #[cfg(feature = "flex")]
-        if super::flex::is_f32(&x) && super::flex::is_f32(&self.gamma.val()) {
-            return fused::norm(self, x);
+        if super::flex::is_f32(&x) && super::flex::is_f32(&self.gamma) {
+            return Ok(fused::norm(self, x)?);
         }
-        self.in_tensors(x)
+        Ok(self.in_tensors(x))
     }
 
     /// [`forward`](Self::forward) in tensor operations.
@@ -144,10 +145,10 @@ pub(crate) mod fused {
         }
     }
 
-    pub fn norm(norm: &TokenNorm, x: Tensor<3>) -> Tensor<3> {
+    pub fn norm(norm: &TokenNorm, x: Tensor<3>) -> Result<Tensor<3>, Error> {
         let mut tensors = Vec::new();
         let settings = NormSettings::push(norm, &mut tensors);
-        run(settings, x.into_dispatch(), tensors).unwrap_or_else(|error| panic!("{error}"))
+        run(settings, x.into_dispatch(), tensors)
     }
 
     impl Operation for NormSettings {

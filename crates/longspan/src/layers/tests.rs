@@ -50,7 +50,7 @@ fn linear_layers_are_plain_ones_with_all_gradients() {
                 let w = w.clone().detach().cast(dtype).require_grad();
                 let b = b.clone().detach().cast(dtype).require_grad();
                 let after = After { dropout: 0.0, residual: with_residual.then(|| r.clone()) };
-                let y = linear(x.clone(), w.clone(), with_bias.then(|| b.clone()), activation, after);
+                let y = linear(x.clone(), w.clone(), with_bias.then(|| b.clone()), activation, after).unwrap();
                 let gradients = (y.clone() * d.clone().cast(dtype)).sum().backward();
                 let mut all =
                     vec![flat(y.inner()), flat(x.grad(&gradients).unwrap()), flat(w.grad(&gradients).unwrap())];
@@ -98,8 +98,8 @@ fn dropout_drops_in_training_alone_and_the_residual_stays() {
     let x = random([1, 400, 8], &training);
     let (w, r) = (random([8, 32], &training), random([1, 400, 32], &training));
     let after = |r: &Tensor<3>| After { dropout: 0.5, residual: Some(r.clone()) };
-    let whole = linear(x.clone(), w.clone(), None, Activation::Identity, After::default());
-    let dropped = linear(x.clone(), w.clone(), None, Activation::Identity, after(&r)) - r.clone();
+    let whole = linear(x.clone(), w.clone(), None, Activation::Identity, After::default()).unwrap();
+    let dropped = linear(x.clone(), w.clone(), None, Activation::Identity, after(&r)).unwrap() - r.clone();
     let (whole, dropped) = (flat(whole.inner()), flat(dropped.inner()));
     let lost = dropped.iter().filter(|&&y| y == 0.0).count();
     assert!((5_900..6_900).contains(&lost), "{lost} of 12,800");
@@ -107,7 +107,7 @@ fn dropout_drops_in_training_alone_and_the_residual_stays() {
         assert!(*y == 0.0 || (y - 2.0 * whole).abs() < 1e-4, "{y} is neither 0 nor twice {whole}");
     }
     let (x, w, r) = (x.inner(), w.inner(), r.inner());
-    let answer = linear(x, w, None, Activation::Identity, after(&r)) - r;
+    let answer = linear(x, w, None, Activation::Identity, after(&r)).unwrap() - r;
     near("without training", &flat(answer), &whole, 1e-5);
 }
 
@@ -157,7 +157,7 @@ fn norms_are_plain_ones_with_all_gradients() {
         for kind in [NormKind::Layer, NormKind::Rms] {
             let norm = disturbed(TokenNormConfig::new(shape[2]).with_kind(kind).init(&device).unwrap(), &device);
             let (x, d) = (random(shape, &device), random(shape, &device));
-            let fused = with_gradients(&norm, &x, &d, |x| norm.forward(x));
+            let fused = with_gradients(&norm, &x, &d, |x| norm.forward(x).unwrap());
             let plain = with_gradients(&norm, &x, &d, |x| norm.in_tensors(x));
             assert_eq!(fused.len(), if kind == NormKind::Layer { 4 } else { 3 });
             all_near(&format!("{kind:?} {shape:?}"), &fused, &plain, 2e-5);
@@ -231,9 +231,9 @@ fn feed_forward_parts_are_plain_ones_with_all_gradients() {
         let (x, d) = (random([2, 9, 6], &device), random([2, 9, 6], &device));
         for (normed, residual) in [(true, true), (false, false)] {
             let around = |recompute| Around { norm: normed.then_some(&part.1), dropout: 0.0, residual, recompute };
-            let plain = with_gradients(&part, &x, &d, |x| part.0.in_tensors(x, around(false)));
+            let plain = with_gradients(&part, &x, &d, |x| part.0.in_tensors(x, around(false)).unwrap());
             for recompute in [false, true] {
-                let fused = with_gradients(&part, &x, &d, |x| part.0.forward_in(x, around(recompute)));
+                let fused = with_gradients(&part, &x, &d, |x| part.0.forward_in(x, around(recompute)).unwrap());
                 all_near(&format!("{activation:?}, normed {normed}"), &fused, &plain, 2e-5);
             }
         }

@@ -2,6 +2,8 @@
 //!
 //! Pre-norm: `x + f(norm(x))`. Post-norm: `norm(x + f(x))`.
 
+use std::sync::Arc;
+
 use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig};
@@ -11,6 +13,7 @@ use super::stack::probability;
 use crate::attention::{
     AttentionConfig, AttentionMask, AttentionState, MemoryState, MultiHeadAttention, MultiHeadAttentionConfig,
 };
+use crate::backend::Peers;
 use crate::error::{Result, config};
 use crate::layers::{Activation, Around, FeedForward, FeedForwardConfig, NormKind, TokenNorm, TokenNormConfig};
 
@@ -45,7 +48,7 @@ impl Branches {
         let (place, recompute, dropout) = (self.place, self.recompute, probability(&self.dropout));
         let before = (place == Norm::Pre).then_some(norm);
         let y = part(x, Around { norm: before, dropout, residual: true, recompute })?;
-        Ok(if place == Norm::Post { norm.forward(y) } else { y })
+        if place == Norm::Post { norm.forward(y) } else { Ok(y) }
     }
 }
 
@@ -194,7 +197,7 @@ impl EncoderBlock {
     /// The attention that `attend` runs, then the feed-forward layer.
     fn run(&self, x: Tensor<3>, attend: impl FnOnce(Tensor<3>, Around<'_>) -> Result<Tensor<3>>) -> Result<Tensor<3>> {
         let x = self.branches.run(x, &self.attention_norm, attend)?;
-        self.branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+        self.branches.run(x, &self.feed_forward_norm, |x, around| self.feed_forward.forward_in(x, around))
     }
 
     /// The block over whole sequences, in the direction that `mask` says.
@@ -240,7 +243,17 @@ impl EncoderBlock {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn advance(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
-        self.run(x, |x, around| self.attention.advance_in(x, state, around))
+        self.advance_between(x, state, None)
+    }
+
+    /// [`advance`](Self::advance) where others may hold stretches of the same sequences.
+    pub(super) fn advance_between(
+        &self,
+        x: Tensor<3>,
+        state: &mut AttentionState,
+        peers: Option<&Arc<dyn Peers>>,
+    ) -> Result<Tensor<3>> {
+        self.run(x, |x, around| self.attention.advance_in(x, state, peers, around))
     }
 }
 
@@ -299,7 +312,7 @@ impl DecoderBlock {
     ) -> Result<Tensor<3>> {
         let x = self.branches.run(x, &self.attention_norm, attend)?;
         let x = self.branches.run(x, &self.cross_attention_norm, recall)?;
-        self.branches.run(x, &self.feed_forward_norm, |x, around| Ok(self.feed_forward.forward_in(x, around)))
+        self.branches.run(x, &self.feed_forward_norm, |x, around| self.feed_forward.forward_in(x, around))
     }
 
     /// The block over whole sequences: causal self-attention, then attention to `memory` under `memory_mask`.

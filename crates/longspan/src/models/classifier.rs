@@ -114,7 +114,7 @@ impl Classifier {
     /// A length of 0 or beyond `tokens`, not one length for each sequence, and what a mechanism refuses.
     pub fn forward(&self, tokens: Tensor<2, Int>, lengths: &[usize]) -> Result<Tensor<2>> {
         let row = self.pooled(tokens, lengths)?;
-        Ok(apply(&self.output, row, Activation::Identity, After::default()).squeeze_dim(1))
+        Ok(apply(&self.output, row, Activation::Identity, After::default())?.squeeze_dim(1))
     }
 
     /// The loss of sequences whose classes are known: [`cross_entropy`] of what [`forward`](Self::forward) gives.
@@ -147,7 +147,7 @@ impl Classifier {
         for block in &self.blocks {
             x = block.forward(x, &mask)?;
         }
-        let x = stack::end(self.norm.as_ref(), x);
+        let x = stack::end(self.norm.as_ref(), x)?;
         Ok(self.pooling.pool(x, lengths, self.pooling_query.as_ref()))
     }
 }

@@ -112,7 +112,7 @@ impl LanguageModel {
     /// # Errors
     /// What a mechanism refuses, such as more tokens than its table has rows for.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
-        Ok(self.logits(self.whole(tokens)?))
+        self.logits(self.whole(tokens)?)
     }
 
     /// Some rows of what [`forward`](Self::forward) gives: of large vocabularies most of its time and memory are logits.
@@ -127,9 +127,13 @@ impl LanguageModel {
         let beyond = rows.iter().find(|&&row| row >= count);
         let expected = || format!("rows below {count}");
         argument(beyond.is_none(), NAME, "rows", expected, || beyond.map_or(String::new(), usize::to_string))?;
-        let x = self.whole(tokens)?.reshape([count, self.d_model]);
+        let x = self.whole(tokens)?;
+        if rows.is_empty() {
+            return Ok(Tensor::zeros([0, self.vocab()], (&x.device(), x.dtype())));
+        }
+        let x = x.reshape([count, self.d_model]);
         let x = x.select(0, index_tensor(rows, &self.embedding.weight.device())).unsqueeze_dim::<3>(1);
-        Ok(self.logits(x).squeeze_dim(1))
+        Ok(self.logits(x)?.squeeze_dim(1))
     }
 
     /// The loss of texts that begin with `tokens`: [`cross_entropy`] of the logits that [`forward`](Self::forward) gives,
@@ -193,8 +197,8 @@ impl LanguageModel {
     }
 
     /// Takes tokens into `state`, all at once, and gives their logits: the rows of [`forward`](Self::forward) that stand
-    /// after those of the state. Time and memory do not depend on how many tokens came before, except under softmax
-    /// attention.
+    /// after those of the state. Time and memory do not depend on how many tokens came before where the state does not grow, as
+    /// [`AttentionState`] says.
     ///
     /// # Shapes
     /// As in [`forward`](Self::forward).
@@ -202,7 +206,7 @@ impl LanguageModel {
     /// # Errors
     /// A state of another batch or model, and what a mechanism refuses.
     pub fn advance(&self, tokens: Tensor<2, Int>, state: &mut LanguageState) -> Result<Tensor<3>> {
-        Ok(self.logits(self.after(tokens, state, None)?))
+        self.logits(self.after(tokens, state, None)?)
     }
 
     /// Takes tokens into `state`, all at once, and gives the logits of what follows the last, `[batch, vocab]`.
@@ -213,29 +217,30 @@ impl LanguageModel {
         let count = tokens.dims()[1];
         argument(count > 0, NAME, "tokens", || "at least one".into(), || "none".into())?;
         let last = self.after(tokens, state, None)?.narrow(1, count - 1, 1);
-        Ok(self.logits(last).squeeze_dim(1))
+        Ok(self.logits(last)?.squeeze_dim(1))
     }
 
-    /// Takes one token of each text into `state` and gives the logits of the next, `[batch, vocab]`. Memory and time for a
-    /// token do not depend on how many came before, except under softmax attention.
+    /// Takes one token of each text into `state` and gives the logits of the next, `[batch, vocab]`. Memory and time as in
+    /// [`advance`](Self::advance).
     ///
     /// # Errors
-    /// A token outside the vocabulary, a state of another batch or model.
+    /// A token outside the vocabulary, a state of another batch or model. The state is then as it was.
     pub fn step(&self, tokens: &[usize], state: &mut LanguageState) -> Result<Tensor<2>> {
         let vocab = self.vocab();
         let expected = || format!("tokens below {vocab}");
         argument(tokens.iter().all(|&t| t < vocab), NAME, "tokens", expected, || format!("{tokens:?}"))?;
         let tokens = index_tensor(tokens, &self.embedding.weight.device()).unsqueeze_dim::<2>(1);
-        // All blocks take the token, or none.
-        let mut next = state.clone();
-        let states = next.of(self)?;
+        let states = state.of(self)?;
         let mut x = self.embed(tokens, states.position)?;
+        // All blocks take the token, or none.
+        for (block, layer) in self.blocks.iter().zip(&states.layers) {
+            block.attention.check_step(&x, layer)?;
+        }
         for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
             x = block.step(x, layer)?;
         }
         states.position += 1;
-        *state = next;
-        Ok(self.logits(stack::end(self.norm.as_ref(), x)).squeeze_dim(1))
+        Ok(self.logits(stack::end(self.norm.as_ref(), x)?)?.squeeze_dim(1))
     }
 
     /// Number of tokens.
@@ -275,7 +280,7 @@ impl LanguageModel {
     }
 
     /// What the last layer makes of the blocks' rows.
-    fn logits(&self, x: Tensor<3>) -> Tensor<3> {
+    fn logits(&self, x: Tensor<3>) -> Result<Tensor<3>> {
         apply(&self.output(), x, Activation::Identity, After::default())
     }
 
@@ -285,7 +290,7 @@ impl LanguageModel {
         for block in &self.blocks {
             x = block.forward(x, &AttentionMask::causal())?;
         }
-        Ok(stack::end(self.norm.as_ref(), x))
+        stack::end(self.norm.as_ref(), x)
     }
 
     /// What the blocks make of tokens after those of a state; or of a stretch of them, from one on of so many, of which peers hold the
@@ -297,18 +302,16 @@ impl LanguageModel {
         stretch: Option<(&Arc<dyn Peers>, usize, usize)>,
     ) -> Result<Tensor<3>> {
         let (first, count) = stretch.map_or((0, tokens.dims()[1]), |(_, first, count)| (first, count));
+        // All blocks take the tokens, or none.
         let mut next = state.clone();
         let states = next.of(self)?;
         let mut x = self.embed(tokens, states.position + first)?;
         for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
-            if let Some((peers, ..)) = stretch {
-                *layer = std::mem::take(layer).between(peers);
-            }
-            x = block.advance(x, layer)?;
+            x = block.advance_between(x, layer, stretch.map(|(peers, ..)| peers))?;
         }
         states.position += count;
         *state = next;
-        Ok(stack::end(self.norm.as_ref(), x))
+        stack::end(self.norm.as_ref(), x)
     }
 
     /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.

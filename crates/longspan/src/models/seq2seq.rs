@@ -2,8 +2,6 @@
 
 #[cfg(feature = "flex")]
 use std::ops::Range;
-#[cfg(feature = "flex")]
-use std::sync::Arc;
 
 use burn::config::Config;
 use burn::module::Module;
@@ -118,7 +116,7 @@ impl Seq2Seq {
         target: Tensor<2, Int>,
     ) -> Result<Tensor<3>> {
         let x = self.decode(source, source_lengths, target)?;
-        Ok(apply(&self.output, x, Activation::Identity, After::default()))
+        apply(&self.output, x, Activation::Identity, After::default())
     }
 
     /// The loss of targets that follow sources: [`cross_entropy`] of the logits that [`forward`](Self::forward) gives, which are
@@ -150,7 +148,7 @@ impl Seq2Seq {
         for block in &self.decoder {
             x = block.forward(x, memory.clone(), &mask)?;
         }
-        Ok(stack::end(self.decoder_norm.as_ref(), x))
+        stack::end(self.decoder_norm.as_ref(), x)
     }
 
     /// Reads the sources, once for all targets that will be decoded from them. A model on a training device applies
@@ -185,9 +183,6 @@ impl Seq2Seq {
     /// The decoder before its first token.
     pub fn start(&self, memory: Memory) -> DecoderState {
         DecoderState {
-            // What can't be stored says why when it is stepped.
-            #[cfg(feature = "flex")]
-            stored: StoredDecoder::new(self, &memory.layers).ok().flatten().map(Arc::new),
             layers: vec![AttentionState::default(); self.decoder.len()],
             sources: (0..memory.batch).collect(),
             memory,
@@ -197,11 +192,25 @@ impl Seq2Seq {
 
     /// Takes in one target token of each batch entry, the start token first, and gives the logits of the next,
     /// `[batch, target_vocab]`: a row of [`Seq2Seq::forward`]. Memory and time for a token do not depend on how many
-    /// came before, except under softmax attention.
+    /// came before where the state does not grow, as [`AttentionState`] says. A state holds no weights, but what those of its tokens made of them: after a
+    /// change of weights, [`encode`](Self::encode) anew.
     ///
     /// # Errors
-    /// Not one token for each batch entry, or a token outside the vocabulary.
+    /// Not one token for each batch entry, a token outside the vocabulary, a state of another model. The state is then as it was.
     pub fn step(&self, tokens: &[usize], state: &mut DecoderState) -> Result<Tensor<2>> {
+        self.step_by(&self.stepper(state)?, tokens, state)
+    }
+
+    /// The decoder of many [`step`](Self::step)s, between which no weight changes.
+    pub(crate) fn stepper(&self, state: &DecoderState) -> Result<Stepper> {
+        #[cfg(feature = "flex")]
+        return Ok(Stepper(StoredDecoder::new(self, &state.layers, &state.memory.layers)?));
+        #[cfg(not(feature = "flex"))]
+        Ok(Stepper())
+    }
+
+    /// [`step`](Self::step) by this decoder.
+    pub(crate) fn step_by(&self, by: &Stepper, tokens: &[usize], state: &mut DecoderState) -> Result<Tensor<2>> {
         let vocabulary = self.target_vocab();
         let holds = tokens.len() == state.memory.batch && tokens.iter().all(|&t| t < vocabulary);
         let expected = || format!("{} tokens below {vocabulary}", state.memory.batch);
@@ -210,21 +219,25 @@ impl Seq2Seq {
         let expected = || format!("one of {blocks} blocks");
         argument(state.layers.len() == blocks, "seq2seq step", "state", expected, || state.layers.len().to_string())?;
         let tokens = index_tensor(tokens, &state.memory.device).unsqueeze_dim::<2>(1);
-        // All blocks take the token, or none.
-        let mut layers = state.layers.clone();
         let mut x = self.embed(&self.target_embedding, tokens, state.position)?;
+        let DecoderState { layers, memory: Memory { layers: memories, .. }, position, .. } = state;
+        // All blocks take the token, or none.
+        for ((block, layer), memory) in self.decoder.iter().zip(&*layers).zip(&*memories) {
+            block.attention.check_step(&x, layer)?;
+            block.cross_attention.attention.check_recall(&x, *position, memory)?;
+        }
         #[cfg(feature = "flex")]
-        if let Some(decoder) = &state.stored {
-            let logits = decoder.step(x, state.position, &mut layers, &state.memory.layers)?;
-            (state.layers, state.position) = (layers, state.position + 1);
+        if let Some(decoder) = &by.0 {
+            let logits = decoder.step(x, *position, layers, memories)?;
+            *position += 1;
             return Ok(logits);
         }
-        for ((block, layer), memory) in self.decoder.iter().zip(&mut layers).zip(&state.memory.layers) {
-            x = block.step(x, state.position, layer, memory)?;
+        for ((block, layer), memory) in self.decoder.iter().zip(layers).zip(memories) {
+            x = block.step(x, *position, layer, memory)?;
         }
-        (state.layers, state.position) = (layers, state.position + 1);
-        let x = stack::end(self.decoder_norm.as_ref(), x);
-        Ok(apply(&self.output, x, Activation::Identity, After::default()).squeeze_dim(1))
+        *position += 1;
+        let x = stack::end(self.decoder_norm.as_ref(), x)?;
+        Ok(apply(&self.output, x, Activation::Identity, After::default())?.squeeze_dim(1))
     }
 
     /// Number of target tokens.
@@ -257,7 +270,7 @@ impl Seq2Seq {
         for block in &self.encoder {
             x = block.forward(x, &mask)?;
         }
-        Ok((stack::end(self.encoder_norm.as_ref(), x), mask))
+        Ok((stack::end(self.encoder_norm.as_ref(), x)?, mask))
     }
 
     /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.
@@ -289,10 +302,11 @@ pub struct DecoderState {
     /// Which source each batch entry of the memory was at the start.
     sources: Vec<usize>,
     position: usize,
-    /// The decoder without tensors, where it can do without.
-    #[cfg(feature = "flex")]
-    stored: Option<Arc<StoredDecoder>>,
 }
+
+/// A decoder without tensors, where it can do without.
+#[derive(Debug)]
+pub(crate) struct Stepper(#[cfg(feature = "flex")] Option<StoredDecoder>);
 
 impl DecoderState {
     /// Number of batch entries.
@@ -326,13 +340,6 @@ impl DecoderState {
                 device: device.clone(),
             }
         };
-        Ok(Self {
-            layers,
-            memory,
-            sources,
-            position: self.position,
-            #[cfg(feature = "flex")]
-            stored: self.stored.clone(),
-        })
+        Ok(Self { layers, memory, sources, position: self.position })
     }
 }

@@ -123,7 +123,7 @@ impl SeriesModel {
     /// Other shapes, a length of 0 or beyond `points`, not one length for each series, and what a mechanism refuses.
     pub fn forward(&self, values: Tensor<3>, times: Tensor<2>, lengths: &[usize]) -> Result<Tensor<2>> {
         let row = self.pooled(values, times, lengths)?;
-        Ok(apply(&self.output, row, Activation::Identity, After::default()).squeeze_dim(1))
+        Ok(apply(&self.output, row, Activation::Identity, After::default())?.squeeze_dim(1))
     }
 
     /// The loss of series whose classes are known: [`cross_entropy`] of what [`forward`](Self::forward) gives.
@@ -186,7 +186,7 @@ impl SeriesModel {
     /// As [`forward`](Self::forward).
     pub fn at_points(&self, values: Tensor<3>, times: Tensor<2>, lengths: &[usize]) -> Result<Tensor<3>> {
         let rows = self.rows(values, times, lengths)?;
-        Ok(apply(&self.output, rows, Activation::Identity, After::default()))
+        apply(&self.output, rows, Activation::Identity, After::default())
     }
 
     /// One row for each series, `[batch, 1, d_model]`.
@@ -206,11 +206,11 @@ impl SeriesModel {
         }
         let mask = pooling::mask(lengths, [batch, points], self.causal)?;
         let times = times.unsqueeze_dim::<3>(2);
-        let x = apply(&self.input, values, Activation::Identity, After::default());
-        let mut x = dropout(self.positions.add(x, 0), stack::probability(&self.dropout));
+        let x = apply(&self.input, values, Activation::Identity, After::default())?;
+        let mut x = dropout(self.positions.add(x, 0), stack::probability(&self.dropout))?;
         for block in &self.blocks {
             x = block.forward_at(x, times.clone(), &mask)?;
         }
-        Ok(stack::end(self.norm.as_ref(), x))
+        stack::end(self.norm.as_ref(), x)
     }
 }

@@ -37,11 +37,8 @@ pub(super) fn last_norm(block: &BlockConfig, device: &Device) -> Result<Option<T
 }
 
 /// What comes after the last block.
-pub(super) fn end(norm: Option<&TokenNorm>, x: Tensor<3>) -> Tensor<3> {
-    match norm {
-        Some(norm) => norm.forward(x),
-        None => x,
-    }
+pub(super) fn end(norm: Option<&TokenNorm>, x: Tensor<3>) -> Result<Tensor<3>> {
+    norm.map_or(Ok(x.clone()), |norm| norm.forward(x))
 }
 
 /// With which probability a part drops numbers on a device that trains: none once `freeze` has stopped it.
@@ -65,5 +62,5 @@ pub(super) fn embed(
     let weight = embedding.weight.val();
     let shape = [tokens.dims()[1], weight.dims()[1]];
     let rows = positions.rows(first, shape, (&weight.device(), weight.dtype()));
-    Ok(dropout(layers::embedding(tokens, weight, scale, rows)?, probability(drop)))
+    dropout(layers::embedding(tokens, weight, scale, rows)?, probability(drop))
 }

@@ -127,8 +127,8 @@ struct StoredDecoderBlock {
 }
 
 impl StoredDecoder {
-    /// None where a step needs tensors: on other devices, for other numbers, in training, for states that grow and memories of sums.
-    pub fn new(model: &Seq2Seq, memories: &[MemoryState]) -> Result<Option<Self>> {
+    /// None where a step needs tensors: on other devices, for other numbers, in training, for states that grow or are tensors, and memories of sums.
+    pub fn new(model: &Seq2Seq, states: &[AttentionState], memories: &[MemoryState]) -> Result<Option<Self>> {
         let weight = model.target_embedding.weight.val();
         let grows = model.decoder.iter().any(|block| block.attention.attention.keeps_past());
         let without = model
@@ -136,7 +136,8 @@ impl StoredDecoder {
             .iter()
             .zip(memories)
             .all(|(block, memory)| memory.rows(block.cross_attention.attention.layer().name()).is_some());
-        if grows || !without || !is_f32(&weight) || weight.device().is_autodiff() {
+        let followed = states.iter().any(AttentionState::is_followed);
+        if grows || followed || !without || !is_f32(&weight) || weight.device().is_autodiff() {
             return Ok(None);
         }
         let block = |block: &DecoderBlock| {

@@ -70,7 +70,7 @@ impl Compressor {
     pub fn at(&self, tokens: Tensor<2, Int>, places: &[usize]) -> Result<Tensor<2>> {
         let rows = self.decoded(tokens, places)?;
         let bias = self.output.bias.as_ref().map(|bias| bias.val());
-        Ok(linear(rows, self.output.weight.val(), bias, Activation::Identity, After::default()).squeeze_dim(1))
+        Ok(linear(rows, self.output.weight.val(), bias, Activation::Identity, After::default())?.squeeze_dim(1))
     }
 
     /// What the logits at these places are of, `[places, 1, d_model]`.
@@ -84,6 +84,6 @@ impl Compressor {
             self.encoder.forward(tokens, &vec![longest; batch])?.select(0, ids(|place, longest| place / longest));
         let place = self.places.forward(ids(|place, longest| place % longest).unsqueeze_dim(1));
         let x = rows.unsqueeze_dim(1) + place;
-        Ok(x.clone() + self.decoder.forward(self.norm.forward(x)))
+        Ok(x.clone() + self.decoder.forward(self.norm.forward(x)?)?)
     }
 }

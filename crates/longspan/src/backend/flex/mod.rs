@@ -77,12 +77,12 @@ pub(crate) struct States {
 
 impl States {
     /// A call after a state.
-    pub(super) fn new(before: PrefixState) -> Self {
-        Self { before: Arc::new(before), after: Arc::default(), stretch: None }
+    pub(super) fn new(before: Arc<PrefixState>) -> Self {
+        Self { before, after: Arc::default(), stretch: None }
     }
 
     /// The same between the stretches of other processes, of calls in `f32`.
-    pub(super) fn between(self, peers: Arc<dyn Peers>, kernel: Arc<dyn AnyKernel>) -> Result<Self, kernels::Error> {
+    pub fn between(self, peers: Arc<dyn Peers>, kernel: Arc<dyn AnyKernel>) -> Result<Self, kernels::Error> {
         let first = self.before().map(State::try_clone).transpose()?;
         Ok(Self { stretch: first.map(|first| Arc::new(Stretch::new(peers, kernel, first))), ..self })
     }
@@ -109,7 +109,7 @@ impl States {
     /// The state that the call left.
     pub fn into_state(self) -> AttentionState {
         let after = self.after.lock().unwrap_or_else(PoisonError::into_inner).take();
-        AttentionState { inner: after.map(Inner::Kernels), peers: None }
+        after.map(|after| Inner::Kernels(Arc::new(after))).into()
     }
 }
 
@@ -216,14 +216,6 @@ macro_rules! number {
 }
 number!(f32, SCRATCH_F32, F32);
 number!(f64, SCRATCH_F64, F64);
-
-/// The type that the kernels compute in for tensors of this type.
-pub(super) fn computed(dtype: DType) -> DType {
-    match dtype {
-        DType::F16 | DType::BF16 => DType::F32,
-        other => other,
-    }
-}
 
 /// A tensor of up to four axes, converted to the type that the kernels compute in.
 fn widened(tensor: &FlexTensor) -> FlexTensor {

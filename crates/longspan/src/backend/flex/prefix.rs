@@ -3,9 +3,9 @@
 use burn::tensor::{DType, Shape, TensorData};
 use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
-use longspan_kernels::{Dims, State, StateShape, Token};
+use longspan_kernels::{Call, Dims, Kernel, Mask, State, StateShape, Token, View};
 
-use super::{Number, Operands, contiguous, rounded, split_parameters};
+use super::{Number, Operands, contiguous, rounded, split_parameters, widened};
 use crate::backend::AnyKernel;
 
 /// The state of a prefix in the kernels' form.
@@ -35,6 +35,32 @@ impl PrefixState {
             DType::F64 => Self::F64(f64::mechanism(kernel).empty_state(dims)?),
             _ => Self::F32(f32::mechanism(kernel).empty_state(dims)?),
         })
+    }
+
+    /// Checks that one token more fits it, with these learned tensors.
+    pub fn check(
+        &self,
+        kernel: &dyn AnyKernel,
+        dims: &Dims,
+        learned: Option<&FlexTensor>,
+    ) -> Result<(), kernels::Error> {
+        fn check_as<T: Number>(
+            kernel: &dyn Kernel<T>,
+            dims: &Dims,
+            learned: Option<&FlexTensor>,
+            state: &State<T>,
+        ) -> Result<(), kernels::Error> {
+            let parameters = split_parameters(kernel, dims, learned.map(contiguous));
+            let zeros = vec![T::ZERO; dims.head_dim.max(kernel.key_dim(dims)).max(dims.value_dim)];
+            let rows = || View::strided(&zeros, [0; 3]);
+            let call = Call::new(*dims, rows(), rows(), rows()).with_parameters(&parameters);
+            kernel.check(&call.with_mask(Mask::causal()).with_initial_state(Some(state)))
+        }
+        let learned = learned.map(|learned| widened(&learned.to_contiguous()));
+        match self {
+            Self::F32(state) => check_as(f32::mechanism(kernel), dims, learned.as_ref(), state),
+            Self::F64(state) => check_as(f64::mechanism(kernel), dims, learned.as_ref(), state),
+        }
     }
 
     /// The states of the batch entries `indices`.
