@@ -9,7 +9,7 @@ use longspan::generate::{GenerateOptions, greedy};
 use longspan::layers::{
     Activation, After, FeedForwardConfig, TokenNormConfig, clip_gradients, cross_entropy, dropout, linear,
 };
-use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState, Seq2SeqConfig};
+use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState, Positions, Seq2SeqConfig};
 
 fn model(attention: &[&str], device: &Device) -> LanguageModel {
     let attention: Vec<AttentionConfig> = attention.iter().map(|text| serde_json::from_str(text).unwrap()).collect();
@@ -40,6 +40,52 @@ fn an_error_in_a_later_block_leaves_the_whole_state_as_it_was() {
     assert!(model.step(&[4], &mut state).is_err());
     assert!(model.advance(tokens(1, [4, 5]), &mut state).is_err());
     assert_eq!((model.store(&state).unwrap(), state.position()), (before, 3));
+    // So has a decoder without tensors, which could take two more.
+    let mut state = LanguageState::default();
+    model.step(&[1], &mut state).unwrap();
+    let mut decoder = model.decoder(&state, 1).unwrap();
+    decoder.step(&[2]).unwrap();
+    decoder.step(&[3]).unwrap();
+    let before = model.store(&decoder.state().unwrap()).unwrap();
+    assert!(decoder.step(&[4]).is_err());
+    assert_eq!((model.store(&decoder.state().unwrap()).unwrap(), decoder.position()), (before, 3));
+}
+
+/// Each goes on as it would alone.
+#[test]
+fn prompts_of_different_lengths_go_on_in_one_batch() {
+    let device = Device::flex();
+    for attention in [SHAW, r#"{"mechanism": "aft-conv"}"#, r#"{"mechanism": "fourier"}"#] {
+        let model = model(&[attention, SHAW], &device);
+        let prompt = |ids: &[i64]| {
+            let mut state = LanguageState::default();
+            let ids = Tensor::<2, Int>::from_data(TensorData::new(ids.to_vec(), [1, ids.len()]), &device);
+            model.prefill(ids, &mut state).unwrap();
+            state
+        };
+        let mut alone = [prompt(&[1, 2, 3]), prompt(&[4, 5, 6, 7, 8])];
+        let mut both = LanguageState::join(&[&alone[0], &alone[1]]).unwrap();
+        let mut decoder = model.decoder(&both, 2).unwrap();
+        for tokens in [[3, 4], [9, 1]] {
+            let together = numbers(model.step(&tokens, &mut both).unwrap());
+            assert_eq!(decoder.step(&tokens).unwrap().len(), 22);
+            for (n, state) in alone.iter_mut().enumerate() {
+                let own = numbers(model.step(&[tokens[n]], state).unwrap());
+                assert!(own.iter().zip(&together[11 * n..]).all(|(a, b)| (a - b).abs() < 1e-5), "{attention}");
+            }
+        }
+        assert_eq!(both.position(), 7);
+    }
+    // Absolute positions are one for the whole batch.
+    let block = BlockConfig::new().with_d_model(16).with_d_ff(32).with_heads(4).with_dropout(0.0);
+    let config = LanguageModelConfig::new(11).with_block(block).with_positions(Positions::Sinusoidal);
+    let model = config.init(&device).unwrap();
+    let [mut one, mut two] = [LanguageState::default(), LanguageState::default()];
+    model.step(&[1], &mut one).unwrap();
+    model.advance(tokens(1, [1, 2]), &mut two).unwrap();
+    let mut both = LanguageState::join(&[&one, &two]).unwrap();
+    assert!(model.step(&[3, 3], &mut both).unwrap_err().to_string().contains("absolute positions"));
+    assert!(model.decoder(&both, 2).is_err() && model.store(&both).is_err());
 }
 
 #[test]
@@ -108,6 +154,9 @@ fn a_second_key_mask_joins_the_first() {
         run(&mask().with_lengths(&[3, 4]).with_lengths(&[4, 2])).unwrap(),
         run(&mask().with_lengths(&[3, 2])).unwrap()
     );
+    // As Burn makes them.
+    let tensor = Tensor::<2, Bool>::from_data(TensorData::new(padding.to_vec(), [2, 4]), &device);
+    assert_eq!(mask().with_padding_mask(tensor).unwrap(), mask().with_padding(&padding));
     // What has no meaning together is refused.
     assert!(run(&mask().with_padding(&padding).with_lengths(&[3, 2, 1])).is_err());
     assert!(run(&mask().with_lengths(&[3, 2]).with_packed(&[4])).is_err());

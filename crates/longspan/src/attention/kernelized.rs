@@ -36,6 +36,21 @@ pub struct ShawOptions {
     pub kernel: KernelConfig,
 }
 
+impl ShawOptions {
+    /// Tokens this far apart or more share a row of the table.
+    ///
+    /// ```
+    /// use longspan::attention::{AttentionConfig, ShawOptions};
+    ///
+    /// let attention: AttentionConfig = ShawOptions::default().with_radius(4).into();
+    /// ```
+    #[must_use]
+    pub fn with_radius(mut self, radius: usize) -> Self {
+        self.relative.radius = radius;
+        self
+    }
+}
+
 impl Options for KernelizedOptions {
     type Module = KernelizedAttention;
 

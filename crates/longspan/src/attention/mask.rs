@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
+use burn::tensor::{Bool, Tensor};
 use longspan_kernels::{Keys, Mask, Order};
+
+use crate::error::{Error, Result};
 
 /// Which keys take part.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -60,6 +63,16 @@ impl AttentionMask {
     /// The same mask over the keys whose entry is `false`, `[batch, keys]`, row-major, and within any lengths that it has.
     pub fn with_padding(self, ignored: &[bool]) -> Self {
         self.and(KeyMask::Padding(ignored.into()))
+    }
+
+    /// [`with_padding`](Self::with_padding) of a tensor, `[batch, keys]`, as Burn's `generate_padding_mask` gives: `true` where a key is
+    /// padding.
+    ///
+    /// # Errors
+    /// A device that gives no truth values back.
+    pub fn with_padding_mask(self, ignored: Tensor<2, Bool>) -> Result<Self> {
+        let ignored = ignored.try_into_data().map_err(|error| Error::Device(error.to_string()))?;
+        Ok(self.with_padding(&ignored.iter().collect::<Vec<bool>>()))
     }
 
     /// With both key masks. What does not fit together becomes a padding that no call takes.

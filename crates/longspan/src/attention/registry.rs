@@ -83,6 +83,14 @@ macro_rules! mechanisms {
             $($(#[$doc])* #[serde(rename = $name)] $variant($options),)*
         }
 
+        $(
+            impl From<$options> for AttentionConfig {
+                fn from(options: $options) -> Self {
+                    Self::$variant(options)
+                }
+            }
+        )*
+
         /// Any mechanism.
         #[derive(Module, Debug)]
         pub enum Attention {

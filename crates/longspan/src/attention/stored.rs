@@ -83,6 +83,12 @@ impl StoredAttention {
         }
     }
 
+    /// Checks that a state of `batch` texts takes one token more, before a step changes anything.
+    pub fn check_step(&self, batch: usize, state: &State<f32>) -> Result<()> {
+        let kernel: &dyn Kernel<f32> = &*self.kernel;
+        Ok(backend::check_token(kernel, &self.heads.dims(batch, 1, 1), &self.parameters(), state)?)
+    }
+
     /// The state of `batch` texts' tokens so far.
     pub fn state_in<'s>(&self, state: &'s mut AttentionState, batch: usize) -> Result<&'s mut State<f32>> {
         let kernel: &dyn Kernel<f32> = &*self.kernel;

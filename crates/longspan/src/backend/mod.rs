@@ -39,7 +39,7 @@ pub(crate) use feature_map::Learned;
 #[cfg(all(test, feature = "flex"))]
 pub(crate) use flex::copies::count as count_copy;
 #[cfg(feature = "flex")]
-pub(crate) use flex::{Outside, States, adjacent_rows, split_parameters, view_f32, with_scratch};
+pub(crate) use flex::{Outside, States, adjacent_rows, check_token, split_parameters, view_f32, with_scratch};
 pub use peers::Peers;
 pub(crate) use running::Running;
 pub(crate) use state::TensorState;

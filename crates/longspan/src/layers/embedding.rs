@@ -26,18 +26,18 @@ pub fn embedding(
         let fits = positions.dims() == [count, width];
         argument(fits, "embedding", "positions", expected, || format!("{:?}", positions.dims()))?;
     }
-    #[cfg(feature = "flex")]
-    if super::flex::is_f32(&weight) {
-        let rows: Tensor<2> = fused::embedding(tokens, weight, scale as f32, positions)?;
-        return Ok(super::reshape(rows, [batch, count, width]));
-    }
     if batch * count == 0 {
         return Ok(Tensor::zeros([batch, count, width], (&weight.device(), weight.dtype())));
     }
-    let beyond = tokens.clone().lower_elem(0).bool_or(tokens.clone().greater_equal_elem(vocabulary as i64)).any();
-    let beyond =
-        beyond.try_into_data().map_err(|error| Error::Device(format!("{error:?}")))?.iter::<bool>().any(|any| any);
-    argument(!beyond, "embedding", "tokens", || format!("tokens below {vocabulary}"), || "others among them".into())?;
+    let ids = tokens.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")))?;
+    let beyond = ids.iter::<i64>().find(|&id| id < 0 || id >= vocabulary as i64);
+    let expected = || format!("entries below {vocabulary}");
+    argument(beyond.is_none(), "embedding", "tokens", expected, || beyond.map_or(String::new(), |id| id.to_string()))?;
+    #[cfg(feature = "flex")]
+    if super::flex::is_f32(&weight) {
+        let rows: Tensor<2> = fused::embedding(ids.iter().collect(), weight, scale as f32, positions)?;
+        return Ok(rows.reshape([batch, count, width]));
+    }
     let rows = plain_embedding(weight, tokens).mul_scalar(scale);
     Ok(match positions {
         Some(positions) => rows + positions.unsqueeze(),
@@ -47,13 +47,12 @@ pub fn embedding(
 
 #[cfg(feature = "flex")]
 mod fused {
-    use burn::tensor::{Int, Tensor};
+    use burn::tensor::Tensor;
     use burn_flex::FlexTensor;
     use longspan_kernels::Error;
     use longspan_kernels::layers::Embedding;
 
     use crate::backend::operation::{Operation, run};
-    use crate::error::Result;
     use crate::layers::flex::{contiguous, numbers, shape, tensor};
 
     /// All but its tensor, the table.
@@ -65,16 +64,14 @@ mod fused {
     }
 
     pub fn embedding(
-        tokens: Tensor<2, Int>,
+        tokens: Vec<i64>,
         weight: Tensor<2>,
         scale: f32,
         positions: Option<Tensor<2>>,
-    ) -> Result<Tensor<2>> {
-        // What is negative lies beyond every table.
-        let tokens =
-            tokens.into_data().iter::<i64>().map(|token| usize::try_from(token).unwrap_or(usize::MAX)).collect();
+    ) -> Result<Tensor<2>, Error> {
+        let tokens = tokens.into_iter().map(|token| token as usize).collect();
         let positions = positions.map_or(Vec::new(), |positions| positions.into_data().iter::<f32>().collect());
-        Ok(run(Lookup { tokens, scale, positions }, weight.into_dispatch(), Vec::new())?)
+        run(Lookup { tokens, scale, positions }, weight.into_dispatch(), Vec::new())
     }
 
     impl Lookup {

@@ -15,13 +15,25 @@ pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, lim
     argument(limit >= 0.0, "clip_gradients", "limit", || "0 or more".into(), || limit.to_string())?;
     struct Norm<'a> {
         gradients: &'a GradientsParams,
+        /// Of the CPU's tensors.
         squares: f64,
+        /// Of all others, on their device: what is read back is one number.
+        elsewhere: Option<Tensor<1>>,
     }
     impl ModuleVisitor for Norm<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            if let Some(gradient) = self.gradients.get::<D>(param.id) {
-                self.squares += sum_of_squares(gradient);
+            let Some(gradient) = self.gradients.get::<D>(param.id) else { return };
+            #[cfg(feature = "flex")]
+            if super::flex::is_f32(&gradient) {
+                let numbers = fused::taken(gradient);
+                self.squares += longspan_kernels::layers::gradients::sum_of_squares(super::flex::numbers(&numbers));
+                return;
             }
+            let own = gradient.clone().mul(gradient).sum();
+            self.elsewhere = Some(match self.elsewhere.take() {
+                Some(sum) => own.cast(sum.dtype()).to_device(&sum.device()) + sum,
+                None => own,
+            });
         }
     }
     struct Scale<'a> {
@@ -35,9 +47,9 @@ pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, lim
             }
         }
     }
-    let mut norm = Norm { gradients, squares: 0.0 };
+    let mut norm = Norm { gradients, squares: 0.0, elsewhere: None };
     module.visit(&mut norm);
-    let norm = norm.squares.sqrt();
+    let norm = (norm.squares + norm.elsewhere.map_or(0.0, |sum| sum.into_scalar::<f64>())).sqrt();
     if norm.is_finite() && norm > limit {
         module.visit(&mut Scale { gradients, factor: limit / norm });
     }
@@ -63,14 +75,6 @@ pub fn add_gradients(module: &impl Module, one: GradientsParams, other: Gradient
     let mut add = Add { one, other };
     module.visit(&mut add);
     add.one
-}
-
-fn sum_of_squares<const D: usize>(x: Tensor<D>) -> f64 {
-    #[cfg(feature = "flex")]
-    if super::flex::is_f32(&x) {
-        return longspan_kernels::layers::gradients::sum_of_squares(super::flex::numbers(&fused::taken(x)));
-    }
-    x.clone().mul(x).sum().into_scalar::<f64>()
 }
 
 fn scaled<const D: usize>(x: Tensor<D>, by: f64) -> Tensor<D> {

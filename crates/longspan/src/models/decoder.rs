@@ -69,16 +69,16 @@ impl LanguageModel {
         argument(batch > 0, NAME, "batch", || "at least 1".into(), || "0".into())?;
         let blocks = self.blocks.iter().map(StoredBlock::new).collect::<Result<Vec<_>>>()?;
         let [vocabulary, width] = shape(&taken(weight.clone())).dims();
-        let states = blocks.iter().enumerate().map(|(n, block)| {
-            let layer = self.blocks[n].attention.attention.layer();
-            let state = state.layer(n).cloned().unwrap_or_default();
-            let state = backend::states_of(layer, [batch, 1], DType::F32, &state)?;
+        let mut state = state.clone();
+        let states = blocks.iter().zip(&self.blocks).zip(state.of(self)?.layers()).map(|((block, own), state)| {
+            let layer = own.attention.attention.layer();
+            let state = backend::states_of(layer, [batch, 1], DType::F32, state)?;
             let state = state.before().ok_or_else(|| backend::foreign_state(layer))?.try_clone()?;
-            let holds = state.shape().batch == batch && state.shape().kv_heads == block.attention.heads.kv_heads;
-            argument(holds, NAME, "state", || format!("a batch of {batch}"), || state.shape().batch.to_string())?;
+            block.attention.check_step(batch, &state)?;
             Ok(state)
         });
         let states = states.collect::<Result<_>>()?;
+        let position = state.position();
         Ok(LanguageDecoder {
             embedding: taken(weight),
             scale: self.embedding_scale() as f32,
@@ -87,7 +87,7 @@ impl LanguageModel {
             norm: self.norm.as_ref().map(StoredNorm::new),
             output: StoredLayer::new(&self.output()),
             states,
-            position: state.position(),
+            position,
             batch,
             x: vec![0.0; batch * width],
             y: vec![0.0; batch * width],
@@ -115,6 +115,10 @@ impl LanguageDecoder {
         if self.positions == Positions::Sinusoidal {
             let row = sinusoids(self.position, 1, width);
             self.x.chunks_exact_mut(width).for_each(|x| x.iter_mut().zip(&row).for_each(|(x, p)| *x += p));
+        }
+        // All blocks take the token, or none.
+        for (block, state) in self.blocks.iter().zip(&self.states) {
+            block.attention.check_step(self.batch, state)?;
         }
         for (block, state) in self.blocks.iter().zip(&mut self.states) {
             block.step(self.batch, state, &mut self.buffers, &mut self.x, &mut self.y)?;

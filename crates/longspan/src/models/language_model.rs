@@ -274,9 +274,7 @@ impl LanguageModel {
         let layers = self.blocks.iter().zip(stored);
         let layers =
             layers.map(|(block, one)| block.attention.attention.restore(one, &device)).collect::<Result<_>>()?;
-        let mut state = LanguageState { layers, position };
-        state.of(self)?;
-        Ok(state)
+        Ok(LanguageState { layers, position, uneven: false })
     }
 
     /// What the last layer makes of the blocks' rows.
@@ -345,21 +343,23 @@ impl LanguageModel {
 pub struct LanguageState {
     layers: Vec<AttentionState>,
     position: usize,
+    /// Whether some texts are shorter: the position is that of the longest.
+    uneven: bool,
 }
 
 impl LanguageState {
     #[cfg(feature = "flex")]
     pub(super) fn new(layers: Vec<AttentionState>, position: usize) -> Self {
-        Self { layers, position }
+        Self { layers, position, uneven: false }
     }
 
-    /// The state of a block, unless it is before the first token.
+    /// The states of the blocks.
     #[cfg(feature = "flex")]
-    pub(super) fn layer(&self, block: usize) -> Option<&AttentionState> {
-        self.layers.get(block)
+    pub(super) fn layers(&self) -> &[AttentionState] {
+        &self.layers
     }
 
-    /// Tokens taken in so far.
+    /// Tokens taken in so far, by the longest of its texts.
     pub fn position(&self) -> usize {
         self.position
     }
@@ -370,26 +370,31 @@ impl LanguageState {
     /// An index beyond the batch.
     pub fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
         let layers = self.layers.iter().map(|layer| layer.select(indices, device)).collect::<Result<_>>()?;
-        Ok(Self { layers, position: self.position })
+        Ok(Self { layers, ..*self })
     }
 
-    /// The states of several batches as those of one, in that order.
+    /// The states of several batches as those of one, in that order: of prompts of different lengths, too, for models without absolute
+    /// positions whose states do not grow.
     ///
     /// # Errors
-    /// States of different models or numbers of tokens.
+    /// States of different models, or of different numbers of keys and values.
     pub fn join(states: &[&Self]) -> Result<Self> {
         let Some(first) = states.first() else { return Ok(Self::default()) };
-        let unlike =
-            states.iter().find(|state| (state.position, state.layers.len()) != (first.position, first.layers.len()));
-        let expected = || format!("states after {} tokens, of one model", first.position);
-        let got = || unlike.map_or(String::new(), |state| format!("one after {}", state.position));
-        argument(unlike.is_none(), NAME, "states", expected, got)?;
+        let (blocks, position) = (first.layers.len(), states.iter().map(|state| state.position).max().unwrap_or(0));
+        let unlike = states.iter().find(|state| state.layers.len() != blocks);
+        let got = || unlike.map_or(String::new(), |state| format!("one of {}", state.layers.len()));
+        argument(unlike.is_none(), NAME, "states", || format!("states of {blocks} blocks"), got)?;
         let layer = |n: usize| AttentionState::join(&states.iter().map(|state| &state.layers[n]).collect::<Vec<_>>());
-        Ok(Self { layers: (0..first.layers.len()).map(layer).collect::<Result<_>>()?, position: first.position })
+        let layers = (0..blocks).map(layer).collect::<Result<_>>()?;
+        let uneven = states.iter().any(|state| state.uneven || state.position != position);
+        Ok(Self { layers, position, uneven })
     }
 
     /// With a state for each block of `model`.
-    fn of(&mut self, model: &LanguageModel) -> Result<&mut Self> {
+    pub(super) fn of(&mut self, model: &LanguageModel) -> Result<&mut Self> {
+        let even = !self.uneven || model.positions == Positions::None;
+        let expected = || "texts of equally many tokens, which absolute positions count".into();
+        argument(even, NAME, "state", expected, || "one of different numbers".into())?;
         let (blocks, layers) = (model.blocks.len(), self.layers.len());
         if layers == 0 && self.position == 0 {
             self.layers = vec![AttentionState::default(); blocks];

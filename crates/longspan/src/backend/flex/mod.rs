@@ -18,6 +18,7 @@ use longspan_kernels::layers::Stretches;
 use longspan_kernels::{Cotangent, Dims, Gradients, Kernel, Output, Parameter, Real, Scratch, State, View, ViewMut};
 
 pub(super) use prefix::PrefixState;
+pub(crate) use prefix::check_token;
 
 use super::operation::Operation;
 use super::state::{AttentionState, Inner};

@@ -50,11 +50,7 @@ impl PrefixState {
             learned: Option<&FlexTensor>,
             state: &State<T>,
         ) -> Result<(), kernels::Error> {
-            let parameters = split_parameters(kernel, dims, learned.map(contiguous));
-            let zeros = vec![T::ZERO; dims.head_dim.max(kernel.key_dim(dims)).max(dims.value_dim)];
-            let rows = || View::strided(&zeros, [0; 3]);
-            let call = Call::new(*dims, rows(), rows(), rows()).with_parameters(&parameters);
-            kernel.check(&call.with_mask(Mask::causal()).with_initial_state(Some(state)))
+            check_token(kernel, dims, &split_parameters(kernel, dims, learned.map(contiguous)), state)
         }
         let learned = learned.map(|learned| widened(&learned.to_contiguous()));
         match self {
@@ -132,6 +128,19 @@ impl PrefixState {
             Self::F64(state) => step_as(kernel, operands, state),
         }
     }
+}
+
+/// Checks that one token more of these sizes fits a state, by all that a step checks; nothing is computed.
+pub(crate) fn check_token<T: kernels::Real>(
+    kernel: &dyn Kernel<T>,
+    dims: &Dims,
+    parameters: &[&[T]],
+    state: &State<T>,
+) -> Result<(), kernels::Error> {
+    let zeros = vec![T::ZERO; dims.head_dim.max(kernel.key_dim(dims)).max(dims.value_dim)];
+    let rows = || View::strided(&zeros, [0; 3]);
+    let call = Call::new(*dims, rows(), rows(), rows()).with_parameters(parameters);
+    kernel.check(&call.with_mask(Mask::causal()).with_initial_state(Some(state)))
 }
 
 fn step_as<T: Number>(
