@@ -1,11 +1,15 @@
-//! Decoding: greedy and beam search on a [`Seq2Seq`], a token at a time.
+//! Decoding, a token at a time: greedy and beam search on a [`Seq2Seq`], and texts that a [`LanguageModel`] draws.
 //!
-//! Both are deterministic: equal scores are broken by the lower token, then by the earlier beam.
+//! All are deterministic: equal scores are broken by the lower token, then by the earlier beam, and draws come from a seed.
 
 use burn::tensor::{Int, Tensor};
+use rand_xoshiro::SplitMix64;
+use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 
+use crate::attention::index_tensor;
 use crate::error::{Error, Result, argument};
-use crate::models::{DecoderState, Seq2Seq};
+use crate::models::{DecoderState, LanguageModel, LanguageState, Seq2Seq};
+use crate::sample::SampleOptions;
 
 /// Where targets begin and end.
 #[derive(Debug, Clone, PartialEq)]
@@ -218,6 +222,96 @@ impl Search<'_> {
         let score = log_probability / ((tokens.len() + 1) as f64).powf(self.options.length_penalty);
         self.answers[source].push(Hypothesis { tokens, log_probability, score, finished });
     }
+}
+
+/// How a language model goes on with a prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TextOptions {
+    /// The most tokens that are drawn; 256 by default.
+    pub max_tokens: usize,
+    /// How each is drawn.
+    pub sample: SampleOptions,
+    /// What the draws begin with: the same seed gives the same text.
+    pub seed: u64,
+    /// Tokens that end the text; they are not part of it.
+    pub stop: Vec<usize>,
+    /// Tokens that are never drawn, such as padding.
+    pub excluded: Vec<usize>,
+    /// What positive logits of tokens that are in the prompt or the text are divided by, and negative ones multiplied (Keskar et al. 2019); 1
+    /// by default, for none.
+    pub repetition_penalty: f32,
+}
+
+impl Default for TextOptions {
+    fn default() -> Self {
+        let (stop, excluded) = (Vec::new(), Vec::new());
+        Self { max_tokens: 256, sample: SampleOptions::default(), seed: 0, stop, excluded, repetition_penalty: 1.0 }
+    }
+}
+
+/// Goes on with a prompt after the tokens of `state`, and gives the tokens that it draws: each of them to `each` at once, which ends the
+/// text by `false`. The state takes the prompt and all these tokens in; after an error it is as it was. A model on a training device applies
+/// dropout: give `model.valid()`.
+///
+/// # Errors
+/// No prompt, tokens outside the vocabulary, a repetition penalty of 0 or less, what [`SampleOptions::draw`] and
+/// [`LanguageModel::prefill`] refuse.
+pub fn generate_text(
+    model: &LanguageModel,
+    prompt: &[usize],
+    state: &mut LanguageState,
+    options: &TextOptions,
+    mut each: impl FnMut(usize) -> bool,
+) -> Result<Vec<usize>> {
+    /// Tokens of a prompt that are read at a time.
+    const SEGMENT: usize = 512;
+    const NAME: &str = "generate text";
+    let TextOptions { max_tokens, sample, seed, stop, excluded, repetition_penalty } = options;
+    let vocabulary = model.vocab();
+    let beyond = prompt.iter().chain(stop).chain(excluded).find(|&&token| token >= vocabulary);
+    let got = || beyond.map_or("no prompt".into(), usize::to_string);
+    let expected = || format!("one token or more, all below {vocabulary}");
+    argument(!prompt.is_empty() && beyond.is_none(), NAME, "tokens", expected, got)?;
+    let holds = *repetition_penalty > 0.0 && repetition_penalty.is_finite();
+    argument(holds, NAME, "repetition_penalty", || "a number above 0".into(), || repetition_penalty.to_string())?;
+    let mut next = state.clone();
+    let mut logits = Vec::new();
+    for part in prompt.chunks(SEGMENT) {
+        let ids = index_tensor(part, &model.embedding.weight.device()).unsqueeze::<2>();
+        logits = rows_of(model.prefill(ids, &mut next)?)?.swap_remove(0);
+    }
+    #[cfg(feature = "flex")]
+    let mut decoder = model.decoder(&next, 1).ok();
+    let mut seen = vec![false; vocabulary];
+    prompt.iter().for_each(|&token| seen[token] = true);
+    let mut random = SplitMix64::seed_from_u64(*seed);
+    let (mut tokens, mut goes_on) = (Vec::new(), true);
+    while goes_on && tokens.len() < *max_tokens {
+        for (logit, _) in logits.iter_mut().zip(&seen).filter(|(_, seen)| **seen) {
+            *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
+        }
+        excluded.iter().for_each(|&token| logits[token] = f32::NEG_INFINITY);
+        // 53 bits, as many as a number between 0 and 1 has.
+        let token = sample.draw(&logits, (random.next_u64() >> 11) as f64 / (1u64 << 53) as f64)?;
+        if stop.contains(&token) {
+            break;
+        }
+        tokens.push(token);
+        seen[token] = true;
+        goes_on = each(token);
+        #[cfg(feature = "flex")]
+        if let Some(decoder) = &mut decoder {
+            logits = decoder.step(&[token])?.to_vec();
+            continue;
+        }
+        logits = rows_of(model.step(&[token], &mut next)?)?.swap_remove(0);
+    }
+    #[cfg(feature = "flex")]
+    if let Some(decoder) = decoder {
+        next = decoder.state()?;
+    }
+    *state = next;
+    Ok(tokens)
 }
 
 /// The rows of `[batch, vocabulary]`.

@@ -11,9 +11,6 @@
 //! Errors: everything that depends on a caller's data returns a [`Result`] and does not panic. Configs are checked by
 //! `init`, shapes by `forward` and `step`.
 
-// What only the fused layers on the CPU use stays here without them.
-#![cfg_attr(not(feature = "flex"), allow(dead_code, unused_variables))]
-
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -6,8 +6,10 @@ use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::attention::{AttentionConfig, StoredState};
+use longspan::generate::{TextOptions, generate_text};
 use longspan::layers::{Activation, NormKind};
 use longspan::models::{LanguageModel, LanguageModelConfig, LanguageState, Norm, Positions};
+use longspan::sample::SampleOptions;
 use support::{assert_close, block, numbers};
 
 const VOCAB: usize = 11;
@@ -305,4 +307,70 @@ fn a_decoder_gives_the_logits_of_the_model() {
     assert!(error.contains("grows with every token"), "{error}");
     let training = base().init(&device.autodiff()).unwrap();
     assert!(training.decoder(&LanguageState::default(), 1).is_err());
+}
+
+#[test]
+fn texts_go_on_as_they_are_drawn() {
+    for name in ["shaw", "softmax"] {
+        let attention = vec![AttentionConfig::by_name(name).unwrap()];
+        let model = model(&config().with_attention(attention), &Device::flex());
+        let text = |prompt: &[usize], state: &mut LanguageState, options: &TextOptions| {
+            let mut each = Vec::new();
+            let tokens = generate_text(&model, prompt, state, options, |token| {
+                each.push(token);
+                true
+            });
+            assert_eq!(tokens.as_ref().ok(), Some(&each));
+            each
+        };
+        let options = TextOptions { max_tokens: 12, seed: 5, ..TextOptions::default() };
+        let mut state = LanguageState::default();
+        let whole = text(&[1, 2, 3], &mut state, &options);
+        assert_eq!((whole.len(), state.position()), (12, 15), "{name}");
+        assert_eq!(text(&[1, 2, 3], &mut LanguageState::default(), &options), whole);
+        let other = TextOptions { seed: 6, ..options.clone() };
+        assert_ne!(text(&[1, 2, 3], &mut LanguageState::default(), &other), whole);
+        // The likeliest tokens are those of the model, token by token, and the state holds them all.
+        let sample = SampleOptions { temperature: 0.0, ..SampleOptions::default() };
+        let likeliest = TextOptions { sample, ..options.clone() };
+        let mut state = LanguageState::default();
+        let drawn = text(&[1, 2, 3], &mut state, &likeliest);
+        let mut own = LanguageState::default();
+        let mut logits = Vec::new();
+        for (n, token) in [1, 2, 3].iter().chain(&drawn).enumerate() {
+            if n >= 3 {
+                assert_eq!(sample.draw(&logits, 0.0).unwrap(), *token, "{name}");
+            }
+            logits = numbers(model.step(&[*token], &mut own).unwrap());
+        }
+        let [after, expected] = [&mut state, &mut own].map(|state| numbers(model.step(&[2], state).unwrap()));
+        assert_close(name, &after, &expected, 1e-4);
+        // A text ends before what stops it, and never holds what is excluded.
+        let stopped = TextOptions { stop: vec![whole[4]], ..options.clone() };
+        let end = whole.iter().position(|&token| token == whole[4]).unwrap();
+        assert_eq!(text(&[1, 2, 3], &mut LanguageState::default(), &stopped), whole[..end]);
+        let without = TextOptions { excluded: vec![drawn[0]], ..likeliest.clone() };
+        assert!(!text(&[1, 2, 3], &mut LanguageState::default(), &without).contains(&drawn[0]));
+        let penalty = TextOptions { repetition_penalty: 3.0, max_tokens: 1, ..likeliest.clone() };
+        let mut logits = numbers(model.step(&[1], &mut LanguageState::default()).unwrap());
+        logits[1] *= if logits[1] > 0.0 { 1.0 / 3.0 } else { 3.0 };
+        let expected = sample.draw(&logits, 0.0).unwrap();
+        assert_eq!(text(&[1], &mut LanguageState::default(), &penalty), [expected]);
+        let mut count = 0;
+        let ended = generate_text(&model, &[1], &mut LanguageState::default(), &options, |_| {
+            count += 1;
+            count < 3
+        });
+        assert_eq!(ended.unwrap().len(), 3);
+        let mut state = LanguageState::default();
+        for (prompt, wrong) in [
+            (&[][..], options.clone()),
+            (&[1_000], options.clone()),
+            (&[1], TextOptions { stop: vec![1_000], ..options.clone() }),
+            (&[1], TextOptions { repetition_penalty: 0.0, ..options.clone() }),
+        ] {
+            assert!(generate_text(&model, prompt, &mut state, &wrong, |_| true).is_err());
+        }
+        assert_eq!(state.position(), 0);
+    }
 }

@@ -293,6 +293,7 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// As [`remember`](Self::remember).
+    #[cfg_attr(not(feature = "flex"), allow(unused_variables, reason = "elsewhere all of it is kept"))]
     pub fn remember_for(&self, memory: Tensor<3>, mask: &AttentionMask, longest: usize) -> Result<MemoryState> {
         self.check("cross-attention", "memory", &memory)?;
         #[cfg(feature = "flex")]

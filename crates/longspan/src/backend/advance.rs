@@ -12,7 +12,7 @@ use longspan_kernels::Dims;
 use super::flex::{Operands, PrefixState, Settings, States};
 use super::state::Inner;
 use super::tensor::widen_type;
-use super::{AttentionState, Layer, TensorState, attend, check, check_by_kernel, dims_of};
+use super::{AttentionState, Layer, TensorState, attend, check, check_by_kernel, dims_of, learned};
 use crate::attention::AttentionMask;
 use crate::error::{Error, Result, argument};
 
@@ -180,6 +180,7 @@ fn check_tensors(layer: &dyn Layer, dims: Dims, dtype: DType, state: &AttentionS
         _ => return Err(foreign_state(layer)),
     };
     let mask = AttentionMask::causal().with_offset(past as isize);
+    learned(layer, dtype)?;
     check_by_kernel(layer, Dims { keys: past + dims.keys, ..dims }, &mask)?;
     Ok(mask)
 }

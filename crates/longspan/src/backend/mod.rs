@@ -26,9 +26,7 @@ use std::sync::Arc;
 
 #[cfg(feature = "flex")]
 use burn::backend::DispatchDevice;
-#[cfg(feature = "flex")]
-use burn::tensor::DType;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 pub use longspan_kernels::AnyKernel;
 use longspan_kernels::{Call, Dims, Kernel, Parameter, View};
 
@@ -173,6 +171,7 @@ pub(crate) fn in_tensors(
     v: Tensor<4>,
     mask: &AttentionMask,
 ) -> Result<Tensor<4>> {
+    learned(layer, q.dtype())?;
     check_by_kernel(layer, dims_of(&q, &v), mask)?;
     let ([batch, heads, queries, _], [_, _, keys, value_dim]) = (q.dims(), v.dims());
     let nothing = |queries| Tensor::zeros([batch, heads, queries, value_dim], (&q.device(), q.dtype()));
@@ -194,23 +193,30 @@ pub(crate) fn in_tensors(
     Ok(Tensor::cat(outputs.collect(), 2))
 }
 
-/// All learned tensors, concatenated.
+/// All learned tensors.
 ///
 /// # Errors
 /// If they are not of the type that the layer is called with.
-#[cfg(feature = "flex")]
-pub(crate) fn flat(layer: &dyn Layer, dtype: DType) -> Result<Option<Tensor<1>>> {
-    let mut all = layer.parameters();
+fn learned(layer: &dyn Layer, dtype: DType) -> Result<Vec<Tensor<1>>> {
+    let all = layer.parameters();
     for learned in &all {
         let expected =
             || format!("{:?} everywhere, like the layer's learned tensors; cast one of them", learned.dtype());
         let got = || format!("{dtype:?} queries, keys and values");
         argument(learned.dtype() == dtype, layer.name(), "number types", expected, got)?;
     }
+    Ok(all)
+}
+
+/// All [learned] tensors, concatenated.
+#[cfg(feature = "flex")]
+pub(crate) fn flat(layer: &dyn Layer, dtype: DType) -> Result<Option<Tensor<1>>> {
+    let mut all = learned(layer, dtype)?;
     Ok(if all.len() > 1 { Some(Tensor::cat(all, 0)) } else { all.pop() })
 }
 
 /// Whether a tensor lies on the CPU backend, with or without autodiff.
+#[cfg_attr(not(feature = "flex"), allow(unused_variables, reason = "without it nothing does"))]
 pub(crate) fn is_flex<const D: usize>(x: &Tensor<D>) -> bool {
     #[cfg(feature = "flex")]
     return matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_));

@@ -5,7 +5,9 @@ use std::cell::RefCell;
 use burn::nn::DropoutConfig;
 use burn::tensor::Tensor;
 use rand_xoshiro::SplitMix64;
-use rand_xoshiro::rand_core::{RngCore, SeedableRng};
+#[cfg(feature = "flex")]
+use rand_xoshiro::rand_core::RngCore;
+use rand_xoshiro::rand_core::SeedableRng;
 
 use crate::error::{Result, argument};
 
@@ -27,6 +29,7 @@ pub fn with_dropout_seed<R>(seed: u64, work: impl FnOnce() -> R) -> R {
 }
 
 /// The seed of the next dropout if this thread has been given one.
+#[cfg(feature = "flex")]
 fn next_seed() -> Option<u64> {
     SEEDS.with_borrow_mut(|seeds| seeds.as_mut().map(RngCore::next_u64))
 }

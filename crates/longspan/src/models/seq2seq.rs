@@ -202,6 +202,7 @@ impl Seq2Seq {
     }
 
     /// The decoder of many [`step`](Self::step)s, between which no weight changes.
+    #[cfg_attr(not(feature = "flex"), allow(unused_variables, reason = "elsewhere a step takes tensors"))]
     pub(crate) fn stepper(&self, state: &DecoderState) -> Result<Stepper> {
         #[cfg(feature = "flex")]
         return Ok(Stepper(StoredDecoder::new(self, &state.layers, &state.memory.layers)?));
@@ -210,6 +211,7 @@ impl Seq2Seq {
     }
 
     /// [`step`](Self::step) by this decoder.
+    #[cfg_attr(not(feature = "flex"), allow(unused_variables, reason = "elsewhere a step takes tensors"))]
     pub(crate) fn step_by(&self, by: &Stepper, tokens: &[usize], state: &mut DecoderState) -> Result<Tensor<2>> {
         let vocabulary = self.target_vocab();
         let holds = tokens.len() == state.memory.batch && tokens.iter().all(|&t| t < vocabulary);
