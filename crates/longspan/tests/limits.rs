@@ -317,6 +317,32 @@ fn steps_go_on_where_segments_ended_and_the_other_way_round() {
     }
 }
 
+/// With autodiff states are tensors, which fit by their sizes where their meaning is another.
+#[test]
+fn states_of_other_options_are_refused_in_training_too() {
+    let device = Device::flex().autodiff();
+    let window = |n: usize| format!(r#"{{"mechanism": "softmax-window", "window": {n}}}"#);
+    let decay = |d: f64| format!(r#"{{"mechanism": "kernelized", "kernel": {{"decay": [{d}, {d}, {d}, {d}]}}}}"#);
+    let toeplitz = r#"{"mechanism": "toeplitz"}"#.to_string();
+    for (one, other) in [(window(3), window(5)), (decay(0.9), decay(0.5)), (SOFTMAX.into(), toeplitz)] {
+        let [a, b] = [&one, &other].map(|attention| model(&[attention], &device));
+        let mut state = LanguageState::default();
+        (0..4).for_each(|n| drop(a.step(&[n], &mut state).unwrap()));
+        assert!(b.step(&[1], &mut state).unwrap_err().to_string().contains("options"), "{one} {other}");
+        assert!(b.advance(Tensor::ones([1, 2], &device), &mut state).is_err());
+        if one.contains("window") {
+            assert!(b.restore(&a.store(&state).unwrap(), 4).unwrap_err().to_string().contains("window"));
+        }
+        // Joined they go on as they would alone.
+        let both = LanguageState::join(&[&state, &state]).unwrap();
+        let logits = numbers(a.step(&[1, 1], &mut both.clone()).unwrap());
+        let alone = numbers(a.step(&[1], &mut state.clone()).unwrap());
+        assert_eq!(logits, [alone.clone(), alone].concat());
+        let [restored, mut kept] = [a.restore(&a.store(&state).unwrap(), 4).unwrap(), state];
+        assert_eq!(numbers(a.step(&[1], &mut restored.clone()).unwrap()), numbers(a.step(&[1], &mut kept).unwrap()));
+    }
+}
+
 /// What a query does not see is not kept, with autodiff or without.
 #[test]
 fn states_of_windows_do_not_grow() {

@@ -10,7 +10,7 @@ use longspan_kernels::Dims;
 
 #[cfg(feature = "flex")]
 use super::flex::{Operands, PrefixState, Settings, States};
-use super::state::Inner;
+use super::state::{Inner, maker};
 use super::tensor::widen_type;
 use super::{AttentionState, Layer, TensorState, attend, check, check_by_kernel, dims_of, learned};
 use crate::attention::AttentionMask;
@@ -147,12 +147,15 @@ fn in_tensors(
             (out, TensorState::Past(Box::new([keys, values].map(kept))))
         }
     };
-    Ok((out, Some(Inner::Tensors(next)).into()))
+    Ok((out, AttentionState { inner: Some(Inner::Tensors(next)), made_by: maker(layer) }))
 }
 
 /// Checks that a state in tensors takes the tokens of a call of these sizes. The mask of their attention to all tokens so far.
 fn check_tensors(layer: &dyn Layer, dims: Dims, dtype: DType, state: &AttentionState) -> Result<AttentionMask> {
     let Dims { batch, heads, kv_heads, value_dim, .. } = dims;
+    if state.inner.is_some() && state.made_by != maker(layer) {
+        return Err(foreign_state(layer));
+    }
     let past = match (&state.inner, layer.sums()) {
         (None, _) => 0,
         (Some(Inner::Tensors(TensorState::Sums(sums))), Some(_)) => {
@@ -257,7 +260,7 @@ pub(crate) fn foreign_state(layer: &dyn Layer) -> Error {
     Error::Argument {
         operation: layer.name(),
         argument: "state",
-        expected: "a state of the same mechanism, device and number type".into(),
+        expected: "a state of the same mechanism, options, device and number type".into(),
         got: "one of another".into(),
     }
 }

@@ -226,7 +226,7 @@ pub(crate) fn is_flex<const D: usize>(x: &Tensor<D>) -> bool {
 
 /// `state` as numbers.
 pub(crate) fn store(layer: &dyn Layer, state: &AttentionState) -> Result<StoredState> {
-    state.to_stored(layer.name())
+    state.to_stored(layer)
 }
 
 /// Rebuilds a state of `layer` on `device` from its numbers.

@@ -53,6 +53,11 @@ impl Running {
         self.content.as_ref().or(self.recent.as_ref().map(|(far, _)| far)).map(|x| x.dtype())
     }
 
+    /// With tensors of so many sequences.
+    pub(crate) fn set_batch(&mut self, batch: usize) {
+        self.batch = batch;
+    }
+
     /// All its tensors, in one order.
     pub(crate) fn tensors(&mut self) -> Vec<&mut Tensor<4>> {
         let recent = self.recent.iter_mut().flat_map(|(far, ring)| [far, ring]);

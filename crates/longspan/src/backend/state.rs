@@ -1,6 +1,5 @@
 //! States: what a step keeps of all earlier tokens, for any mechanism on any device.
 
-#[cfg(feature = "flex")]
 use std::sync::Arc;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -24,6 +23,8 @@ use crate::error::{Error, Result, argument};
 #[derive(Debug, Clone, Default)]
 pub struct AttentionState {
     pub(super) inner: Option<Inner>,
+    /// The mechanism and options that made one of tensors; the kernels' own say it themselves.
+    pub(super) made_by: Arc<str>,
 }
 
 #[cfg(feature = "flex")]
@@ -57,8 +58,13 @@ impl AttentionState {
 
 impl From<Option<Inner>> for AttentionState {
     fn from(inner: Option<Inner>) -> Self {
-        Self { inner }
+        Self { inner, made_by: Arc::default() }
     }
+}
+
+/// The mechanism and options of a layer, as the states of tensors that it makes say them.
+pub(super) fn maker(layer: &dyn Layer) -> Arc<str> {
+    format!("{:?}", layer.kernel()).into()
 }
 
 #[derive(Debug, Clone)]
@@ -128,8 +134,10 @@ enum Form {
     Kernels { version: u32, options: u64, batch: usize, kv_heads: usize, parts: [usize; PARTS] },
     /// The tensors of [`Running`].
     Sums { batch: usize, heads: usize, value_dim: usize },
-    /// Keys and values.
+    /// All keys and values.
     Past,
+    /// Those that later tokens see, which are at most so many.
+    Latest { sees: usize },
 }
 
 /// Parts of a kernel's state.
@@ -140,11 +148,8 @@ const NAME: &str = "attention state";
 impl AttentionState {
     /// Cut from the graph: no gradient reaches the tokens so far.
     pub(super) fn detach(&mut self) {
-        let cut = |x: &mut Tensor<4>| *x = x.clone().detach();
-        match &mut self.inner {
-            Some(Inner::Tensors(TensorState::Sums(sums))) => sums.tensors().into_iter().for_each(cut),
-            Some(Inner::Tensors(TensorState::Past(past))) => past.iter_mut().for_each(cut),
-            _ => {}
+        if let Some(Inner::Tensors(state)) = &mut self.inner {
+            state.tensors().into_iter().for_each(|x| *x = x.clone().detach());
         }
     }
 
@@ -164,7 +169,7 @@ impl AttentionState {
                 Some(Inner::Tensors(state.select(&index_tensor(indices, device))))
             }
         };
-        Ok(inner.into())
+        Ok(Self { inner, made_by: self.made_by.clone() })
     }
 
     /// The states of several batches as those of one, in that order. All must be before their first token, or none.
@@ -192,24 +197,32 @@ impl AttentionState {
                 return Ok(Some(Inner::Kernels(Arc::new(joined))).into());
             }
         }
-        let past = states.iter().map(|state| match &state.inner {
-            Some(Inner::Tensors(TensorState::Past(past))) => Some(past),
+        let own = states.iter().map(|state| match &state.inner {
+            Some(Inner::Tensors(own)) => Some(own.clone()),
             _ => None,
         });
-        let past = past.collect::<Option<Vec<_>>>().ok_or_else(unlike)?;
-        let rest = |x: &Tensor<4>| ([x.dims()[1], x.dims()[2], x.dims()[3]], x.dtype());
-        if past.iter().any(|one| (0..2).any(|side| rest(&one[side]) != rest(&past[0][side]))) {
+        let mut own = own.collect::<Option<Vec<_>>>().ok_or_else(unlike)?;
+        let sizes = |x: &mut Tensor<4>| ([x.dims()[1], x.dims()[2], x.dims()[3]], x.dtype());
+        let alike: Vec<Vec<_>> = own.iter_mut().map(|one| one.tensors().into_iter().map(sizes).collect()).collect();
+        let (made_by, batch) = (states[0].made_by.clone(), own.iter().map(TensorState::batch).sum());
+        if states.iter().any(|state| state.made_by != made_by) || alike.iter().any(|one| *one != alike[0]) {
             return Err(unlike());
         }
-        let side = |side: usize| Tensor::cat(past.iter().map(|one| one[side].clone()).collect(), 0);
-        Ok(Some(Inner::Tensors(TensorState::Past(Box::new([side(0), side(1)])))).into())
+        let mut joined = own[0].clone();
+        for (n, to) in joined.tensors().into_iter().enumerate() {
+            *to = Tensor::cat(own.iter_mut().map(|one| one.tensors()[n].clone()).collect(), 0);
+        }
+        if let TensorState::Sums(sums) = &mut joined {
+            sums.set_batch(batch);
+        }
+        Ok(Self { inner: Some(Inner::Tensors(joined)), made_by })
     }
 
     /// The state as numbers; nothing is rounded.
     ///
     /// # Errors
     /// A device that gives no numbers back.
-    pub(super) fn to_stored(&self, mechanism: &'static str) -> Result<StoredState> {
+    pub(super) fn to_stored(&self, layer: &dyn Layer) -> Result<StoredState> {
         let read = |x: &Tensor<4>| x.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")));
         let (form, tensors) = match &self.inner {
             None => (Form::Empty, Vec::new()),
@@ -224,10 +237,11 @@ impl AttentionState {
                 (Form::Sums { batch, heads, value_dim }, tensors)
             }
             Some(Inner::Tensors(TensorState::Past(past))) => {
-                (Form::Past, past.iter().map(read).collect::<Result<_>>()?)
+                let form = layer.sees().map_or(Form::Past, |sees| Form::Latest { sees });
+                (form, past.iter().map(read).collect::<Result<_>>()?)
             }
         };
-        Ok(StoredState { mechanism: mechanism.into(), form, tensors })
+        Ok(StoredState { mechanism: layer.name().into(), form, tensors })
     }
 
     /// Rebuilds the state of `layer` on `device` from its numbers.
@@ -282,7 +296,11 @@ impl AttentionState {
                 }
                 Some(Inner::Tensors(TensorState::Sums(Box::new(sums))))
             }
-            (Form::Past, [k, v]) if k.rank() == 4 && v.rank() == 4 && k.dtype() == v.dtype() => {
+            (Form::Past | Form::Latest { .. }, [k, v]) if k.rank() == 4 && v.rank() == 4 && k.dtype() == v.dtype() => {
+                if let Form::Latest { sees } = stored.form {
+                    let expected = || format!("the latest keys and values of {:?}", layer.sees());
+                    argument(layer.sees() == Some(sees), NAME, "window", expected, || sees.to_string())?;
+                }
                 let ([batch, kv_heads, tokens, _], v_shape) = (k.shape().dims::<4>(), v.shape().dims::<4>());
                 if v_shape[..3] != [batch, kv_heads, tokens] || kv_heads != layer.heads().kv_heads {
                     return Err(broken(shapes_of(&stored.tensors)));
@@ -291,7 +309,7 @@ impl AttentionState {
             }
             (_, tensors) => return Err(broken(shapes_of(tensors))),
         };
-        Ok(inner.into())
+        Ok(Self { inner, made_by: maker(layer) })
     }
 }
 
@@ -304,6 +322,14 @@ impl TensorState {
         match self {
             Self::Sums(sums) => sums.shape()[0],
             Self::Past(past) => past[0].dims()[0],
+        }
+    }
+
+    /// All its tensors, in one order.
+    fn tensors(&mut self) -> Vec<&mut Tensor<4>> {
+        match self {
+            Self::Sums(sums) => sums.tensors(),
+            Self::Past(past) => past.iter_mut().collect(),
         }
     }
 
