@@ -357,6 +357,12 @@ impl MultiHeadAttention {
         self.merge(self.attention.recall(q, first, memory)?, gate, after)
     }
 
+    /// Checks that a memory takes queries made of `x`, before anything is computed.
+    pub(crate) fn check_recall(&self, x: &Tensor<3>, first: usize, memory: &MemoryState) -> Result<()> {
+        let ([batch, queries, _], Heads { heads, head_dim, .. }) = (x.dims(), self.heads);
+        self.attention.check_recall([batch, heads, queries, head_dim], first, memory)
+    }
+
     /// Heads of queries and of gates.
     fn query_heads(&self) -> usize {
         self.heads.heads * (1 + usize::from(self.gated_norm.is_some()))

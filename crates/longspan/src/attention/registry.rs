@@ -309,7 +309,7 @@ impl Attention {
     /// # Errors
     /// Shapes that do not fit the memory.
     pub fn recall(&self, q: Tensor<4>, first: usize, memory: &MemoryState) -> Result<Tensor<4>> {
-        self.check_recall_of(q.dims(), first, memory)?;
+        self.check_recall(q.dims(), first, memory)?;
         match &memory.remembered {
             Remembered::Total(total) => Ok(total.recall(q)),
             Remembered::Whole(whole) => {
@@ -323,42 +323,36 @@ impl Attention {
         }
     }
 
-    /// Checks that queries made of `x`, `[batch, queries, ·]`, at the positions from `first` on fit a memory, before anything is computed.
-    pub(crate) fn check_recall(&self, x: &Tensor<3>, first: usize, memory: &MemoryState) -> Result<()> {
-        let ([batch, queries, _], Heads { heads, head_dim, .. }) = (x.dims(), self.heads());
-        self.check_recall_of([batch, heads, queries, head_dim], first, memory)
-    }
-
-    /// Checks that queries of this shape at the positions from `first` on fit a memory.
-    fn check_recall_of(&self, q: [usize; 4], first: usize, memory: &MemoryState) -> Result<()> {
-        let (name, key_dim) = (self.layer().name(), self.key_dim());
+    /// Checks that queries of this shape at the positions from `first` on fit a memory, before anything is computed.
+    pub(crate) fn check_recall(&self, q: [usize; 4], first: usize, memory: &MemoryState) -> Result<()> {
+        let (layer, [batch, _, queries, _]) = (self.layer(), q);
+        let (name, Heads { heads, kv_heads, head_dim }) = (layer.name(), layer.heads());
         let expected = || format!("a memory of {name}");
         argument(memory.mechanism == name, name, "memory", expected, || format!("one of {}", memory.mechanism))?;
-        let [batch, heads, queries, dim] = q;
-        match &memory.remembered {
+        let kept = match &memory.remembered {
             Remembered::Total(total) => {
-                let shape = total.query();
-                let expected = || format!("[{}, {}, queries, {}]", shape[0], shape[1], shape[3]);
-                argument([batch, heads, 1, dim] == shape, name, "q", expected, || format!("{q:?}"))
+                let [batch, kept_heads, _, kept_dim] = total.query();
+                let expected = || format!("[{batch}, {kept_heads}, queries, {kept_dim}]");
+                argument(q == [batch, kept_heads, queries, kept_dim], name, "q", expected, || format!("{q:?}"))?;
+                return Ok(());
             }
             Remembered::Whole(whole) => {
                 let (k, v, mask) = whole.as_ref();
-                let ([kept, kv_heads, keys, width], value_dim) = (k.dims(), v.dims()[3]);
-                let (expected, got) = ([batch, self.heads().kv_heads, key_dim], [kept, kv_heads, width]);
-                let text = |of: [usize; 3]| move || format!("batch, key/value heads and width {of:?}");
-                argument(expected == got, name, "memory", text(expected), text(got))?;
-                let dims = Dims { value_dim, ..self.heads().dims(batch, queries, keys) };
-                backend::check_by_kernel(self.layer(), dims, &mask.clone().with_offset(first as isize))
+                let dims = Dims { value_dim: v.dims()[3], ..layer.heads().dims(batch, queries, k.dims()[2]) };
+                backend::check_by_kernel(layer, dims, &mask.clone().with_offset(first as isize))?;
+                k.dims()
             }
             #[cfg(feature = "flex")]
             Remembered::Near(near) => {
                 let end = first + queries;
                 let expected = || format!("queries before position {}, for which the memory was made", near.longest);
                 argument(end <= near.longest, name, "first", expected, || format!("{first}..{end}"))?;
-                let kept = near.k.dims()[0];
-                argument(kept == batch, name, "memory", || format!("a batch of {batch}"), || kept.to_string())
+                near.k.dims()
             }
-        }
+        };
+        let fits = q == [batch, heads, queries, head_dim] && kept == [batch, kv_heads, kept[2], self.key_dim()];
+        let expected = || format!("one of batch {batch} and {kv_heads} key/value heads, queries of {heads} heads");
+        argument(fits, name, "memory", expected, || format!("keys {kept:?}, queries {q:?}"))
     }
 }
 

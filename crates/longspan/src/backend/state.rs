@@ -20,6 +20,8 @@ use crate::error::{Error, Result, argument};
 /// On the CPU its size does not grow, except under softmax attention without a window. On other devices, and where a step on a training
 /// device has begun it, which gradients then follow through all steps, its size is constant for kernelized attention, with and without
 /// Shaw's positions, windows and short convolutions; every other mechanism keeps all keys and values.
+///
+/// Between steps of an optimizer one thing differs: kept keys turn by the waves of `fourier` as they are now, sums have turned already.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionState {
     pub(super) inner: Option<Inner>,

@@ -226,7 +226,7 @@ impl Seq2Seq {
         // All blocks take the token, or none.
         for ((block, layer), memory) in self.decoder.iter().zip(&*layers).zip(&*memories) {
             block.attention.check_step(&x, layer)?;
-            block.cross_attention.attention.check_recall(&x, *position, memory)?;
+            block.cross_attention.check_recall(&x, *position, memory)?;
         }
         #[cfg(feature = "flex")]
         if let Some(decoder) = &by.0 {

@@ -44,18 +44,15 @@ impl PrefixState {
         dims: &Dims,
         learned: Option<&FlexTensor>,
     ) -> Result<(), kernels::Error> {
-        fn check_as<T: Number>(
-            kernel: &dyn Kernel<T>,
-            dims: &Dims,
-            learned: Option<&FlexTensor>,
-            state: &State<T>,
-        ) -> Result<(), kernels::Error> {
-            check_token(kernel, dims, &split_parameters(kernel, dims, learned.map(contiguous)), state)
-        }
         let learned = learned.map(|learned| widened(&learned.to_contiguous()));
+        let (single, double) = (f32::mechanism(kernel), f64::mechanism(kernel));
         match self {
-            Self::F32(state) => check_as(f32::mechanism(kernel), dims, learned.as_ref(), state),
-            Self::F64(state) => check_as(f64::mechanism(kernel), dims, learned.as_ref(), state),
+            Self::F32(state) => {
+                check_token(single, dims, &split_parameters(single, dims, learned.as_ref().map(contiguous)), state)
+            }
+            Self::F64(state) => {
+                check_token(double, dims, &split_parameters(double, dims, learned.as_ref().map(contiguous)), state)
+            }
         }
     }
 
