@@ -281,7 +281,15 @@ fn what_does_not_fit_a_layer_is_an_error_and_no_panic() {
 fn steps_go_on_where_segments_ended_and_the_other_way_round() {
     let device = Device::flex().autodiff();
     let names = AttentionConfig::NAMES.iter().map(|name| format!(r#"{{"mechanism": "{name}"}}"#));
-    for attention in names.chain([r#"{"mechanism": "softmax-window", "window": 3}"#.into()]) {
+    let others = [
+        r#"{"mechanism": "softmax-window", "window": 3}"#,
+        r#"{"mechanism": "fourier", "normalizer": "dominant"}"#,
+        r#"{"mechanism": "fourier", "normalizer": "unrotated"}"#,
+        r#"{"mechanism": "fourier", "normalizer": "none"}"#,
+        r#"{"mechanism": "fourier", "normalizer": "unrotated", "rotary": true}"#,
+        r#"{"mechanism": "fourier", "kernel": {"feature_map": "exp"}}"#,
+    ];
+    for attention in names.chain(others.map(String::from)) {
         let model = model(&[&attention, SHAW], &device);
         let ids: Vec<i64> = (0..12).map(|n| n * 7 % 11).collect();
         let whole = Tensor::<2, Int>::from_data(TensorData::new(ids.clone(), [1, 12]), &device);

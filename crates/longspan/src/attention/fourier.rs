@@ -19,8 +19,8 @@ use serde::{Deserialize, Serialize};
 use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, KernelConfig, KeyMask};
-use crate::backend::tensor::{attend_rotated, flattened, repeat_heads, widen};
-use crate::backend::{self, AnyKernel, AttentionState, Layer};
+use crate::backend::tensor::{CHUNK, attend_rotated, flattened, repeat_heads, widen};
+use crate::backend::{self, AnyKernel, AttentionState, Layer, Running, Sums};
 use crate::error::{Result, argument, config};
 
 /// What a row is divided by, and so which of `c` and `β` are learned.
@@ -347,6 +347,28 @@ impl Layer for FourierAttention {
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let positions = [self.counted(mask.offset, q.dims()[2]), self.counted(0, k.dims()[2])];
         self.rotated(q, k, v, positions, mask)
+    }
+
+    fn sums(&self) -> Option<&dyn Sums> {
+        Some(self)
+    }
+}
+
+impl Sums for FourierAttention {
+    fn empty(&self, like: &Tensor<4>, value_dim: usize) -> Running {
+        let features = self.options.feature_map.features(self.heads.head_dim);
+        // As `rotate` makes them.
+        let unrotated = self.options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
+        let parts = if self.b.is_none() { 1 } else { 2 + usize::from(!unrotated) };
+        Running::empty(&self.options, like, value_dim, Some(parts * features))
+    }
+
+    fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
+        let learned = self.map.as_ref().map(LearnedMap::tensors);
+        state.advance(&self.options, qkv, (None, &learned), CHUNK, |first, q, k| {
+            let angles = self.angles(self.counted(first as isize, q.dims()[2]));
+            self.rotate(q, k, [angles.clone(), angles])
+        })
     }
 }
 

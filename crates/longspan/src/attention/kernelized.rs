@@ -265,10 +265,10 @@ impl Layer for KernelizedAttention {
 
 impl Sums for KernelizedAttention {
     fn empty(&self, like: &Tensor<4>, value_dim: usize) -> Running {
-        Running::empty(&self.options, like, value_dim)
+        Running::empty(&self.options, like, value_dim, None)
     }
 
     fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
-        state.advance(&self.options, qkv, (self.table(), &self.learned()), tensor::CHUNK)
+        state.advance(&self.options, qkv, (self.table(), &self.learned()), tensor::CHUNK, |_, q, k| (q, k))
     }
 }

@@ -1,7 +1,7 @@
 //! The state of kernelized attention in plain tensor operations.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use longspan_kernels::{KernelizedAttention, RelativeMap};
+use longspan_kernels::{FourierNormalizer, KernelizedAttention, RelativeMap};
 
 use super::feature_map::Learned;
 use super::tensor::{Inputs, decays, divide, narrow_float, spread, widen};
@@ -20,13 +20,23 @@ pub(crate) struct Running {
     /// `Σ v⁺_j` of the tokens that fell out of the ring, `[batch, heads, 1, dv + 1]`, and the last `R` rows of `v⁺`,
     /// oldest first, `[batch, heads, R, dv + 1]`; without relative positions none.
     recent: Option<(Tensor<4>, Tensor<4>)>,
+    /// `Σ φ(k_j)`, `[batch, heads, m, 1]`, where rows of rotated features are divided by what they would be without the rotation.
+    plain: Option<Tensor<4>>,
+    /// Tokens so far, where they rotate features.
+    tokens: usize,
 }
 
 impl Running {
-    /// Before the first token; `like` is a query `[batch, heads, 1, head_dim]`.
-    pub(crate) fn empty(options: &KernelizedAttention, like: &Tensor<4>, value_dim: usize) -> Self {
+    /// Before the first token; `like` is a query `[batch, heads, 1, head_dim]`, whose features become so many by a rotation.
+    pub(crate) fn empty(
+        options: &KernelizedAttention,
+        like: &Tensor<4>,
+        value_dim: usize,
+        rotated: Option<usize>,
+    ) -> Self {
         let [batch, heads, _, dim] = like.dims();
-        let dim = options.feature_map.features(dim);
+        let features = options.feature_map.features(dim);
+        let unrotated = options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
         let dtype = widen(like.clone()).dtype();
         let zeros = |rows, width| Tensor::<4>::zeros([batch, heads, rows, width], (&like.device(), dtype));
         let width = value_dim + usize::from(options.normalize);
@@ -36,10 +46,12 @@ impl Running {
             batch,
             heads,
             value_dim,
-            content: options.score.content().then(|| zeros(dim, width)),
+            content: options.score.content().then(|| zeros(rotated.unwrap_or(features), width)),
             // Below every exponent, and finite, so that no difference is NaN.
             shift: shifted.then(|| zeros(1, 1).add_scalar(-1e30)),
             recent: options.score.shaw().map(|shaw| (zeros(1, width), zeros(shaw.radius, width))),
+            plain: (unrotated && options.normalize).then(|| zeros(features, 1)),
+            tokens: 0,
         }
     }
 
@@ -53,6 +65,16 @@ impl Running {
         self.content.as_ref().or(self.recent.as_ref().map(|(far, _)| far)).map(|x| x.dtype())
     }
 
+    /// Tokens so far, where they rotate features; else 0.
+    pub(crate) fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// After so many tokens.
+    pub(crate) fn set_tokens(&mut self, tokens: usize) {
+        self.tokens = tokens;
+    }
+
     /// With tensors of so many sequences.
     pub(crate) fn set_batch(&mut self, batch: usize) {
         self.batch = batch;
@@ -61,20 +83,25 @@ impl Running {
     /// All its tensors, in one order.
     pub(crate) fn tensors(&mut self) -> Vec<&mut Tensor<4>> {
         let recent = self.recent.iter_mut().flat_map(|(far, ring)| [far, ring]);
-        self.content.iter_mut().chain(&mut self.shift).chain(recent).collect()
+        self.content.iter_mut().chain(&mut self.shift).chain(recent).chain(&mut self.plain).collect()
     }
 
     /// Takes tokens in, all `[batch, heads or kv_heads, tokens, ·]`, and gives their outputs, in chunks of at least `chunk` tokens.
+    /// `rotate` changes the features of queries and keys from a token on.
     pub(crate) fn advance(
         &mut self,
         options: &KernelizedAttention,
         [q, k, v]: [Tensor<4>; 3],
         (table, learned): (Option<Tensor<3>>, &Learned),
         chunk: usize,
+        rotate: impl FnOnce(usize, Tensor<4>, Tensor<4>) -> (Tensor<4>, Tensor<4>),
     ) -> Tensor<4> {
         let (dtype, [_, heads, tokens, _], value_dim) = (q.dtype(), q.dims(), v.dims()[3]);
         let mask = AttentionMask::causal();
-        let inputs = Inputs::new(options, learned, q, k, v, table, &mask, self.shift.clone());
+        let plain = Inputs::new(options, learned, q, k, v, table, &mask, self.shift.clone());
+        let (q, k) = rotate(self.tokens, plain.q.clone(), plain.k.clone());
+        self.tokens += if options.score.fourier().is_some() { tokens } else { 0 };
+        let inputs = Inputs { q, k, ..plain.clone() };
         let mut sums = inputs.sums(&mask, chunk);
         let fall = self.shift.take().zip(inputs.shift.clone()).map(|(before, after)| (before - after).exp());
         let Inputs { q, k, values, weights, shift, .. } = inputs;
@@ -95,6 +122,15 @@ impl Running {
             sums = sums + times(q.matmul(content.clone()), &since);
             let own = times(k, &until).swap_dims(2, 3).matmul(values.clone());
             self.content = Some(times(content, &whole) + own);
+        }
+        if let Some(sum) = self.plain.take() {
+            let sum = times(sum, &fall);
+            let ones = plain.values.clone().narrow(3, value_dim, 1);
+            let own = times(plain.k.clone(), &until).swap_dims(2, 3).matmul(ones.clone());
+            let before = times(plain.q.clone().matmul(sum.clone()), &since);
+            let denominators = Inputs { values: ones, ..plain }.sums(&mask, chunk) + before;
+            sums = Tensor::cat(vec![sums.narrow(3, 0, value_dim), denominators], 3);
+            self.plain = Some(times(sum, &whole) + own);
         }
         if let (Some((far, ring)), Some(weights)) = (self.recent.take(), weights) {
             let radius = ring.dims()[2];
@@ -134,6 +170,8 @@ impl Running {
             content: self.content.as_ref().map(take),
             shift: self.shift.as_ref().map(take),
             recent: self.recent.as_ref().map(|(far, ring)| (take(far), take(ring))),
+            plain: self.plain.as_ref().map(take),
+            tokens: self.tokens,
         }
     }
 }

@@ -18,10 +18,8 @@ use crate::error::{Error, Result, argument};
 /// [`Attention::store`](crate::attention::Attention::store). The default is the state before the first token.
 ///
 /// On the CPU its size does not grow, except under softmax attention without a window. On other devices, and where a step on a training
-/// device has begun it, which gradients then follow through all steps, its size is constant for kernelized attention, with and without
-/// Shaw's positions, windows and short convolutions; every other mechanism keeps all keys and values.
-///
-/// Between steps of an optimizer one thing differs: kept keys turn by the waves of `fourier` as they are now, sums have turned already.
+/// device has begun it, which gradients then follow through all steps, its size is constant for kernelized attention, also with
+/// Shaw's or Fourier's positions, windows and short convolutions; every other mechanism keeps all keys and values.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionState {
     pub(super) inner: Option<Inner>,
@@ -135,7 +133,13 @@ enum Form {
     /// One tensor in the kernels' order.
     Kernels { version: u32, options: u64, batch: usize, kv_heads: usize, parts: [usize; PARTS] },
     /// The tensors of [`Running`].
-    Sums { batch: usize, heads: usize, value_dim: usize },
+    Sums {
+        batch: usize,
+        heads: usize,
+        value_dim: usize,
+        #[serde(default)]
+        tokens: usize,
+    },
     /// All keys and values.
     Past,
     /// Those that later tokens see, which are at most so many.
@@ -207,7 +211,8 @@ impl AttentionState {
         let sizes = |x: &mut Tensor<4>| ([x.dims()[1], x.dims()[2], x.dims()[3]], x.dtype());
         let alike: Vec<Vec<_>> = own.iter_mut().map(|one| one.tensors().into_iter().map(sizes).collect()).collect();
         let (made_by, batch) = (states[0].made_by.clone(), own.iter().map(TensorState::batch).sum());
-        if states.iter().any(|state| state.made_by != made_by) || alike.iter().any(|one| *one != alike[0]) {
+        let uneven = own.iter().any(|one| one.counted() != own[0].counted());
+        if uneven || states.iter().any(|state| state.made_by != made_by) || alike.iter().any(|one| *one != alike[0]) {
             return Err(unlike());
         }
         let mut joined = own[0].clone();
@@ -236,7 +241,7 @@ impl AttentionState {
             Some(Inner::Tensors(TensorState::Sums(sums))) => {
                 let [batch, heads, value_dim] = sums.shape();
                 let tensors = sums.clone().tensors().into_iter().map(|x| read(x)).collect::<Result<_>>()?;
-                (Form::Sums { batch, heads, value_dim }, tensors)
+                (Form::Sums { batch, heads, value_dim, tokens: sums.tokens() }, tensors)
             }
             Some(Inner::Tensors(TensorState::Past(past))) => {
                 let form = layer.sees().map_or(Form::Past, |sees| Form::Latest { sees });
@@ -277,7 +282,7 @@ impl AttentionState {
                 }
                 Some(Inner::Kernels(Arc::new(PrefixState::from_numbers(shape, numbers)?)))
             }
-            (Form::Sums { batch, heads, value_dim }, tensors) => {
+            (Form::Sums { batch, heads, value_dim, tokens }, tensors) => {
                 let sizes = layer.heads();
                 let first = tensors.first().map(TensorData::dtype);
                 let fits = heads == sizes.heads && tensors.iter().all(|x| x.rank() == 4 && Some(x.dtype()) == first);
@@ -296,6 +301,7 @@ impl AttentionState {
                 for (to, from) in wanted.iter_mut().zip(tensors) {
                     **to = read(from);
                 }
+                sums.set_tokens(tokens);
                 Some(Inner::Tensors(TensorState::Sums(Box::new(sums))))
             }
             (Form::Past | Form::Latest { .. }, [k, v]) if k.rank() == 4 && v.rank() == 4 && k.dtype() == v.dtype() => {
@@ -324,6 +330,14 @@ impl TensorState {
         match self {
             Self::Sums(sums) => sums.shape()[0],
             Self::Past(past) => past[0].dims()[0],
+        }
+    }
+
+    /// The tokens that sums count.
+    fn counted(&self) -> usize {
+        match self {
+            Self::Sums(sums) => sums.tokens(),
+            Self::Past(_) => 0,
         }
     }
 

@@ -192,7 +192,7 @@ pub(crate) fn with_ones(v: Tensor<4>, ignored: Option<&Tensor<4, Bool>>, normali
 /// Features and values, ready for products.
 #[derive(Clone)]
 pub(super) struct Inputs<'a> {
-    options: &'a KernelizedAttention,
+    pub options: &'a KernelizedAttention,
     /// `φ(q)`, `[batch, heads, queries, m]`.
     pub q: Tensor<4>,
     /// `φ(k)`, `[batch, heads, keys, m]`.

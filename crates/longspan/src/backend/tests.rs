@@ -386,12 +386,12 @@ fn segments_after_a_state_of_tensors_give_the_rows_of_the_whole() {
                 let case = Case::new(options.clone(), dims, AttentionMask::causal(), 3);
                 let by_segments = |module: &attention::KernelizedAttention, qkv: [Tensor<4>; 3], _: &AttentionMask| {
                     let table = || module.relative.as_ref().map(|table| table.val());
-                    let mut state = Running::empty(module.options(), &qkv[0], qkv[2].dims()[3]);
+                    let mut state = Running::empty(module.options(), &qkv[0], qkv[2].dims()[3], None);
                     let mut first = 0;
                     let rows = segments.iter().map(|&count| {
                         let part = qkv.each_ref().map(|x| x.clone().narrow(2, first, count));
                         first += count;
-                        state.advance(module.options(), part, (table(), &None), 4)
+                        state.advance(module.options(), part, (table(), &None), 4, |_, q, k| (q, k))
                     });
                     Tensor::cat(rows.collect(), 2)
                 };
