@@ -102,6 +102,15 @@ def chunk_delta_rule(
     -------
     tuple
         Output, and the final state or ``None``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
+    >>> out, _ = fla.chunk_delta_rule(q, k, v, torch.rand(1, 100, 4), use_qk_l2norm_in_kernel=True)
+    >>> out.shape
+    torch.Size([1, 100, 4, 16])
     """
     return chunk_gated_delta_rule(
         q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
@@ -125,6 +134,16 @@ def chunk_kda(
     -------
     tuple
         Output, and the final state or ``None``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
+    >>> g, beta = -torch.rand(1, 100, 4, 16), torch.rand(1, 100, 4)
+    >>> out, _ = fla.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    >>> out.shape
+    torch.Size([1, 100, 4, 16])
     """
     return _run("chunk_kda", "delta", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
                 cu_seqlens)  # fmt: skip
@@ -147,6 +166,15 @@ def chunk_gla(
     -------
     tuple
         Output, and the final state or ``None``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
+    >>> whole, _ = fla.chunk_gla(q, k, v, g=-torch.rand(1, 100, 4, 16))
+    >>> whole.shape
+    torch.Size([1, 100, 4, 16])
     """
     return _run("chunk_gla", "gated", q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
@@ -170,6 +198,15 @@ def chunk_simple_gla(
     -------
     tuple
         Output, and the final state or ``None``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
+    >>> retention, _ = fla.chunk_simple_gla(q, k, v, g_gamma=torch.tensor([-0.1, -0.03, -0.01, -0.003]))
+    >>> retention.shape
+    torch.Size([1, 100, 4, 16])
     """
     if g is not None and g_gamma is not None:
         raise ValueError("chunk_simple_gla: g_gamma: expected None beside g, got both")
@@ -226,6 +263,16 @@ def mamba_chunk_scan_combined(
     -------
     Tensor or tuple
         Output as ``x``, and with ``return_final_states`` the states.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> x, dt = torch.randn(1, 100, 4, 16), torch.rand(1, 100, 4)
+    >>> B, C = torch.randn(2, 1, 100, 1, 8)
+    >>> y, states = fla.mamba_chunk_scan_combined(x, dt, -torch.ones(4), B, C, return_final_states=True)
+    >>> y.shape, states.shape
+    (torch.Size([1, 100, 4, 16]), torch.Size([1, 4, 16, 8]))
     """
     operation = "mamba_chunk_scan_combined"
     _expect_axes(operation, ("x", x, 4), ("dt", dt, 3), ("A", A, 1), ("B", B, 4), ("C", C, 4))
@@ -271,6 +318,17 @@ def causal_conv1d_fn(
     -------
     Tensor or tuple
         Output as ``x``, and with ``return_final_states`` the tokens that the next call begins with.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> x, weight = torch.randn(1, 6, 100), torch.randn(6, 4)
+    >>> whole = fla.causal_conv1d_fn(x, weight, activation="silu")
+    >>> first, state = fla.causal_conv1d_fn(x[..., :60], weight, activation="silu", return_final_states=True)
+    >>> rest = fla.causal_conv1d_fn(x[..., 60:], weight, activation="silu", initial_states=state)
+    >>> torch.allclose(torch.cat([first, rest], dim=2), whole, atol=1e-6)
+    True
     """
     operation = "causal_conv1d_fn"
     _expect_axes(operation, ("x", x, 3), ("weight", weight, 2))
@@ -311,6 +369,16 @@ def causal_conv1d_update(
     -------
     Tensor
         Output as ``x``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> state = torch.zeros(1, 6, 3)
+    >>> fla.causal_conv1d_update(torch.ones(1, 6), state, torch.ones(6, 4))[0, 0]
+    tensor(1.)
+    >>> fla.causal_conv1d_update(torch.ones(1, 6), state, torch.ones(6, 4))[0, 0]
+    tensor(2.)
     """
     operation = "causal_conv1d_update"
     _expect_axes(operation, ("conv_state", conv_state, 3), ("weight", weight, 2))

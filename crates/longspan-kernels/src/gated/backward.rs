@@ -4,7 +4,7 @@ use super::Gate;
 use super::chunk::{Chunk, decay_state, load_rows};
 use super::forward::load_state;
 use super::loops::Weigh;
-use super::pairs::{add_transposed, pull_back};
+use super::pairs::{Gradients as ChunkGradients, add_transposed, pull_back};
 use super::problem::{CHUNK, Problem, Unit};
 use super::solve::solve_transposed;
 use crate::call::{Arena, Cotangent, GradientSink, Gradients, Scratch, SharedRows};
@@ -43,7 +43,7 @@ struct Worker<'s, T> {
     d_keys: &'s mut [T],
     /// The triangular system of the delta rule.
     system: &'s mut [T],
-    /// Of the log decays of a token, summed from the chunk's last on.
+    /// Of the log decays.
     d_logs: &'s mut [T],
 }
 
@@ -54,7 +54,7 @@ impl<'s, T: Real> Worker<'s, T> {
         // Rows are transposed by whole registers.
         let padded_tokens = problem.dims.keys + CHUNK;
         Self {
-            chunk: Chunk::new(problem, arena),
+            chunk: Chunk::new(problem, true, arena),
             states: arena.take((chunks + 1) * row * wide),
             updates: arena.take(padded_tokens * wide),
             rests: arena.take(delta * padded_tokens * wide),
@@ -68,7 +68,7 @@ impl<'s, T: Real> Worker<'s, T> {
             d_operands: arena.take((problem.dims.group() + 1) * CHUNK * row),
             d_keys: arena.take(CHUNK * row),
             system: arena.take(delta * CHUNK * CHUNK),
-            d_logs: arena.take(row),
+            d_logs: arena.take(CHUNK * problem.gate_row()),
         }
     }
 }
@@ -186,26 +186,17 @@ fn back<T: Real>(
     let Worker { d_tiles, d_operands, d_keys, system, d_logs, .. } = worker;
     chunk.load(problem, unit, first, rows);
     chunk.weigh(problem);
-    let (before, after) = states[n * size..].split_at(size);
+    let before = &states[n * size..][..size];
     let u = &updates[first * wide..][..values];
     transpose((before, wide), (width, columns), (state_t, row));
     transpose((d_state, wide), (width, columns), (d_state_t, row));
     transpose((u, wide), (rows, columns), (u_t, CHUNK));
-    // The state after the chunk stands for all later tokens, and every gate of the chunk is in it.
-    d_logs.fill(T::ZERO);
-    for channel in 0..width {
-        let at = channel * wide..channel * wide + columns;
-        d_logs[if problem.by_channel() { channel } else { 0 }] += dot(&after[at.clone()], &d_state[at]);
-    }
-    if let Some(state) = cotangent.final_state {
-        // Every token adds its log decay to that of the state.
-        let [_, gates, ..] = state.head(unit.sequence.batch, unit.kv_head);
-        add_scaled(&mut d_logs[..gates.len()], T::ONE, gates);
-    }
     // By the state after the chunk.
     Product::of_transposed((chunk.keys_t, CHUNK), (d_state, wide), (&mut *d_u, wide), [rows, columns, width]).compute();
     Product::of((u, wide), (d_state_t, row), (&mut *d_keys, row), [rows, width, columns]).compute();
     decay_state(chunk.total(problem.gate_row()), &mut d_state[..width * wide], wide);
+    let d_after = &mut d_state_t[..size];
+    d_after.copy_from_slice(d_state);
     // By the outputs.
     for (n, head) in dims.heads_of(unit.kv_head).enumerate() {
         let from = cotangent.d_out.rows(unit.sequence.batch, head).skip(unit.sequence.query_start + first);
@@ -244,9 +235,22 @@ fn back<T: Real>(
     } else {
         d_operands[group * CHUNK * row..][..rows * row].fill(T::ZERO);
     }
-    pull_back(problem, chunk, d_tiles, d_operands, d_keys);
+    let logs = places.log_decay.as_ref().map(|_| {
+        by_states(problem, cotangent, unit, chunk, d_operands, (before, d_after), d_logs);
+        &mut d_logs[..]
+    });
+    pull_back(problem, chunk, ChunkGradients { tiles: d_tiles, operands: d_operands, keys: d_keys, logs });
     if let Some(to) = &places.log_decay {
-        gates(problem, chunk, (d_operands, d_keys), d_logs, to, unit, first);
+        let len = problem.attention.gate_len(width);
+        for i in 0..rows {
+            // SAFETY: each token belongs to one task.
+            let to = unsafe { to.row(unit.sequence.batch, unit.kv_head, unit.sequence.key_start + first + i, len) };
+            if unit.ignores(first + i) {
+                to.fill(T::ZERO)
+            } else {
+                to.copy_from_slice(&d_logs[i * problem.gate_row()..][..len])
+            }
+        }
     }
     let d_key_rows = &mut d_operands[group * CHUNK * row..];
     add_scaled(&mut d_keys[..rows * row], T::ONE, d_key_rows);
@@ -298,40 +302,39 @@ fn through_state<T: Real>(
     dispatch(Weigh { from: chunk.hat, row, rows, factors, by_channel, to: d_rows });
 }
 
-/// Log decays: a row's decay from before grows with its own gate and those before it, a key's to the end with those after it.
-/// `d_logs` begins with what the state after the chunk says.
-fn gates<T: Real>(
+/// The gradients of log decays by the states before and after a chunk: each token is in the decay of the one to the other and, with
+/// its rows and those after it, in what they read.
+fn by_states<T: Real>(
     problem: &Problem<'_, T>,
-    chunk: &mut Chunk<'_, T>,
-    (d_operands, d_keys): (&[T], &[T]),
-    d_logs: &mut [T],
-    to: &SharedRows<'_, T>,
+    cotangent: &Cotangent<'_, T>,
     unit: &Unit<'_>,
-    first: usize,
+    chunk: &mut Chunk<'_, T>,
+    d_operands: &[T],
+    (before, d_after): (&[T], &[T]),
+    d_logs: &mut [T],
 ) {
-    let (row, rows, width) = (problem.row, chunk.rows, problem.dims.head_dim);
-    let group = problem.dims.group();
-    let by_channel = problem.by_channel();
-    let sums = &mut chunk.hat[..row];
+    let (row, wide, rows, gates) = (problem.row, problem.wide, chunk.rows, problem.gate_row());
+    let [width, columns] = [problem.dims.head_dim, problem.dims.value_dim];
+    let all = &mut chunk.hat[..row.max(1)];
+    all.fill(T::ZERO);
+    for channel in 0..width {
+        let at = channel * wide..channel * wide + columns;
+        // Already decayed over the chunk.
+        all[if problem.by_channel() { channel } else { 0 }] += dot(&before[at.clone()], &d_after[at]);
+    }
+    if let Some(state) = cotangent.final_state {
+        // Every token adds its log decay to that of the state.
+        let [_, sums, ..] = state.head(unit.sequence.batch, unit.kv_head);
+        add_scaled(&mut all[..sums.len()], T::ONE, sums);
+    }
     for i in (0..rows).rev() {
-        sums.fill(T::ZERO);
-        for n in 0..=group {
+        let own = &mut d_logs[i * gates..][..gates];
+        for n in 0..problem.operands() {
             let at = (n * CHUNK + i) * row;
-            add_products(&chunk.x[at..][..row], &d_operands[at..][..row], sums);
+            let (x, d) = (&chunk.x[at..][..row], &d_operands[at..][..row]);
+            if problem.by_channel() { add_products(x, d, all) } else { all[0] += dot(x, d) }
         }
-        let key = &chunk.x[(group * CHUNK + i) * row..][..row];
-        for ((sum, &k), &d) in sums.iter_mut().zip(key).zip(&d_keys[i * row..][..row]) {
-            *sum -= k * d;
-        }
-        if by_channel {
-            add_scaled(&mut d_logs[..width], T::ONE, sums);
-        } else {
-            d_logs[0] += sums[..width].iter().copied().sum();
-        }
-        let gate = problem.attention.gate_len(width);
-        // SAFETY: each token belongs to one task.
-        let to = unsafe { to.row(unit.sequence.batch, unit.kv_head, unit.sequence.key_start + first + i, gate) };
-        if unit.ignores(first + i) { to.fill(T::ZERO) } else { to.copy_from_slice(&d_logs[..gate]) }
+        own.copy_from_slice(&all[..gates]);
     }
 }
 

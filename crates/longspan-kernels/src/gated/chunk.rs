@@ -38,10 +38,12 @@ pub(super) struct Chunk<'s, T> {
     pub hat: &'s mut [T],
     pub block: &'s mut [T],
     pub block_keys: &'s mut [T],
+    /// For the gradient, with a decay a channel: the keys before each block, decayed to its start.
+    pub keys_before: &'s mut [T],
 }
 
 impl<'s, T: Real> Chunk<'s, T> {
-    pub fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
+    pub fn new(problem: &Problem<'_, T>, gradient: bool, arena: &mut Arena<'s, T>) -> Self {
         let (row, gates) = (problem.row, padded::<T>(CHUNK * problem.gate_row()));
         let own_decays = if problem.by_channel() { CHUNK * row } else { 0 };
         // Tiles by twos.
@@ -63,6 +65,7 @@ impl<'s, T: Real> Chunk<'s, T> {
             hat: arena.take(CHUNK * row),
             block: arena.take(BLOCK * row),
             block_keys: arena.take(BLOCK * row),
+            keys_before: arena.take(if gradient { own_decays * (CHUNK / BLOCK - 1) / 2 } else { 0 }),
         }
     }
 

@@ -20,7 +20,7 @@ impl<'s, T: Real> Worker<'s, T> {
     fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
         let values = super::problem::CHUNK * problem.wide;
         Self {
-            chunk: Chunk::new(problem, arena),
+            chunk: Chunk::new(problem, false, arena),
             state: arena.take(problem.row * problem.wide),
             u: arena.take(values),
             out: arena.take(values),
@@ -48,7 +48,9 @@ pub(super) fn forward<T: Real>(
         load_state(problem, &unit, worker.state);
         for (first, rows) in problem.chunks(&unit, false) {
             threads::check();
-            one_chunk(problem, sink, &unit, &mut worker, first, rows);
+            // Nobody reads the state after the last chunk unless it is asked for.
+            let goes_on = first + rows < unit.sequence.queries || final_state.is_some();
+            one_chunk(problem, sink, &unit, &mut worker, (first, rows), goes_on);
         }
         if let Some(places) = &final_state {
             // SAFETY: a call with a final state has one sequence for each batch entry, so each head belongs to one task.
@@ -63,8 +65,8 @@ fn one_chunk<T: Real>(
     sink: Sink<'_, T>,
     unit: &Unit<'_>,
     worker: &mut Worker<'_, T>,
-    first: usize,
-    rows: usize,
+    (first, rows): (usize, usize),
+    goes_on: bool,
 ) {
     let Worker { chunk, state, u, out } = worker;
     chunk.load(problem, unit, first, rows);
@@ -81,7 +83,9 @@ fn one_chunk<T: Real>(
             unsafe { sink.set_denominator(place, &[T::ONE]) };
         }
     }
-    chunk.advance(problem, state, u);
+    if goes_on {
+        chunk.advance(problem, state, u);
+    }
 }
 
 impl<T: Real> Problem<'_, T> {

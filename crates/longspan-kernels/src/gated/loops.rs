@@ -32,7 +32,22 @@ operation!(Weigh, |from: &'a [T], row: usize, rows: usize, factors: &'a [T], by_
     }
 });
 
-// The decays of a chunk's tokens from each other, `e^{g_{j+1} + … + g_i}` for `j ≤ i`, and 0 above. `sums` is as long as a row.
+// `block ← block ⊙ factors` for rows of whole registers with one factor a column.
+operation!(WeighColumns, |block: &'a mut [T], row: usize, rows: usize, factors: &'a [T]| {
+    assert!(factors.len().is_multiple_of(V::LANES) && factors.len() <= row && block.len() >= rows * row);
+    // SAFETY: rows of whole registers by the assertion.
+    unsafe {
+        for n in 0..rows {
+            for column in (0..factors.len()).step_by(V::LANES) {
+                let at = block.as_mut_ptr().add(n * row + column);
+                V::load(at).mul(V::load(factors.as_ptr().add(column))).store(at);
+            }
+        }
+    }
+});
+
+// The decays of a chunk's tokens from each other, `e^{g_{j+1} + … + g_i}` for `j ≤ i`; what stands above is not written. `sums` is as
+// long as a row.
 operation!(DecayTile, |logs: &'a [T], sums: &'a mut [T], tile: &'a mut [T]| {
     let row = sums.len();
     assert!(row.is_multiple_of(V::LANES) && tile.len() >= logs.len() * row);
@@ -45,7 +60,7 @@ operation!(DecayTile, |logs: &'a [T], sums: &'a mut [T], tile: &'a mut [T]| {
                 V::load(sum).add(V::splat(g)).store(sum);
             }
             sums[i] = T::ZERO;
-            for column in (0..row).step_by(V::LANES) {
+            for column in (0..=i).step_by(V::LANES) {
                 V::load(sums.as_ptr().add(column)).exp_nonpositive().store(tile.as_mut_ptr().add(i * row + column));
             }
         }
@@ -145,34 +160,73 @@ operation!(DiagonalRows, |d_tile: &'a [T],
     }
 });
 
-// The gradients of the block's keys: `d_keys` begins as those of the keys decayed to the end of the block.
+// The gradients of the block's keys, and of its tokens' log decays, to which they are added: `d_keys` begins as those of the keys
+// decayed to the end of the block.
 operation!(DiagonalKeys, |d_tiles: [&'a [T]; 2],
                           x: [&'a [T]; 2],
+                          keys: &'a [T],
                           decays: &'a [T],
                           row: usize,
                           rows: usize,
                           tile_row: usize,
-                          d_keys: &'a mut [T]| {
-    assert!(row.is_multiple_of(V::LANES) && decays.len() >= rows * row && d_keys.len() >= rows * row);
-    assert!(
-        x.iter().all(|x| x.len() >= rows * row)
-            && d_tiles.iter().all(|tile| tile.len() >= (rows - 1) * tile_row + rows)
-    );
+                          d_keys: &'a mut [T],
+                          d_logs: &'a mut [T]| {
+    assert!(row.is_multiple_of(V::LANES) && rows <= BLOCK && decays.len() >= rows * row && d_keys.len() >= rows * row);
+    assert!(keys.len() >= rows * row && d_logs.len() >= rows * row && x.iter().all(|x| x.len() >= rows * row));
+    assert!(d_tiles.iter().all(|tile| tile.len() >= (rows - 1) * tile_row + rows));
     for column in (0..row).step_by(V::LANES) {
-        for i in (0..rows).rev() {
-            // SAFETY: rows of whole registers by the assertions.
-            unsafe {
+        // SAFETY: rows of whole registers by the assertions.
+        unsafe {
+            // Each key as the token `i` finds it, its own decay done.
+            let mut found = [[V::splat(T::ZERO); BLOCK]; BLOCK];
+            for i in 0..rows {
+                let decay = V::load(decays.as_ptr().add(i * row + column));
+                for j in 0..i {
+                    found[i][j] = found[i - 1][j].mul(decay).normal_or_zero();
+                }
+                found[i][i] = V::load(keys.as_ptr().add(i * row + column));
+            }
+            for i in (0..rows).rev() {
                 let a = V::load(x[0].as_ptr().add(i * row + column));
                 let b = V::load(x[1].as_ptr().add(i * row + column));
                 let decay = V::load(decays.as_ptr().add(i * row + column));
+                let d_log = d_logs.as_mut_ptr().add(i * row + column);
+                let mut by_decay = V::load(d_log);
                 for j in 0..=i {
                     let place = d_keys.as_mut_ptr().add(j * row + column);
                     let sum = V::splat(d_tiles[0][i * tile_row + j]).mul_add(a, V::load(place));
                     let sum = V::splat(d_tiles[1][i * tile_row + j]).mul_add(b, sum);
-                    (if j == i { sum } else { sum.mul(decay).normal_or_zero() }).store(place);
+                    if j == i {
+                        sum.store(place);
+                    } else {
+                        by_decay = found[i][j].mul_add(sum, by_decay);
+                        sum.mul(decay).normal_or_zero().store(place);
+                    }
                 }
+                by_decay.store(d_log);
             }
         }
+    }
+});
+
+// `sums_t += Σ_{j<t≤i} x_ij` for a tile below its diagonal: what a token's log decay has of all pairs that it stands between. `below`
+// is as long as a row.
+operation!(PairsAcross, |d_tile: &'a [T], tile: &'a [T], row: usize, below: &'a mut [T], sums: &'a mut [T]| {
+    let rows = sums.len();
+    assert!(row.is_multiple_of(V::LANES) && below.len() == row && rows <= row);
+    assert!(tile.len() >= rows * row && d_tile.len() >= rows * row);
+    below.fill(T::ZERO);
+    for t in (1..rows).rev() {
+        // SAFETY: rows of whole registers by the assertions.
+        unsafe {
+            for column in (0..t).step_by(V::LANES) {
+                let product =
+                    V::load(d_tile.as_ptr().add(t * row + column)).mul(V::load(tile.as_ptr().add(t * row + column)));
+                let at = below.as_mut_ptr().add(column);
+                V::load(at).add(product).store(at);
+            }
+        }
+        sums[t] += below[..t].iter().copied().sum();
     }
 });
 

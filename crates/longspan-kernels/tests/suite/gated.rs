@@ -7,7 +7,9 @@ use longspan_kernels::{
     Update, View, ViewMut,
 };
 use longspan_testing::suite::{Check, assert_all};
-use longspan_testing::{Assumptions, Case, KeyMask, Subject, accuracy, grid, isolation, memory, threads};
+use longspan_testing::{
+    Assumptions, Case, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, threads,
+};
 
 /// Gates and `β` in range: decays from none to nearly all, no correction to a reflection.
 fn subject(attention: GatedAttention) -> Subject {
@@ -375,6 +377,26 @@ fn long_sequences_keep_their_accuracy() {
         let dims = Dims { value_dim: 4, ..Dims::square(1, 1, 65_536, 8) };
         let tokens = Tokens::new(&attention, dims);
         assert_as_exact_as_steps(&attention, &tokens, "65,536 tokens");
+    }
+}
+
+/// A decay that leaves next to nothing has next to no gradient: one that is the small difference of large sums would be all rounding.
+#[test]
+fn gradients_of_strong_decays_are_exact() {
+    for attention in attentions().filter(|attention| attention.gate != Gate::None) {
+        let dims = Dims::square(1, 2, 150, 16);
+        let mut tokens = Tokens::new(&attention, dims);
+        tokens.parameters[0].iter_mut().enumerate().for_each(|(n, g)| *g = -6.0 - (n % 5) as f64);
+        let subject = Subject::new(attention, Assumptions::default());
+        let case = Case { causal: true, ..Case::new(dims, true) };
+        let Tokens { q, k, v, parameters, d_out, .. } = tokens;
+        let inputs = Inputs { q, k, v, parameters, d_out };
+        let (_, expected) = execute::both::<f64>(&subject, &case, &inputs).unwrap();
+        let (_, got) = execute::both::<f32>(&subject, &case, &inputs.cast()).unwrap();
+        let (got, expected) = (&got.gradients[3], &expected.gradients[3]);
+        let largest = expected.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+        let error = got.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
+        assert!(error <= 2e-6 * largest, "{attention:?}: off by {error:e} of {largest:e}");
     }
 }
 
