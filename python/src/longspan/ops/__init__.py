@@ -36,7 +36,8 @@ what came; too little memory a ``MemoryError``. Nothing is lost: arrays and stat
 ``algorithm``
     ``"auto"`` or one of `longspan.mechanisms`' names for the mechanism. All are exact; see `longspan.explain`.
 
-A sequence cut in two is the same sequence:
+A sequence cut in two is the same sequence, but for ignored tokens at the end of a piece: they are not part of it, so what comes after
+them moves up (cut before them, or ignore none there).
 
 >>> import numpy as np
 >>> from longspan import ops

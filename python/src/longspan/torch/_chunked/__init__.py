@@ -111,17 +111,24 @@ def chunked_attention(
             # Of the whole call, because packed sequences share its table.
             settings["first"] = 1 - q.shape[2] - offset
         if cu_seqlens is None:
-            return formulation(call).to(dtype)
+            return _unseen_apart(formulation, call).to(dtype)
         if key_padding_mask is not None:
             raise ValueError(f"{mechanism}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
                              "got both")  # fmt: skip
         check_packed(mechanism, cu_seqlens, q, k)
         queries, keys = cu_seqlens
         pieces = [
-            formulation(replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))
+            _unseen_apart(formulation, replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))
             for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])
         ]
         return torch.cat(pieces or [q.new_zeros((*q.shape[:3], v.shape[3]))], dim=2).to(dtype)
+
+
+def _unseen_apart(formulation: Callable[[Call], Tensor], call: Call) -> Tensor:
+    """What is no number reaches the rows that see it, and no others."""
+    call, rows = call.apart()
+    out = formulation(call)
+    return out if rows is None else out.masked_fill(rows, torch.nan)
 
 
 def in_torch(
