@@ -114,12 +114,12 @@ pub(super) fn backward<T: Real>(
         load_state(problem, &unit, &mut worker.states[..size]);
         for (n, &(first, rows)) in lists[task].iter().enumerate() {
             threads::check();
-            forwards(problem, &unit, &mut worker, n, first, rows);
+            forwards(problem, &unit, &mut worker, (n, first, rows));
         }
         load_d_state(problem, cotangent, &unit, worker.d_state);
         for (n, &(first, rows)) in lists[task].iter().enumerate().rev() {
             threads::check();
-            back(problem, cotangent, &places, &unit, &mut worker, n, first, rows);
+            back(problem, cotangent, &places, &unit, &mut worker, (n, first, rows));
         }
         if let Some(to) = &places.initial_state {
             // SAFETY: a call with such a gradient has one sequence for each batch entry, so each head belongs to one task.
@@ -150,9 +150,7 @@ fn forwards<T: Real>(
     problem: &Problem<'_, T>,
     unit: &Unit<'_>,
     worker: &mut Worker<'_, T>,
-    n: usize,
-    first: usize,
-    rows: usize,
+    (n, first, rows): (usize, usize, usize),
 ) {
     let wide = problem.wide;
     let (size, values) = (problem.row * wide, CHUNK * wide);
@@ -168,16 +166,13 @@ fn forwards<T: Real>(
 }
 
 /// The gradients of a chunk's tokens, and of the state before it.
-#[allow(clippy::too_many_arguments)]
 fn back<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     places: &Places<'_, T>,
     unit: &Unit<'_>,
     worker: &mut Worker<'_, T>,
-    n: usize,
-    first: usize,
-    rows: usize,
+    (n, first, rows): (usize, usize, usize),
 ) {
     let (row, wide, dims) = (problem.row, problem.wide, &problem.dims);
     let [width, columns, group] = [dims.head_dim, dims.value_dim, dims.group()];
@@ -195,6 +190,7 @@ fn back<T: Real>(
     Product::of_transposed((chunk.keys_t, CHUNK), (d_state, wide), (&mut *d_u, wide), [rows, columns, width]).compute();
     Product::of((u, wide), (d_state_t, row), (&mut *d_keys, row), [rows, width, columns]).compute();
     decay_state(chunk.total(problem.gate_row()), &mut d_state[..width * wide], wide);
+    // What the keys needed of it is done.
     let d_after = &mut d_state_t[..size];
     d_after.copy_from_slice(d_state);
     // By the outputs.

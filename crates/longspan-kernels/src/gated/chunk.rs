@@ -62,7 +62,7 @@ impl<'s, T: Real> Chunk<'s, T> {
             decay_tile: arena.take(if problem.by_channel() { 0 } else { CHUNK * CHUNK }),
             tiles: arena.take(tiles * CHUNK * CHUNK),
             keys_t: arena.take(row * CHUNK),
-            hat: arena.take(CHUNK * row),
+            hat: arena.take(CHUNK * row.max(1)),
             block: arena.take(BLOCK * row),
             block_keys: arena.take(BLOCK * row),
             keys_before: arena.take(if gradient { own_decays * (CHUNK / BLOCK - 1) / 2 } else { 0 }),

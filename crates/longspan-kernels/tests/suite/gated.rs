@@ -400,6 +400,23 @@ fn gradients_of_strong_decays_are_exact() {
     }
 }
 
+/// Heads of no numbers, no tokens, no heads: answers as everywhere, and nothing else.
+#[test]
+fn nothing_is_no_fault() {
+    for attention in attentions() {
+        for (heads, length, head_dim, value_dim) in
+            [(2, 5, 0, 3), (2, 5, 3, 0), (2, 0, 3, 3), (0, 5, 3, 3), (1, 70, 0, 0)]
+        {
+            let dims = Dims { head_dim, value_dim, ..Dims::square(1, heads, length, 1) };
+            let tokens = Tokens::new(&attention, dims);
+            let empty = Kernel::<f64>::empty_state(&attention, &dims).unwrap();
+            let answer = tokens.run(&attention, Some(&empty), Some(&empty));
+            assert!(answer.out.iter().all(|&x| x == 0.0 || head_dim > 0), "{attention:?} {dims:?}");
+            assert!(answer.gradients.iter().flatten().all(|x| x.is_finite()), "{attention:?} {dims:?}");
+        }
+    }
+}
+
 /// What is wrong is named.
 #[test]
 fn wrong_gates_are_refused() {
