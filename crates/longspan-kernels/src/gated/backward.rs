@@ -328,7 +328,7 @@ fn by_states<T: Real>(
         for n in 0..problem.operands() {
             let at = (n * CHUNK + i) * row;
             let (x, d) = (&chunk.x[at..][..row], &d_operands[at..][..row]);
-            if problem.by_channel() { add_products(x, d, all) } else { all[0] += dot(x, d) }
+            if problem.by_channel() { add_products(x, d, &mut all[..row]) } else { all[0] += dot(x, d) }
         }
         own.copy_from_slice(&all[..gates]);
     }
