@@ -15,7 +15,7 @@ python="$work/environment/bin/python"
 # NumPy alone is enough.
 "$python" -c 'import longspan, sys; assert "torch" not in sys.modules; print("longspan", longspan.__version__)'
 if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
-    "$python" -m pip install --quiet "$(echo "$work"/wheels/longspan-*.whl)[transformers]" onnxscript onnxruntime
+    "$python" -m pip install --quiet "$(echo "$work"/wheels/longspan-*.whl)[transformers]" accelerate onnxscript onnxruntime
 fi
 "$python" -m pytest -q --durations=5 tests
 if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then

@@ -73,10 +73,10 @@ mod _native {
     }
 
     /// From now on kernels run on the threads of the OpenMP runtime that a loaded library uses, if there is one and it is not
-    /// another number of threads than was wanted.
+    /// another number of threads than was wanted. `get_num_threads` is PyTorch's.
     #[pyfunction]
-    fn use_openmp_of(library: &str) -> bool {
-        crate::openmp::use_of(library)
+    fn use_openmp_of(library: &str, get_num_threads: Py<PyAny>) -> bool {
+        crate::openmp::use_of(library, get_num_threads)
     }
 
     /// The number of threads that kernels run on.

@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, AnyKernel, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Positions,
-    RelativeMap, Score, Shaw, ShortConvolution, SoftmaxAttention, Toeplitz, Wave,
+    Aft, Algorithm, AnyKernel, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, Gate, GatedAttention,
+    KernelizedAttention, Positions, RelativeMap, Score, Shaw, ShortConvolution, SoftmaxAttention, Toeplitz, Update,
+    Wave,
 };
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;
@@ -60,6 +61,20 @@ pub const TABLE: &[Entry] = &[
         states: &["toeplitz"],
         example: r#"{"shape": [1]}"#,
         build: toeplitz,
+    },
+    Entry {
+        name: "gated",
+        summary: "gated linear attention, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ, out_t = scale S_tᵀ q_t",
+        states: &["gated"],
+        example: "{}",
+        build: gated,
+    },
+    Entry {
+        name: "delta",
+        summary: "the (gated) delta rule, S_t = e^{g_t} S_{t-1} + β_t k_t (v_t − (e^{g_t} S_{t-1})ᵀ k_t)ᵀ, out_t = scale S_tᵀ q_t",
+        states: &["delta"],
+        example: "{}",
+        build: delta,
     },
     Entry {
         name: "aft-full",
@@ -403,6 +418,44 @@ fn aft_conv(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
         }
     };
     Ok(Arc::new(Aft::new(variant)))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GatedOptions {
+    #[serde(default)]
+    gate: GateName,
+    #[serde(default)]
+    l2_norm: bool,
+    #[serde(default)]
+    scale: Option<f64>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "lowercase")]
+enum GateName {
+    None,
+    #[default]
+    Head,
+    Channel,
+}
+
+fn gated_attention(update: Update, options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
+    let GatedOptions { gate, l2_norm, scale } = read(options)?;
+    let gate = match gate {
+        GateName::None => Gate::None,
+        GateName::Head => Gate::Head,
+        GateName::Channel => Gate::Channel,
+    };
+    Ok(Arc::new(GatedAttention { update, gate, l2_norm, scale }))
+}
+
+fn gated(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
+    gated_attention(Update::Sum, options)
+}
+
+fn delta(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
+    gated_attention(Update::Delta, options)
 }
 
 #[derive(Deserialize)]

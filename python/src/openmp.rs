@@ -4,6 +4,7 @@
 //! awake where a sleeping pool has to be woken. But the runtime waits for each of them, with work or not: where others in the
 //! process spin as well, a call waits for one that got no core.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::process;
 use std::sync::OnceLock;
@@ -11,6 +12,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use longspan_kernels::threads::Team;
+use pyo3::prelude::*;
 
 /// `GOMP_parallel` of GCC's runtime, which LLVM's and Intel's have as well: calls `body(data)` on up to so many threads, the
 /// caller's with them, and returns when all have returned.
@@ -34,6 +36,14 @@ struct OpenMp {
     process: u32,
     parallel: Parallel,
     max_threads: MaxThreads,
+    /// PyTorch's own question for its threads. The runtime keeps their number for each thread of a program apart, and PyTorch sets
+    /// that of a new one when it is first asked.
+    of_torch: Py<PyAny>,
+}
+
+thread_local! {
+    /// Whether this thread has asked PyTorch.
+    static ASKED: Cell<bool> = const { Cell::new(false) };
 }
 
 static FOUND: OnceLock<OpenMp> = OnceLock::new();
@@ -52,12 +62,12 @@ pub fn team() -> Option<&'static dyn Team> {
 }
 
 /// Looks for the runtime that a loaded library uses; returns whether there is one.
-pub fn use_of(library: &str) -> bool {
-    FOUND.get().is_some() || find(library).is_some_and(|found| FOUND.set(found).is_ok())
+pub fn use_of(library: &str, of_torch: Py<PyAny>) -> bool {
+    FOUND.get().is_some() || find(library, of_torch).is_some_and(|found| FOUND.set(found).is_ok())
 }
 
 #[cfg(unix)]
-fn find(library: &str) -> Option<OpenMp> {
+fn find(library: &str, of_torch: Py<PyAny>) -> Option<OpenMp> {
     use std::ffi::{CStr, CString};
     let path = CString::new(library).ok()?;
     // SAFETY: the path ends with a zero; nothing is loaded that was not before, and so no code of it runs.
@@ -79,16 +89,20 @@ fn find(library: &str) -> Option<OpenMp> {
             std::mem::transmute::<*mut c_void, MaxThreads>(max_threads),
         )
     };
-    Some(OpenMp { process: process::id(), parallel, max_threads })
+    Some(OpenMp { process: process::id(), parallel, max_threads, of_torch })
 }
 
 #[cfg(not(unix))]
-fn find(_: &str) -> Option<OpenMp> {
+fn find(_: &str, _: Py<PyAny>) -> Option<OpenMp> {
     None
 }
 
 impl Team for OpenMp {
     fn size(&self) -> usize {
+        if !ASKED.replace(true) {
+            // Should it fail, the runtime's own number stands.
+            Python::attach(|py| self.of_torch.call0(py).map(drop).unwrap_or_default());
+        }
         // SAFETY: may be called from any thread.
         usize::try_from(unsafe { (self.max_threads)() }).unwrap_or(1).max(1)
     }

@@ -14,7 +14,7 @@ import longspan
 
 MODULES = ["longspan", "longspan.ops"]
 if importlib.util.find_spec("torch"):
-    MODULES += ["longspan.torch", "longspan.torch.attention", "longspan.torch.distributed", "longspan.torch.flops", "longspan.torch.runs"]
+    MODULES += ["longspan.fla", "longspan.torch", "longspan.torch.attention", "longspan.torch.distributed", "longspan.torch.flops", "longspan.torch.runs"]
 if importlib.util.find_spec("onnxscript"):
     MODULES.append("longspan.torch.onnx")
 if importlib.util.find_spec("transformers"):

@@ -38,7 +38,7 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("script, said", [
     ("hessian.py", "equal, for queries, keys, values and positions"), ("constant_memory.py", "the full forward's logits"),
-    ("fsdp.py", "process 1 of 2: the same parameters"),
+    ("fsdp.py", "process 1 of 2: the same parameters"), ("fine_tuning.py", "the same losses over 20 steps"),
 ])  # fmt: skip
 def test_script(script, said):
     path = Path(__file__).parents[1] / "examples" / script

@@ -1,5 +1,6 @@
 """Kernels beside PyTorch run on its threads, with the same bits. In processes of their own: the threads of a process are for good."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -115,3 +116,15 @@ def test_a_fork_starts_threads_of_its_own():
             os._exit(0 if out.numpy().tobytes() == expected[0].numpy().tobytes() else 1)
         assert os.waitpid(child, 0)[1] == 0
     """)
+
+
+def test_a_new_thread_uses_as_many_threads_as_torch_was_told():
+    code = (
+        "import threading, torch, longspan, longspan.torch\n"
+        "torch.set_num_threads(1)\n"
+        "thread = threading.Thread(target=lambda: print(longspan.get_num_threads(), torch.get_num_threads()))\n"
+        "thread.start(); thread.join()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split() == ["1", "1"]

@@ -1,12 +1,21 @@
 """What callers bring at the edges: views, integers of NumPy, axes too many, masks beside offsets."""
 
+import json
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import longspan  # noqa: E402
 from longspan import ops  # noqa: E402
-from longspan.torch import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer  # noqa: E402
+from longspan.torch import (  # noqa: E402
+    MultiheadAttention,
+    TensorState,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    chunked_attention,
+)
 from longspan.torch.runs import Tokenizer  # noqa: E402
 
 
@@ -56,3 +65,142 @@ def test_a_mask_beside_an_offset_is_refused() -> None:
 def test_words_are_those_of_the_command() -> None:
     tokenizer = Tokenizer("words", ("red\x1fapple", "7"))
     assert tokenizer.encode("red\x1fapple\u3000 7\n") == [4, 5]
+
+
+FORMULATED = {
+    "kernelized": {"feature_map": "exp"}, "shaw": {}, "fourier": {}, "toeplitz": {"kind": "clipped"}, "softmax": {},
+    "aft-simple": {}, "aft-full": {}, "aft-local": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mechanism", FORMULATED)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_in_torch_what_is_no_number_reaches_the_rows_that_see_it(mechanism: str, bad: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.rand(3, 1, 2, 8, 4)
+    parameters = {"shaw": [torch.rand(2, 5, 4)], "fourier": [torch.rand(2, 4, 1), torch.rand(2, 4), torch.rand(2, 4)],
+                  "toeplitz": [torch.rand(2, 5)], "aft-full": [torch.rand(8, 8)], "aft-local": [torch.rand(8, 3)]}  # fmt: skip
+    options = json.dumps(FORMULATED[mechanism])
+    for which in (k, v):
+        whole = chunked_attention(q, k, v, parameters.get(mechanism, ()), mechanism=mechanism, options=options, is_causal=True)
+        kept, which[0, 1, 5] = which[0, 1, 5].clone(), bad
+        out = chunked_attention(q, k, v, parameters.get(mechanism, ()), mechanism=mechanism, options=options, is_causal=True)
+        which[0, 1, 5] = kept
+        assert out[0, 0].equal(whole[0, 0])
+        torch.testing.assert_close(out[0, 1, :5], whole[0, 1, :5])
+        assert out[0, 1, 5:].isnan().all()
+    window = dict(mechanism="softmax", options='{"window": 2}')
+    v[0, 0, 3] = bad
+    assert chunked_attention(q, k, v, **window)[0, 0].isnan().any(-1).tolist() == [False, False, True, True, True, False, False, False]
+
+
+def test_a_negative_sum_under_the_literal_normaliser_is_no_number() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 30, 4)
+    a, b, c = torch.randn(1, 4, 1), torch.randn(1, 4), torch.ones(1, 4)
+    with pytest.raises(ValueError, match="negative"):
+        ops.fourier_attention(q, k, v, a, b, c, normalizer="literal")
+    out = torch.func.vmap(lambda v: ops.fourier_attention(q, k, v, a, b, c, normalizer="literal"))(v[None])
+    assert 0 < out.isnan().all(-1).sum() < 30 and not (out == 0).all(-1).any()
+
+
+def test_masked_arrays_are_refused() -> None:
+    x = np.ones((1, 1, 8, 4), "f4")
+    masked = np.ma.masked_array(x, mask=x > 0)
+    for tensors in ((masked, x, x), (x, x, masked)):
+        with pytest.raises(TypeError, match="masked array"):
+            ops.kernelized_attention(*tensors)
+    with pytest.raises(TypeError, match="masked array"):
+        ops.kernelized_attention(x, x, x, key_padding_mask=np.ma.masked_array(np.zeros((1, 8), bool), mask=True))
+
+
+def test_the_default_device_does_not_matter() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    expected = ops.kernelized_attention(q, q, q, cu_seqlens=[0, 4, 8])
+    rel = torch.randn(2, 5, 4)
+    halves = [ops.shaw_attention(x, x, x, rel, is_causal=True, output_final_state=True)[1] for x in q.split(4, 2)]
+    states = [TensorState.of(half) for half in halves]
+    states[0].numbers.requires_grad_()
+    together = longspan.combine("shaw", *states, radius=2)
+    with torch.device("meta"):
+        with torch.autocast("cpu"):
+            got = ops.kernelized_attention(q, q, q, cu_seqlens=[0, 4, 8])
+        assert states[0].select([0, 0]).batch == 2
+        torch.testing.assert_close(longspan.combine("shaw", *states, radius=2).numbers, together.numbers)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_gives_one_type() -> None:
+    b = torch.randn(1, 1, 8, 4).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = ops.kernelized_attention(b, b, b, is_causal=True)
+        with_state, state = ops.kernelized_attention(b, b, b, is_causal=True, output_final_state=True)
+        token, _ = ops.kernelized_attention_step(b[:, :, 0], b[:, :, 0], b[:, :, 0])
+    assert alone.dtype == with_state.dtype == token.dtype == torch.float32
+    torch.testing.assert_close(with_state, alone)
+    torch.testing.assert_close(token, alone[:, :, 0])
+    assert isinstance(state, longspan.State)
+
+
+def test_states_of_fake_tensors_are_fake() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.randn(1, 1, 4, 2)
+        out, state = ops.kernelized_attention(x, x, x, is_causal=True, output_final_state=True)
+        assert isinstance(out, FakeTensor) and isinstance(state.numbers, FakeTensor)
+        layer = TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+        out, state = layer.step(torch.randn(2, 16))
+        assert out.shape == (2, 16) and isinstance(state.numbers, FakeTensor)
+
+
+def test_dropout_that_is_switched_on_in_evaluation_drops() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 5, 16)
+    layer = TransformerEncoderLayer(16, 2, 32, dropout=0.5, batch_first=True).eval()
+    assert torch.equal(layer(x), layer(x))
+    seen = []
+    handle = layer.dropout1.register_forward_hook(lambda *_: seen.append(1))
+    layer(x)
+    assert seen == [1]
+    handle.remove()
+    for module in layer.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.train()
+    assert (layer(x) - layer(x)).abs().max() > 0.1
+    with torch.no_grad():
+        assert (layer.step(x[:, 0])[0] - layer.step(x[:, 0])[0]).abs().max() > 0.1
+
+
+def test_a_step_refuses_hooks_that_it_would_pass_over() -> None:
+    layer = TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    token = torch.randn(1, 16)
+    for module in (layer.self_attn, layer.self_attn.attention):
+        handle = module.register_forward_hook(lambda module, inputs, out: out)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="step: forward hooks: expected none"):
+            layer.step(token)
+        handle.remove()
+    with torch.no_grad():
+        layer.step(token)
+
+
+def test_sums_of_gated_states_have_gradients() -> None:
+    torch.manual_seed(0)
+    for gates in ((), (1,), (8,)):
+        q, k, v = torch.randn(3, 2, 3, 20, 8, dtype=torch.float64)
+        g = None if not gates else -torch.rand(2, 3, 20, *([8] if gates == (8,) else []), dtype=torch.float64)
+
+        def state(part: slice, v: torch.Tensor, g: "torch.Tensor | None" = g) -> TensorState:
+            own = None if g is None else g[:, :, part]
+            tensors = q[:, :, part], k[:, :, part], v[:, :, part]
+            return ops.gated_attention(*tensors, own, output_final_state=True)[1]
+
+        learned = v.clone().requires_grad_()
+        gate = {(): "none", (1,): "head", (8,): "channel"}[gates]
+        both = longspan.combine("gated", state(slice(0, 9), learned), state(slice(9, 20), learned), gate=gate)
+        whole = state(slice(0, 20), learned)
+        torch.testing.assert_close(both.numbers, whole.numbers)
+        weights = torch.randn_like(both.numbers)
+        used = 64 + (0 if g is None else g[0, 0, 0].numel())
+        weights[..., used:] = 0
+        torch.testing.assert_close(*(torch.autograd.grad((one.numbers * weights).sum(), learned)[0] for one in (both, whole)))

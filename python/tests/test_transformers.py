@@ -138,3 +138,62 @@ def test_what_is_refused():
     model()(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="StateCache.crop: tokens_to_remove: expected 0"):
         cache.crop(1)
+
+
+def llama(name):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                                      pad_token_id=0, eos_token_id=None, initializer_range=0.3)  # fmt: skip
+    found = transformers.LlamaForCausalLM(config).eval()
+    found.set_attn_implementation(name)
+    return found
+
+
+@pytest.mark.parametrize("name", ["longspan", "longspan-softmax"])
+def test_a_cache_of_places_that_are_not_written_is_refused(name):
+    model, ids = llama(name), torch.randint(2, 50, (1, 9))
+    with pytest.raises(ValueError, match="StaticCache.*StateCache"):
+        model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True)
+
+
+def test_a_cache_of_states_wants_an_attention_that_takes_them_up():
+    ids, options = torch.randint(2, 50, (1, 9)), {"max_new_tokens": 6, "do_sample": False}
+    with pytest.raises(ValueError, match="StateCache: attention: expected one of longspan.transformers.register"):
+        llama("sdpa").generate(ids, past_key_values=StateCache(), **options)
+    # A model that changes the keys after the cache gave them back.
+    config = transformers.JetMoeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8,
+                                       intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0,
+                                       eos_token_id=None, bos_token_id=1)  # fmt: skip
+    model = transformers.JetMoeForCausalLM(config).eval()
+    model.set_attn_implementation("longspan")
+    with torch.no_grad():
+        assert model(ids).logits.isfinite().all()
+    with pytest.raises(ValueError, match="keys that are not those that the cache returned"):
+        model.generate(ids, past_key_values=StateCache(), **options)
+
+
+def test_smoothed_labels_are_shifted(tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    from longspan.transformers import LongspanConfig, LongspanForCausalLM
+
+    data = [{"input_ids": torch.randint(4, 40, (12,), generator=torch.Generator().manual_seed(i))} for i in range(8)]
+
+    def collate(rows):
+        ids = torch.stack([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "labels": ids}
+
+    def change(smoothing):
+        torch.manual_seed(0)
+        model = LongspanForCausalLM(LongspanConfig(layers=1, d_model=16, heads=2, d_ff=32, vocab_size=40))
+        before = [weight.detach().clone() for weight in model.parameters()]
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=8, max_steps=1, learning_rate=0.5, lr_scheduler_type="constant", optim="sgd",
+            max_grad_norm=0, label_smoothing_factor=smoothing, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+            logging_strategy="no", remove_unused_columns=False,
+        )  # fmt: skip
+        Trainer(model, arguments, data_collator=collate, train_dataset=data).train()
+        return torch.cat([(weight.detach() - old).flatten() for weight, old in zip(model.parameters(), before)])
+
+    assert torch.cosine_similarity(change(0.0), change(1e-3), 0) > 0.999

@@ -1,7 +1,8 @@
 """Attention over long sequences at linear cost, with relative positions.
 
 `longspan.ops` works on NumPy arrays and CPU torch tensors; `longspan.torch` has operators with gradients and modules,
-`longspan.transformers` attention for models of Hugging Face. Both are imported when they are first used.
+`longspan.fla` flash-linear-attention's functions, `longspan.transformers` attention for models of Hugging Face. They are imported when they are
+first used.
 """
 
 from importlib.metadata import version
@@ -12,22 +13,24 @@ from ._native import State, get_num_threads, set_num_threads
 from .plans import MechanismInfo, Plan, combine, explain, mechanisms
 
 if TYPE_CHECKING:
+    from . import fla as fla
     from . import torch as torch
     from . import transformers as transformers
 else:
     # Found by completion, without the time that importing PyTorch takes.
     def __getattr__(name):
-        if name not in ("torch", "transformers"):
+        if name not in ("fla", "torch", "transformers"):
             raise AttributeError(f"module 'longspan' has no attribute {name!r}")
         from importlib import import_module
 
         try:
             return import_module(f"longspan.{name}")
         except ModuleNotFoundError as error:
-            raise AttributeError(f"longspan.{name}: needs {error.name}: pip install 'longspan[{name}]'") from error
+            extra = "transformers" if name == "transformers" else "torch"
+            raise AttributeError(f"longspan.{name}: needs {error.name}: pip install 'longspan[{extra}]'") from error
 
     def __dir__():
-        return [*globals(), "torch", "transformers"]
+        return [*globals(), "fla", "torch", "transformers"]
 
 
 __version__ = version("longspan")

@@ -100,7 +100,7 @@ BFLOAT16 = np.dtype("V2")
 
 
 _PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "aft-conv": ("w", "gamma", "beta"),
-               "short-convolution": ("taps",)}  # fmt: skip
+               "short-convolution": ("taps",), "gated": ("log_decay",), "delta": ("log_decay", "beta")}  # fmt: skip
 
 
 def names(mechanism: str, parameters: Sequence[Any]) -> list[str]:

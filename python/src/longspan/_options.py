@@ -225,6 +225,22 @@ def short_convolution(operation: str, taps: Any, silu: bool) -> str:
     return as_object(silu=silu)
 
 
+def gated(
+    operation: str, log_decay: Any, others: tuple[Any, ...], l2_norm: bool, scale: float | None
+) -> tuple[str, tuple[Any, ...]]:
+    expect_type(operation, "l2_norm", l2_norm, bool)
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"{operation}: scale: expected a number or None, got {scale!r}")
+    for beta in others:
+        expect_axes(operation, "beta", beta, 3, "(batch, kv_heads, tokens)")
+    if log_decay is None:
+        return as_object(gate="none", l2_norm=l2_norm, scale=scale), others
+    axes = getattr(log_decay, "ndim", None)
+    if axes not in (3, 4):
+        expect_axes(operation, "log_decay", log_decay, 3, "(batch, kv_heads, tokens), or with a last axis of head_dim")
+    return as_object(gate="head" if axes == 3 else "channel", l2_norm=l2_norm, scale=scale), (log_decay, *others)
+
+
 def maps(operation: str, feature_map: str, given: Any) -> tuple[Any, ...]:
     """Parameters of a feature map that learns; they come after those of positions."""
     learned = isinstance(feature_map, str) and feature_map.startswith("hedgehog")

@@ -30,7 +30,8 @@ def _numpy_arrays(
     operation: str, name: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...]
 ) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
     """NumPy arrays as the kernels take them, and the bfloat16 of another package that they came in, if any."""
-    if type(q) is np.ndarray and q.dtype in _NATIVE_DTYPES:
+    plain = type(q) is type(k) is type(v) is np.ndarray and all([type(parameter) is np.ndarray for parameter in parameters])
+    if plain and q.dtype in _NATIVE_DTYPES:
         return q, k, v, parameters, None
     (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), _calls.names(name, parameters))
     return q, k, v, tuple(rest), other
@@ -40,6 +41,7 @@ def _as_two_bytes(operation: str, arrays: Sequence[Any], names: Sequence[str]) -
     """NumPy arrays in a type that the kernels take, and the bfloat16 of another package that they came in, if any."""
     first = arrays[0]
     for name, array in zip(names, arrays):
+        _expect_unmasked(operation, name, array)
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{operation}: {name}: expected a numpy.ndarray or a torch.Tensor, all of one kind, "
                             f"got {type(array).__module__}.{type(array).__qualname__}")  # fmt: skip
@@ -51,6 +53,11 @@ def _as_two_bytes(operation: str, arrays: Sequence[Any], names: Sequence[str]) -
         if array.dtype != first.dtype:
             raise TypeError(f"{operation}: {name}: expected {first.dtype} like q, got {array.dtype}")
     return [array.view(_calls.BFLOAT16) for array in arrays], first.dtype
+
+
+def _expect_unmasked(operation: str, name: str, array: Any) -> None:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{operation}: {name}: expected a numpy.ndarray, got a masked array, whose mask would be lost; fill it")
 
 
 def plain_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -73,6 +80,8 @@ def attend(
     output_final_state = _calls.flag(operation, "output_final_state", output_final_state)
     if initial_state is not None:
         initial_state = _calls.plain_state(operation, "initial_state", initial_state)
+    if key_padding_mask is not None:
+        _expect_unmasked(operation, "key_padding_mask", key_padding_mask)
     packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     out, _, state = _calls.mechanism(name, options, operation, parameters, q, offset).forward(
         q, k, v, parameters, is_causal, offset, key_padding_mask, packed, initial_state, output_final_state

@@ -60,6 +60,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aft-simple": ops.aft_simple,
     "aft-conv": ops.aft_conv,
     "short-convolution": ops.short_convolution,
+    "gated": ops.gated_attention,
+    "delta": ops.delta_attention,
     "softmax": ops.softmax_attention,
 }
 
@@ -80,7 +82,7 @@ def mechanisms() -> dict[str, MechanismInfo]:
     --------
     >>> import longspan
     >>> sorted(longspan.mechanisms())
-    ['aft-conv', 'aft-full', 'aft-local', 'aft-simple', 'fourier', 'kernelized', 'shaw', 'short-convolution', 'softmax', 'toeplitz']
+    ['aft-conv', 'aft-full', 'aft-local', 'aft-simple', 'delta', 'fourier', 'gated', 'kernelized', 'shaw', 'short-convolution', 'softmax', 'toeplitz']
     """
     found = {}
     for name, summary, algorithms in _native.mechanisms():

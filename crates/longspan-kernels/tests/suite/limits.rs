@@ -8,8 +8,8 @@ use longspan_kernels::aft::Variant;
 use longspan_kernels::layers::{Dropout, Linear};
 use longspan_kernels::threads::{Team, on_team};
 use longspan_kernels::{
-    Aft, AnyKernel, Beyond, Bias, Dims, FeatureMap, Fourier, Kernel, KernelizedAttention, Mask, Positions, Score,
-    Scratch, Shaw, ShortConvolution, SoftmaxAttention, State, Toeplitz, Token,
+    Aft, AnyKernel, Beyond, Bias, Dims, FeatureMap, Fourier, Gate, GatedAttention, Kernel, KernelizedAttention, Mask,
+    Parameter, Positions, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, State, Toeplitz, Token, Update,
 };
 use longspan_testing::{Assumptions, Case, Inputs, KeyMask, Number, Subject, execute};
 
@@ -285,12 +285,15 @@ fn stored_states_are_read() {
         ("softmax", Box::new(softmax(None))),
         ("softmax-window", Box::new(softmax(Some(3)))),
         ("short-convolution", Box::new(ShortConvolution { width: 3, ..Default::default() })),
+        ("gated", Box::new(GatedAttention { update: Update::Sum, gate: Gate::Channel, ..Default::default() })),
+        ("delta", Box::new(GatedAttention::default())),
     ];
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let parameter = |p: &Parameter| vec![if p.name == "log_decay" { -0.25 } else { 0.25 }; p.len()];
     for (name, kernel) in &kernels {
         let kernel: &dyn Kernel<f32> = &**kernel;
         let dims = Dims::square(1, 2, 1, 4);
-        let parameters: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(|p| vec![0.25; p.len()]).collect();
+        let parameters: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(parameter).collect();
         let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
         let step = |token: usize, state: &mut State<f32>| {
             let row = |seed: usize| -> Vec<f32> {

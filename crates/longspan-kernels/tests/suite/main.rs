@@ -6,6 +6,7 @@ mod choice;
 mod convolution;
 mod feature_maps;
 mod fourier;
+mod gated;
 mod instruction_sets;
 mod kernelized;
 mod layers;

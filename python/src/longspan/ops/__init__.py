@@ -36,7 +36,8 @@ what came; too little memory a ``MemoryError``. Nothing is lost: arrays and stat
 ``algorithm``
     ``"auto"`` or one of `longspan.mechanisms`' names for the mechanism. All are exact; see `longspan.explain`.
 
-A sequence cut in two is the same sequence:
+A sequence cut in two is the same sequence, but for ignored tokens at the end of a piece: they are not part of it, so what comes after
+them moves up (cut before them, or ignore none there).
 
 >>> import numpy as np
 >>> from longspan import ops
@@ -53,6 +54,7 @@ from .._native import State
 from ._aft import aft_conv, aft_conv_step, aft_full, aft_full_step, aft_local, aft_local_step, aft_simple, aft_simple_step
 from ._convolution import short_convolution, short_convolution_step
 from ._fourier import fourier_attention, fourier_attention_step
+from ._gated import delta_attention, delta_attention_step, gated_attention, gated_attention_step
 from ._kernelized import kernelized_attention, kernelized_attention_step
 from ._shaw import shaw_attention, shaw_attention_step
 from ._softmax import softmax_attention, softmax_attention_step
@@ -68,8 +70,12 @@ __all__ = [
     "aft_local_step",
     "aft_simple",
     "aft_simple_step",
+    "delta_attention",
+    "delta_attention_step",
     "fourier_attention",
     "fourier_attention_step",
+    "gated_attention",
+    "gated_attention_step",
     "kernelized_attention",
     "kernelized_attention_step",
     "shaw_attention",

@@ -24,8 +24,12 @@ __all__ = [
     "aft_local_step",
     "aft_simple",
     "aft_simple_step",
+    "delta_attention",
+    "delta_attention_step",
     "fourier_attention",
     "fourier_attention_step",
+    "gated_attention",
+    "gated_attention_step",
     "kernelized_attention",
     "kernelized_attention_step",
     "shaw_attention",
@@ -216,4 +220,36 @@ def softmax_attention(
 def softmax_attention_step(
     q: _Array, k: _Array, v: _Array, state: _State | None = None, *, scale: float | None = None, capacity: int = 4096,
     window: int | None = None,
+) -> tuple[_Array, State]: ...  # fmt: skip
+@overload
+def gated_attention(
+    q: _Array, k: _Array, v: _Array, log_decay: _Array | None = None, *, l2_norm: bool = False, scale: float | None = None, is_causal: bool = True, offset: int = 0,
+    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, initial_state: _State | None = None,
+    output_final_state: Literal[False] = False,
+) -> _Array: ...  # fmt: skip
+@overload
+def gated_attention(
+    q: _Array, k: _Array, v: _Array, log_decay: _Array | None = None, *, l2_norm: bool = False, scale: float | None = None, is_causal: bool = True, offset: int = 0,
+    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, initial_state: _State | None = None,
+    output_final_state: Literal[True],
+) -> tuple[_Array, State]: ...  # fmt: skip
+def gated_attention_step(
+    q: _Array, k: _Array, v: _Array, log_decay: _Array | None = None, state: _State | None = None, *, l2_norm: bool = False,
+    scale: float | None = None,
+) -> tuple[_Array, State]: ...  # fmt: skip
+@overload
+def delta_attention(
+    q: _Array, k: _Array, v: _Array, beta: _Array, log_decay: _Array | None = None, *, l2_norm: bool = True, scale: float | None = None, is_causal: bool = True, offset: int = 0,
+    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, initial_state: _State | None = None,
+    output_final_state: Literal[False] = False,
+) -> _Array: ...  # fmt: skip
+@overload
+def delta_attention(
+    q: _Array, k: _Array, v: _Array, beta: _Array, log_decay: _Array | None = None, *, l2_norm: bool = True, scale: float | None = None, is_causal: bool = True, offset: int = 0,
+    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, initial_state: _State | None = None,
+    output_final_state: Literal[True],
+) -> tuple[_Array, State]: ...  # fmt: skip
+def delta_attention_step(
+    q: _Array, k: _Array, v: _Array, beta: _Array, log_decay: _Array | None = None, state: _State | None = None, *,
+    l2_norm: bool = True, scale: float | None = None,
 ) -> tuple[_Array, State]: ...  # fmt: skip

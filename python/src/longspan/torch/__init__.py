@@ -29,7 +29,7 @@ from .multi_head import MultiheadAttention
 
 # Torch's threads spin for a while after each of its operations: kernels on threads of their own would get half of each core.
 _library = "libtorch_cpu.dylib" if _sys.platform == "darwin" else "libtorch_cpu.so"
-_use_openmp_of(str(_Path(_torch.__file__).with_name("lib") / _library))
+_use_openmp_of(str(_Path(_torch.__file__).with_name("lib") / _library), _torch.get_num_threads)
 
 # Plain values: `torch.load` reads them with ``weights_only``.
 _torch.serialization.add_safe_globals([_State, TensorState])

@@ -46,6 +46,8 @@ def combine(
         formula = _toeplitz(a, b, sum_of_both, _near(a, shape, None if chosen.get("centred") else chosen.get("first")))
     elif kind == "short-convolution":
         formula = _short_convolution(a, b, sum_of_both, chosen["width"] - 1)
+    elif kind == "gated":
+        formula = _gated(a, b)
     elif kind.startswith("aft-"):
         formula = _aft(a, b, sum_of_both)
     else:
@@ -77,6 +79,14 @@ def _tokens(marks: Tensor) -> Tensor:
     return marks[..., _TOKENS] + _TOKENS_CARRY * marks[..., _TOKENS + 1]
 
 
+def _gated(first: Parts, second: Parts) -> Parts:
+    """``S = e^{g of the later} S of the earlier + S of the later``; sums of log decays add up."""
+    (before, past, rest), (sums, gates, _) = first[:3], second[:3]
+    decay = gates.exp() if gates.shape[-1] else torch.ones_like(before[..., :1])
+    decay = decay.repeat_interleave(before.shape[-1] // max(decay.shape[-1], 1), -1)
+    return decay * before + sums, past + gates, torch.zeros_like(rest), *(part.detach() for part in first[3:])
+
+
 def _kernelized(first: Parts, second: Parts, summed: Parts, decay: Sequence[float] | None) -> Parts:
     """``S = g**n S1 + S2``, each brought to the larger exponent, the keys' sums and the far sums likewise; and the ring of the last
     rows, of which the earlier state's that no longer fit become far. ``n`` counts the later tokens."""
@@ -84,13 +94,13 @@ def _kernelized(first: Parts, second: Parts, summed: Parts, decay: Sequence[floa
     shift = summed[2][..., _SHIFT]
     before, since = (_scaled(own[..., _SHIFT], shift) for own in (marks, later_marks))
     tokens = _tokens(later_marks)
-    gamma = torch.ones(marks.shape[1], dtype=marks.dtype) if decay is None else torch.tensor(decay, dtype=marks.dtype)
+    gamma = marks.new_ones(marks.shape[1]) if decay is None else marks.new_tensor(decay)
     fallen = gamma**tokens
     sums, keys = ((fallen * before)[..., None] * a + since[..., None] * b for a, b in zip(first[:2], second[:2]))
     far, ring = fallen[..., None] * first[3] + second[3], first[4]
     if ring.shape[-1]:
         rows = ring.shape[-1] // first[3].shape[-1]
-        back = torch.arange(rows, 0, -1, dtype=marks.dtype)
+        back = torch.arange(rows, 0, -1, dtype=marks.dtype, device=marks.device)
         since_then = back - tokens[..., None]
         oldest, later_oldest = marks[..., _OLDEST, None], later_marks[..., _OLDEST, None]
         kept = _rows(ring, (oldest - since_then.clamp(min=1)) % rows, rows)
@@ -132,7 +142,7 @@ def _toeplitz(first: Parts, second: Parts, summed: Parts, near: int) -> Parts:
     sums, keys = (before * a + since * b for a, b in zip(first[:2], second[:2]))
     if not near:
         return sums, keys, torch.zeros_like(marks), *first[3:]
-    back = torch.arange(near, 0, -1, dtype=marks.dtype)
+    back = torch.arange(near, 0, -1, dtype=marks.dtype, device=marks.device)
     held, later_held = marks[..., 1, None], later_marks[..., 1, None]
     slot = [own[..., 0, None] for own in (marks, later_marks, new_marks)]
     if keys.shape[-1]:
@@ -144,7 +154,7 @@ def _toeplitz(first: Parts, second: Parts, summed: Parts, near: int) -> Parts:
         keys = keys + k.sum(2)
         sums = sums + (k.mT @ row[..., :-1]).flatten(2)
     # By the place in the new ring: how many tokens ago its row came.
-    back = (slot[2] - torch.arange(near, dtype=marks.dtype) - 1) % near + 1
+    back = (slot[2] - torch.arange(near, dtype=marks.dtype, device=marks.device) - 1) % near + 1
     kept, own = (slot[0] - (back - later_held)) % near, (slot[1] - back) % near
     k, row = (torch.where((back <= later_held)[..., None], _rows(b, own, near), _rows(a, kept, near))
               for a, b in ((first[3], second[3]), (first[5], second[5])))  # fmt: skip
@@ -174,7 +184,7 @@ def _aft(first: Parts, second: Parts, summed: Parts) -> Parts:
     if not rows:
         return numerator, denominator, torch.zeros_like(exponents[0]), first[3], first[4], torch.zeros_like(marks)
     held = later_marks[..., 1, None]
-    place = torch.arange(rows, dtype=marks.dtype)
+    place = torch.arange(rows, dtype=marks.dtype, device=marks.device)
     gone = ((place - marks[..., 0, None]) % rows < held)[..., None]
     k, v = first[3].unflatten(-1, (rows, key_dim)), first[4].unflatten(-1, (rows, width))
     weight = _scaled(k, exponents[2][..., None, :], gone)
@@ -197,7 +207,7 @@ def _short_convolution(first: Parts, second: Parts, both: Parts, before: int) ->
 
 def _softmax(first: Parts, second: Parts, capacity: int) -> Parts:
     """The later keys and values after the earlier ones."""
-    place = torch.arange(capacity)
+    place = torch.arange(capacity, device=first[0].device)
     counts, later = (part[2].detach().long() for part in (first, second))
     new = (place >= counts) & (place < counts + later)
     from_later = (place - counts).clamp(min=0)

@@ -19,7 +19,8 @@ from ._operators import as_array
 from ._profile import named
 from ._states import TensorState
 
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float32, torch.float64, *_HALVES)
 
 
 def attend(
@@ -55,7 +56,10 @@ def attend(
         return _attend_by_triton(call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state, with_state)
     if not simple and (not q.is_cpu or (not with_state and _watched(tensors))):
         return _attend_watched(call, tensors, key_padding_mask, cu_seqlens, with_state)
-    if with_state and (torch.compiler.is_compiling() or _learning(tensors, initial_state)):
+    if with_state and not simple and _autocast(q.device):
+        # As the operator does, whatever else is asked for.
+        tensors = q, k, v, *parameters = [tensor.float() if tensor.dtype in _HALVES else tensor for tensor in tensors]
+    if with_state and (_unreal(tensors) or _learning(tensors, initial_state)):
         call = Request(mechanism, options, operation, is_causal, offset)
         return _attend_with_states(call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)
     if with_state:
@@ -86,7 +90,7 @@ def step(
     if with_token:
         q, k, v = _calls.without_token_axis(operation, q, k, v)
     on_device = isinstance(q, Tensor) and _triton.serves(q)
-    watched = torch.compiler.is_compiling() or on_device or _learning((q, k, v, *parameters), state)
+    watched = _unreal((q, k, v, *parameters)) or on_device or _learning((q, k, v, *parameters), state)
     if watched and all(getattr(x, "ndim", 0) == 3 for x in (q, k, v)):
         out, state = attend(
             operation, mechanism, options, q[:, :, None], k[:, :, None], v[:, :, None], parameters, is_causal=True,
@@ -162,7 +166,7 @@ def _attend_with_states(
     if cu_seqlens is not None:
         raise ValueError(f"{call.operation}: cu_seqlens: expected None with a state, because each sequence has its own; give "
                          "each its own batch entry")  # fmt: skip
-    if torch.compiler.is_compiling():
+    if _unreal(tensors):
         return _attend_compiled(call, tensors, key_padding_mask, initial_state, output_final_state)
     if initial_state is not None and not isinstance(initial_state, TensorState):
         plain = _calls.plain_state(call.operation, "initial_state", initial_state)
@@ -180,6 +184,8 @@ def _attend_with_states(
 def _attend_compiled(
     call: Request, tensors: Sequence[Any], key_padding_mask: Any, initial_state: Any, output_final_state: bool
 ) -> Any:
+    if isinstance(initial_state, State) and not torch.compiler.is_compiling():
+        initial_state = TensorState.of(initial_state)
     if initial_state is not None and not isinstance(initial_state, TensorState):
         raise TypeError(f"{call.operation}: state: expected a longspan.torch.TensorState in a compiled function, got another; give "
                         "TensorState.of(state)")  # fmt: skip
@@ -332,6 +338,18 @@ def _intercepted(device: str = "cpu") -> bool:
     return _interpreter() is not None or _dispatch_mode is None or _dispatch_mode() is not None
 
 
+def _unreal(tensors: Sequence[Any]) -> bool:
+    """Whether there may be no numbers to compute with: a compiler, or fake tensors."""
+    if torch.compiler.is_compiling() or (_dispatch_mode is not None and _dispatch_mode() is not None):
+        return True
+    return any(type(tensor) not in _PLAIN_TYPES and _dispatches(type(tensor)) for tensor in tensors)
+
+
+def _dispatches(kind: type) -> bool:
+    own = getattr(kind, "__torch_dispatch__", None)
+    return issubclass(kind, Tensor) and getattr(own, "__func__", own) is not getattr(Tensor.__torch_dispatch__, "__func__", Tensor.__torch_dispatch__)
+
+
 def _watched(tensors: Sequence[Tensor]) -> bool:
     """Whether autograd, a compiler or a transform has to see the call."""
     return (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)) or _traced(tensors)
@@ -384,14 +402,12 @@ def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padd
 def as_arrays(operation: str, tensors: Sequence[Any], names: Sequence[str]) -> list[np.ndarray[Any, Any]]:
     """CPU tensors of one type as arrays on the same memory; as float32 where autocast mixes types."""
     q = tensors[0]
-    dtype, mixed = q.dtype, False
     for name, tensor in zip(names, tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
         if not tensor.is_cpu:
             raise ValueError(f"{operation}: {name}: expected a tensor on the cpu, got {tensor.device}")
-        mixed = mixed or tensor.dtype is not dtype
-    if mixed and _autocast(q.device):
+    if _autocast(q.device):
         # As the operator does.
-        tensors = [tensor.float() for tensor in tensors]
+        tensors = [tensor.float() if tensor.dtype in _HALVES else tensor for tensor in tensors]
     return [as_array(tensor) for tensor in tensors]

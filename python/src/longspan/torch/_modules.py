@@ -26,6 +26,24 @@ def call(module: Any, x: Tensor) -> Tensor:
     return out
 
 
+def drop(module: Any, x: Tensor) -> Tensor:
+    """``module(x)`` of a dropout, without the call where it does nothing: that takes as long as a product of one token."""
+    out: Tensor = x if is_idle(module) else module(x)
+    return out
+
+
+def is_idle(module: Any) -> bool:
+    """Whether a dropout does nothing and nobody sees it."""
+    return type(module) is nn.Dropout and not module.training and not _watched(module)
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """A step is no call of the module, so hooks of its calls would be passed over."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise RuntimeError(f"{type(module).__name__}.step: forward hooks: expected none, because a step is no call of forward, got "
+                           "some; remove them, or call the module on the whole sequence")  # fmt: skip
+
+
 def learned(module: Any, kind: type[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a plain `nn.Linear` or `nn.LayerNorm` whose calls nobody sees."""
     if type(module) is not kind or _watched(module):

@@ -180,7 +180,9 @@ def as_boundaries(operation: str, cu_seqlens: Any) -> tuple[Tensor | None, Tenso
         return pair
     packed = _calls.boundaries(operation, cu_seqlens)
     assert packed is not None
-    return torch.tensor(packed[0], dtype=torch.int64), torch.tensor(packed[1], dtype=torch.int64)
+    # Not on the default device: they are read here.
+    first, second = (torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in packed)
+    return first, second
 
 
 def _refuse_onnx(operation: str, mechanism: str) -> None:

@@ -156,7 +156,7 @@ class TensorState:
         TypeError, ValueError
             For other indices; negative ones are refused.
         """
-        given = torch.as_tensor(indices)
+        given = torch.as_tensor(indices, device=None if isinstance(indices, Tensor) else "cpu")
         if given.dim() != 1 or (given.numel() and given.dtype not in _INTEGERS):
             raise TypeError(f"TensorState.select: indices: expected a list of integers, got {indices!r}")
         chosen = given.to(self.numbers.device, torch.long)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import _calls
 from .._native import State
 from . import _combine, _dispatch, _operators
+from ._modules import refuse_hooks
 from ._states import TensorState
 
 #: Mechanisms that do not see the order of tokens by themselves.
@@ -174,6 +175,7 @@ class Attention(nn.Module):
             The output, and the state with the token taken in. Where gradients are recorded a new `TensorState` comes back,
             which holds on to all tokens before; generate under ``torch.no_grad()``.
         """
+        refuse_hooks(self)
         name = type(self).__name__
         learned = self._parameters_at(q_positions, k_positions)
         out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
@@ -185,7 +187,7 @@ class Attention(nn.Module):
         """`step` of queries, keys and values that lie side by side, ``[batch, sum(widths)]``: the output ``[batch, width]``
         and the state. ``None`` where somebody has to see the step itself: autograd, a compiler, a class or a hook of the
         user's own."""
-        if type(self).step is not Attention.step or "step" in self.__dict__:
+        if not self._steps_unseen():
             return None
         learned = self._parameters_at(None, None)
         name = type(self).__name__
@@ -196,11 +198,15 @@ class Attention(nn.Module):
         state: Any,
     ) -> tuple[Tensor, State] | None:  # fmt: skip
         """`step` with the encoder layer around it, or ``None`` as in `step_together`."""
-        if type(self).step is not Attention.step or "step" in self.__dict__:
+        if not self._steps_unseen():
             return None
         learned = self._parameters_at(None, None)
         name = type(self).__name__
         return _dispatch.encoder_layer_step(name, self.mechanism, self._options, token, weights, learned, layer, state)
+
+    def _steps_unseen(self) -> bool:
+        own = type(self).step is Attention.step and "step" not in self.__dict__
+        return own and not self._forward_hooks and not self._forward_pre_hooks
 
     def combine(self, earlier: Any, later: Any) -> Any:
         """The state after two segments of tokens from the state of each; see `longspan.combine`.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
-from ._modules import call, learned
+from ._modules import call, drop, is_idle, learned
 from ._states import TensorState
 from .attention import Attention
 from .multi_head import MultiheadAttention
@@ -57,8 +57,7 @@ class _Layer(nn.Module):
         modules = self._modules
         norm = modules[f"norm{index}"]
         y = branch(call(norm, x) if self.norm_first else x)
-        # What does nothing in evaluation takes as long there as a product of one token.
-        y = x + (modules[f"dropout{index}"](y) if self.training else y)  # type: ignore[misc]
+        y = x + drop(modules[f"dropout{index}"], y)
         return y if self.norm_first else call(norm, y)
 
     def _attending(self, kept: list[Any], **options: Any) -> Callable[[Tensor], Tensor]:
@@ -87,7 +86,7 @@ class _Layer(nn.Module):
     def _feed_forward(self, x: Tensor) -> Tensor:
         modules = self._modules
         y = self.activation(call(modules["linear1"], x))
-        return call(modules["linear2"], self.dropout(y) if self.training else y)
+        return call(modules["linear2"], drop(modules["dropout"], y))
 
 
 class TransformerEncoderLayer(_Layer, _Encoder):
@@ -210,6 +209,8 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         attention: Any = modules["self_attn"]
         if self.training or activation is None or torch.compiler.is_compiling() or not _is_plain(attention):
             return None
+        if not all(is_idle(modules[name]) for name in ("dropout", "dropout1", "dropout2")):
+            return None
         parameters, mechanism = attention._parameters, attention._modules["attention"]
         weights = [parameters.get("in_proj_weight"), parameters.get("in_proj_bias")]
         for module, kind in (
@@ -230,7 +231,7 @@ class TransformerEncoderLayer(_Layer, _Encoder):
 def _is_plain(attention: Any) -> bool:
     """Whether it steps as it was made to."""
     own = type(attention) is MultiheadAttention and "step" not in attention.__dict__ and "in_proj_bias" in attention._parameters
-    return own and not attention.gated_attention
+    return own and not attention.gated_attention and not attention._forward_hooks and not attention._forward_pre_hooks
 
 
 class TransformerDecoderLayer(_Layer, _Decoder):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
-from ._modules import call
+from ._modules import call, refuse_hooks
 from ._states import TensorState
 from .attention import Attention
 from .gated_norm import GatedRMSNorm
@@ -242,6 +242,7 @@ class MultiheadAttention(nn.Module):
             The output, and the state with the token taken in. Where gradients are recorded they flow through states back to earlier
             tokens.
         """
+        refuse_hooks(self)
         # Asked of the dictionaries: `nn.Module.__getattr__` takes as long as a small product.
         modules, learned = self._modules, self._parameters
         attention: Any = modules["attention"]

@@ -9,6 +9,10 @@ does not grow, in the place of keys and values::
 
 A model's weights were learned with its own attention: one that is to compute with another has to be trained with it.
 
+Models that have linear layers already, such as Qwen3-Next or Mamba-2, keep their mathematics and run on Longspan's kernels::
+
+    longspan.transformers.accelerate(model)
+
 Models of its own, which are those of the command: `LongspanForCausalLM`, `LongspanForSequenceClassification` and
 `LongspanForSeq2SeqLM` read the folder that ``longspan train`` wrote and write one that ``longspan predict``, ``generate``, ``eval``
 and ``info`` read::
@@ -18,6 +22,7 @@ and ``info`` read::
     model.save_pretrained("runs/mine")
 """
 
+from ._accelerate import accelerate
 from ._attention import StateCache, register
 from ._config import LongspanConfig
 from ._models import LongspanForCausalLM, LongspanForSeq2SeqLM, LongspanForSequenceClassification
@@ -28,5 +33,6 @@ __all__ = [
     "LongspanForSeq2SeqLM",
     "LongspanForSequenceClassification",
     "StateCache",
+    "accelerate",
     "register",
 ]

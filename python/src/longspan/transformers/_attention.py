@@ -74,6 +74,8 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
         chosen = {**options, "scale": scaling} if mechanism == "softmax" else options
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         layer: _StateLayer | None = getattr(key, "_longspan_layer", None)
+        if layer is not None:
+            layer.owner.pending = None
         if layer is None:
             offset = key.shape[2] - query.shape[2] if causal else 0
             out = whole(query, key, value, is_causal=causal, offset=offset, key_padding_mask=ignored, **chosen)
@@ -88,15 +90,19 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
                 output_final_state=True, **chosen,
             )  # fmt: skip
         out = torch.nn.functional.dropout(out, dropout, dropout > 0)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
 
     def mask(
-        batch_size: int, q_length: int, kv_length: int, *args: Any, mask_function: Callable[..., Any] = causal_mask_function,
+        batch_size: int, q_length: int, kv_length: int, q_offset: Any = None, kv_offset: Any = 0, *args: Any, mask_function: Callable[..., Any] = causal_mask_function,
         attention_mask: Tensor | None = None, **others: Any,
     ) -> Tensor | None:  # fmt: skip
         if mask_function not in (causal_mask_function, bidirectional_mask_function):
             raise ValueError(f"{name}: attention_mask: expected a causal mask, or none, and ignored tokens, got another pattern "
                              "(sliding windows and packed sequences need attention over pairs)")  # fmt: skip
+        if q_offset is not None and mask_function is causal_mask_function and int(q_offset) + q_length < kv_length + int(kv_offset):
+            raise ValueError(f"{name}: cache: expected a cache of the tokens so far, got one with {kv_length} places of which "
+                             f"{int(q_offset) + q_length} are written (a StaticCache); give longspan.transformers.StateCache() or "
+                             "transformers.DynamicCache()")  # fmt: skip
         if attention_mask is None or bool(attention_mask.all()):
             return None
         return attention_mask[:, -kv_length:]
@@ -110,8 +116,9 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
 
     supports_early_init = False
 
-    def __init__(self, **others: Any) -> None:
+    def __init__(self, owner: StateCache) -> None:
         super().__init__()
+        self.owner = owner
         self.state: State | Any | None = None
         self.tokens = 0
         self.memory: tuple[Tensor, Tensor] | None = None
@@ -121,6 +128,11 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **others: Any) -> tuple[Tensor, Tensor]:
         """The new tokens' own keys and values; the attention finds the state by the former."""
+        if self.owner.pending is not None:
+            raise ValueError("StateCache: attention: expected one of longspan.transformers.register, which takes up the state of each "
+                             "layer, got another, or keys that are not those that the cache returned; call "
+                             "model.set_attn_implementation, or use transformers.DynamicCache()")  # fmt: skip
+        self.owner.pending = self
         self.lazy_initialization(key_states, value_states)
         self.tokens += key_states.shape[2]
         keys: Any = key_states.view_as(key_states)
@@ -190,11 +202,13 @@ class StateCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=_StateLayer)
+        super().__init__(layer_class_to_replicate=lambda: _StateLayer(self))
+        #: The layer whose new keys an attention has still to take up.
+        self.pending: _StateLayer | None = None
 
     def first(self, count: int) -> list[_StateLayer]:
         """Of so many layers what they remember."""
-        self.layers.extend(_StateLayer() for _ in range(len(self.layers), count))
+        self.layers.extend(_StateLayer(self) for _ in range(len(self.layers), count))
         layers: list[_StateLayer] = self.layers[:count]
         return layers
 

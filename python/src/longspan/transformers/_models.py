@@ -20,6 +20,7 @@ from transformers import (
     GenerationMixin,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.modeling_outputs import (
     BaseModelOutput,
     CausalLMOutputWithPast,
@@ -464,6 +465,8 @@ class LongspanForSeq2SeqLM(_Generating):
 
 
 AutoConfig.register("longspan", LongspanConfig, exist_ok=True)
+# By this list the Trainer knows that labels are to be shifted before it smooths them.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["longspan"] = "LongspanForCausalLM"
 AutoModelForCausalLM.register(LongspanConfig, LongspanForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(LongspanConfig, LongspanForSequenceClassification, exist_ok=True)
 AutoModelForSeq2SeqLM.register(LongspanConfig, LongspanForSeq2SeqLM, exist_ok=True)

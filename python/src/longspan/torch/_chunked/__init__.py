@@ -1,7 +1,7 @@
 """The mechanisms in torch's own operations, chunk by chunk: for tensors that are not on the CPU.
 
 Everything runs on the device of ``q``, content, Shaw and Fourier positions in O(L) time, Toeplitz positions and AFT in O(L^2)
-time and bounded memory; torch's autograd differentiates it. Sums are taken in float32 for half
+time and bounded memory, gates and the delta rule token by token; torch's autograd differentiates it. Sums are taken in float32 for half
 precision. The kernels' tests hold it to the same definition.
 """
 
@@ -21,6 +21,7 @@ from ..._calls import Request
 from .aft import aft, conv_biases, full_biases, local_biases
 from .call import Call
 from .convolution import short_convolution
+from .gated import gated
 from .kernelized import RECURRENCE, fourier, kernelized
 from .pairs import softmax, toeplitz
 
@@ -33,6 +34,8 @@ _FORMULATIONS: dict[str, Callable[[Call], Tensor]] = {
     "fourier": fourier,
     "toeplitz": toeplitz,
     "short-convolution": short_convolution,
+    "gated": gated,
+    "delta": gated,
     "aft-full": aft(full_biases),
     "aft-local": aft(local_biases),
     "aft-simple": aft(None),
@@ -108,17 +111,24 @@ def chunked_attention(
             # Of the whole call, because packed sequences share its table.
             settings["first"] = 1 - q.shape[2] - offset
         if cu_seqlens is None:
-            return formulation(call).to(dtype)
+            return _unseen_apart(formulation, call).to(dtype)
         if key_padding_mask is not None:
             raise ValueError(f"{mechanism}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
                              "got both")  # fmt: skip
         check_packed(mechanism, cu_seqlens, q, k)
         queries, keys = cu_seqlens
         pieces = [
-            formulation(replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))
+            _unseen_apart(formulation, replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))
             for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])
         ]
         return torch.cat(pieces or [q.new_zeros((*q.shape[:3], v.shape[3]))], dim=2).to(dtype)
+
+
+def _unseen_apart(formulation: Callable[[Call], Tensor], call: Call) -> Tensor:
+    """What is no number reaches the rows that see it, and no others."""
+    call, rows = call.apart()
+    out = formulation(call)
+    return out if rows is None else out.masked_fill(rows, torch.nan)
 
 
 def in_torch(
@@ -192,6 +202,11 @@ def _check_parameters(mechanism: str, call: Call) -> None:
     elif mechanism == "toeplitz":
         table = settings.get("kind", "table") == "table" and not settings.get("centred")
         wanted = [(heads, queries + keys - 1) if table else (heads, *parameters[0].shape[1:])]
+    elif mechanism in ("gated", "delta"):
+        if not call.is_causal or call.offset or queries != keys:
+            raise ValueError(f"{mechanism}: is_causal: expected a causal mask, an offset of 0 and as many queries as keys, got others")
+        token = (call.k.shape[0], kv_heads, keys)
+        wanted = [(*token, head_dim) if parameter.ndim == 4 else token for parameter in parameters]
     elif mechanism == "aft-full":
         length = parameters[0].shape[0]
         wanted = [(length, length)] if len(parameters) == 1 else [(length, parameters[0].shape[1])] * 2
@@ -217,6 +232,8 @@ def _check_parameters(mechanism: str, call: Call) -> None:
 
 def _slices(mechanism: str, call: Call, a: int, b: int, c: int, d: int) -> Call:
     """The parameters of one packed sequence, queries ``a .. b`` and keys ``c .. d``."""
+    if mechanism in ("gated", "delta"):
+        return replace(call, parameters=[gates[:, :, c:d] for gates in call.parameters])
     if mechanism == "fourier" and call.settings.get("axes"):
         *others, queries, keys = call.parameters
         return replace(call, parameters=[*others, queries[:, a:b], keys[:, c:d]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,22 @@ class Call:
     def group(self) -> int:
         """Query heads of a key/value head."""
         return self.q.shape[1] // max(self.k.shape[1], 1)
+
+    def apart(self) -> tuple[Call, Tensor | None]:
+        """The same call without keys and values that are no numbers, and the rows that see one, ``[batch, heads, queries, 1]``; none
+        where all rows see all keys. A weight of 0 times what is no number is none either, so it must not stay for rows that do not see it."""
+        window = self.settings.get("window")
+        if not (self.is_causal or window is not None) or self.k.shape[2] == 0 or self.q.shape[2] == 0:
+            return self, None
+        k, v, _ = self.without_padding()
+        lost = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+        before = torch.cat([lost.new_zeros((*lost.shape[:2], 1), dtype=torch.long), lost.cumsum(2)], 2)
+        token = torch.arange(self.q.shape[2], device=k.device) + self.offset
+        keys = k.shape[2]
+        last = (token + 1 if self.is_causal else token + window).clamp(0, keys)
+        first = torch.zeros_like(last) if window is None else (token - window + 1).clamp(0, keys)
+        rows = (before[:, :, last] > before[:, :, first]).repeat_interleave(self.group, 1)[..., None]
+        return replace(self, k=k.masked_fill(lost[..., None], 0), v=v.masked_fill(lost[..., None], 0)), rows
 
     def without_padding(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values with zeros where a key is ignored, and 1 for each key that is there, ``[batch, 1, keys, 1]``."""

@@ -1,0 +1,297 @@
+//! The loops over registers that gates ask for.
+
+use super::problem::BLOCK;
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch, operation};
+
+// `to = e^to` for numbers that are at most 0; whole registers.
+operation!(Exp, |to: &'a mut [T]| {
+    assert!(to.len().is_multiple_of(V::LANES));
+    // SAFETY: whole registers by the assertion.
+    unsafe {
+        for at in (0..to.len()).step_by(V::LANES) {
+            let place = to.as_mut_ptr().add(at);
+            V::load(place).exp_nonpositive().store(place);
+        }
+    }
+});
+
+// `to = from ⊙ factors` for rows of whole registers, where a row has as many factors as numbers, or one.
+operation!(Weigh, |from: &'a [T], row: usize, rows: usize, factors: &'a [T], by_channel: bool, to: &'a mut [T]| {
+    assert!(row.is_multiple_of(V::LANES) && from.len() >= rows * row && to.len() >= rows * row);
+    assert!(factors.len() >= if by_channel { rows * row } else { rows });
+    // SAFETY: rows of whole registers by the assertions.
+    unsafe {
+        for n in 0..rows {
+            for column in (0..row).step_by(V::LANES) {
+                let at = n * row + column;
+                let factor = if by_channel { V::load(factors.as_ptr().add(at)) } else { V::splat(factors[n]) };
+                V::load(from.as_ptr().add(at)).mul(factor).store(to.as_mut_ptr().add(at));
+            }
+        }
+    }
+});
+
+// `block ← block ⊙ factors` for rows of whole registers with one factor a column.
+operation!(WeighColumns, |block: &'a mut [T], row: usize, rows: usize, factors: &'a [T]| {
+    assert!(factors.len().is_multiple_of(V::LANES) && factors.len() <= row && block.len() >= rows * row);
+    // SAFETY: rows of whole registers by the assertion.
+    unsafe {
+        for n in 0..rows {
+            for column in (0..factors.len()).step_by(V::LANES) {
+                let at = block.as_mut_ptr().add(n * row + column);
+                V::load(at).mul(V::load(factors.as_ptr().add(column))).store(at);
+            }
+        }
+    }
+});
+
+// The decays of a chunk's tokens from each other, `e^{g_{j+1} + … + g_i}` for `j ≤ i`; what stands above is not written. `sums` is as
+// long as a row.
+operation!(DecayTile, |logs: &'a [T], sums: &'a mut [T], tile: &'a mut [T]| {
+    let row = sums.len();
+    assert!(row.is_multiple_of(V::LANES) && tile.len() >= logs.len() * row);
+    sums.fill(T::NEG_INFINITY);
+    for (i, &g) in logs.iter().enumerate() {
+        // SAFETY: rows of whole registers by the assertion.
+        unsafe {
+            for column in (0..row).step_by(V::LANES) {
+                let sum = sums.as_mut_ptr().add(column);
+                V::load(sum).add(V::splat(g)).store(sum);
+            }
+            sums[i] = T::ZERO;
+            for column in (0..=i).step_by(V::LANES) {
+                V::load(sums.as_ptr().add(column)).exp_nonpositive().store(tile.as_mut_ptr().add(i * row + column));
+            }
+        }
+    }
+});
+
+// `tile ← tile ⊙ decays` up to the diagonal, or below it, and 0 elsewhere.
+operation!(WeighTile, |tile: &'a mut [T], decays: &'a [T], row: usize, rows: usize, below: bool| {
+    assert!(row.is_multiple_of(V::LANES) && tile.len() >= rows * row && decays.len() >= rows * row);
+    for i in 0..rows {
+        let end = if below { i } else { i + 1 };
+        // SAFETY: rows of whole registers by the assertion.
+        unsafe {
+            for column in (0..end).step_by(V::LANES) {
+                let at = tile.as_mut_ptr().add(i * row + column);
+                V::load(at).mul(V::load(decays.as_ptr().add(i * row + column))).store(at);
+            }
+        }
+        tile[i * row + end..(i + 1) * row].fill(T::ZERO);
+    }
+});
+
+// Within a block of tokens: `tile[n]_ij = Σ_c x[n]_ic k_jc e^{g_{j+1} + … + g_i}` for two operands, up to the diagonal. `keys` begins
+// as the block's keys and ends as `k_jc` decayed to the end of the block.
+operation!(DiagonalTiles, |x: [&'a [T]; 2],
+                           decays: &'a [T],
+                           keys: &'a mut [T],
+                           row: usize,
+                           rows: usize,
+                           tiles: [&'a mut [T]; 2],
+                           tile_row: usize| {
+    assert!(row.is_multiple_of(V::LANES) && rows <= BLOCK && decays.len() >= rows * row && keys.len() >= rows * row);
+    assert!(
+        x.iter().all(|x| x.len() >= rows * row) && tiles.iter().all(|tile| tile.len() >= (rows - 1) * tile_row + rows)
+    );
+    let [first, second] = tiles;
+    for i in 0..rows {
+        for pair in (0..=i).step_by(2) {
+            // A row's own key twice where it is the last of an odd number; it has not decayed yet.
+            let other = (pair + 1).min(i);
+            // SAFETY: rows of whole registers by the assertions.
+            unsafe {
+                let mut sums = [V::splat(T::ZERO); 4];
+                for column in (0..row).step_by(V::LANES) {
+                    let a = V::load(x[0].as_ptr().add(i * row + column));
+                    let b = V::load(x[1].as_ptr().add(i * row + column));
+                    let decay = V::load(decays.as_ptr().add(i * row + column));
+                    let decayed = |j: usize| {
+                        let place = keys.as_ptr().add(j * row + column);
+                        if j == i { V::load(place) } else { V::load(place).mul(decay).normal_or_zero() }
+                    };
+                    let (one, two) = (decayed(pair), decayed(other));
+                    one.store(keys.as_mut_ptr().add(pair * row + column));
+                    two.store(keys.as_mut_ptr().add(other * row + column));
+                    sums = [
+                        a.mul_add(one, sums[0]),
+                        a.mul_add(two, sums[1]),
+                        b.mul_add(one, sums[2]),
+                        b.mul_add(two, sums[3]),
+                    ];
+                }
+                let [a, b, c, d] = V::sums(sums);
+                (first[i * tile_row + pair], first[i * tile_row + other]) = (a, b);
+                (second[i * tile_row + pair], second[i * tile_row + other]) = (c, d);
+            }
+        }
+    }
+});
+
+// The gradients of the rows `x` of `DiagonalTiles` from that of a tile, added to `to`; `keys` as there.
+operation!(DiagonalRows, |d_tile: &'a [T],
+                          decays: &'a [T],
+                          keys: &'a mut [T],
+                          row: usize,
+                          rows: usize,
+                          tile_row: usize,
+                          to: &'a mut [T]| {
+    assert!(row.is_multiple_of(V::LANES) && decays.len() >= rows * row && keys.len() >= rows * row);
+    assert!(to.len() >= rows * row && d_tile.len() >= (rows - 1) * tile_row + rows);
+    for column in (0..row).step_by(V::LANES) {
+        for i in 0..rows {
+            // SAFETY: rows of whole registers by the assertions.
+            unsafe {
+                let decay = V::load(decays.as_ptr().add(i * row + column));
+                let own = to.as_mut_ptr().add(i * row + column);
+                let mut sum = V::splat(d_tile[i * tile_row + i])
+                    .mul_add(V::load(keys.as_ptr().add(i * row + column)), V::load(own));
+                for j in 0..i {
+                    let place = keys.as_mut_ptr().add(j * row + column);
+                    let key = V::load(place).mul(decay).normal_or_zero();
+                    key.store(place);
+                    sum = V::splat(d_tile[i * tile_row + j]).mul_add(key, sum);
+                }
+                sum.store(own);
+            }
+        }
+    }
+});
+
+// The gradients of the block's keys, and of its tokens' log decays, to which they are added: `d_keys` begins as those of the keys
+// decayed to the end of the block.
+operation!(DiagonalKeys, |d_tiles: [&'a [T]; 2],
+                          x: [&'a [T]; 2],
+                          keys: &'a [T],
+                          decays: &'a [T],
+                          row: usize,
+                          rows: usize,
+                          tile_row: usize,
+                          d_keys: &'a mut [T],
+                          d_logs: &'a mut [T]| {
+    assert!(row.is_multiple_of(V::LANES) && rows <= BLOCK && decays.len() >= rows * row && d_keys.len() >= rows * row);
+    assert!(keys.len() >= rows * row && d_logs.len() >= rows * row && x.iter().all(|x| x.len() >= rows * row));
+    assert!(d_tiles.iter().all(|tile| tile.len() >= (rows - 1) * tile_row + rows));
+    for column in (0..row).step_by(V::LANES) {
+        // SAFETY: rows of whole registers by the assertions.
+        unsafe {
+            // Each key as the token `i` finds it, its own decay done.
+            let mut found = [[V::splat(T::ZERO); BLOCK]; BLOCK];
+            for i in 0..rows {
+                let decay = V::load(decays.as_ptr().add(i * row + column));
+                for j in 0..i {
+                    found[i][j] = found[i - 1][j].mul(decay).normal_or_zero();
+                }
+                found[i][i] = V::load(keys.as_ptr().add(i * row + column));
+            }
+            for i in (0..rows).rev() {
+                let a = V::load(x[0].as_ptr().add(i * row + column));
+                let b = V::load(x[1].as_ptr().add(i * row + column));
+                let decay = V::load(decays.as_ptr().add(i * row + column));
+                let d_log = d_logs.as_mut_ptr().add(i * row + column);
+                let mut by_decay = V::load(d_log);
+                for j in 0..=i {
+                    let place = d_keys.as_mut_ptr().add(j * row + column);
+                    let sum = V::splat(d_tiles[0][i * tile_row + j]).mul_add(a, V::load(place));
+                    let sum = V::splat(d_tiles[1][i * tile_row + j]).mul_add(b, sum);
+                    if j == i {
+                        sum.store(place);
+                    } else {
+                        by_decay = found[i][j].mul_add(sum, by_decay);
+                        sum.mul(decay).normal_or_zero().store(place);
+                    }
+                }
+                by_decay.store(d_log);
+            }
+        }
+    }
+});
+
+// `sums_t += Σ_{j<t≤i} x_ij` for a tile below its diagonal: what a token's log decay has of all pairs that it stands between. `below`
+// is as long as a row.
+operation!(PairsAcross, |d_tile: &'a [T], tile: &'a [T], row: usize, below: &'a mut [T], sums: &'a mut [T]| {
+    let rows = sums.len();
+    assert!(row.is_multiple_of(V::LANES) && below.len() == row && rows <= row);
+    assert!(tile.len() >= rows * row && d_tile.len() >= rows * row);
+    below.fill(T::ZERO);
+    for t in (1..rows).rev() {
+        // SAFETY: rows of whole registers by the assertions.
+        unsafe {
+            for column in (0..t).step_by(V::LANES) {
+                let product =
+                    V::load(d_tile.as_ptr().add(t * row + column)).mul(V::load(tile.as_ptr().add(t * row + column)));
+                let at = below.as_mut_ptr().add(column);
+                V::load(at).add(product).store(at);
+            }
+        }
+        sums[t] += below[..t].iter().copied().sum();
+    }
+});
+
+// `u_i += Σ_{j<i} a_ij u_j` from the first row of a block on; or `u_i += Σ_{j>i} a_ji u_j` from the last on.
+operation!(SolveBlock, |a: &'a [T], a_row: usize, rows: usize, transposed: bool, u: &'a mut [T], row: usize| {
+    assert!(row.is_multiple_of(V::LANES) && rows > 0 && u.len() >= rows * row && a.len() >= (rows - 1) * a_row + rows);
+    let step = if row.is_multiple_of(2 * V::LANES) { 2 } else { 1 };
+    for column in (0..row).step_by(step * V::LANES) {
+        for n in 0..rows {
+            let i = if transposed { rows - 1 - n } else { n };
+            let others = if transposed { i + 1..rows } else { 0..i };
+            // SAFETY: rows of whole registers by the assertions; a second one is there where the step is two.
+            unsafe {
+                let own = u.as_mut_ptr().add(i * row + column);
+                let second = (step - 1) * V::LANES;
+                let mut sums = [V::load(own), V::load(own.add(second))];
+                for j in others {
+                    let factor = V::splat(if transposed { a[j * a_row + i] } else { a[i * a_row + j] });
+                    let other = u.as_ptr().add(j * row + column);
+                    sums =
+                        [factor.mul_add(V::load(other), sums[0]), factor.mul_add(V::load(other.add(second)), sums[1])];
+                }
+                sums[0].store(own);
+                sums[1].store(own.add(second));
+            }
+        }
+    }
+});
+
+// A token's change of a state of adjacent rows: `S_c ← f_c S_c + k_c u`.
+operation!(ChangeState, |sum: &'a mut [T], factors: &'a [T], k: &'a [T], u: &'a [T]| {
+    let width = u.len();
+    assert!(sum.len() >= k.len() * width && (factors.len() == 1 || factors.len() >= k.len()));
+    let whole = width / V::LANES * V::LANES;
+    for (channel, &k) in k.iter().enumerate() {
+        let line = &mut sum[channel * width..][..width];
+        let f = factors[if factors.len() == 1 { 0 } else { channel }];
+        // SAFETY: `whole` numbers lie in both slices.
+        unsafe {
+            for column in (0..whole).step_by(V::LANES) {
+                let at = line.as_mut_ptr().add(column);
+                let decayed = V::load(at).mul(V::splat(f)).normal_or_zero();
+                V::splat(k).mul_add(V::load(u.as_ptr().add(column)), decayed).store(at);
+            }
+        }
+        for column in whole..width {
+            let decayed = line[column] * f;
+            line[column] = k * u[column] + if decayed.vanishes() { T::ZERO } else { decayed };
+        }
+    }
+});
+
+/// The gates of a chunk as factors: `e^{g_0 + … + g_i}` from before its first token to a row, and `e^{g_{j+1} + …}` from a key to
+/// after its last.
+pub(super) fn decays<T: Real>(logs: &[T], width: usize, rows: usize, from_start: &mut [T], to_end: &mut [T]) {
+    let len = padded::<T>(rows * width);
+    from_start[..len].fill(T::ZERO);
+    to_end[..len].fill(T::ZERO);
+    // Neighbours' sums, all of one sign: nothing cancels.
+    for at in 0..rows * width {
+        from_start[at] = logs[at] + if at < width { T::ZERO } else { from_start[at - width] };
+    }
+    for at in (width..rows * width).rev() {
+        to_end[at - width] = to_end[at] + logs[at];
+    }
+    dispatch(Exp { to: &mut from_start[..len] });
+    dispatch(Exp { to: &mut to_end[..len] });
+}

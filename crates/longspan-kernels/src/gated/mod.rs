@@ -1,0 +1,233 @@
+//! Gated linear attention and the (gated) delta rule: a state that decays by what the token says, and that may correct itself.
+//!
+//! `S_t = D_t S_{t−1} + k_t u_tᵀ`, `o_t = scale · S_tᵀ q_t`, where `D_t` is 1, `e^{g_t}` or `Diag(e^{g_t})` ([`Gate`]), and `u_t = v_t`
+//! ([`Update::Sum`]) or `u_t = β_t (v_t − (D_t S_{t−1})ᵀ k_t)` ([`Update::Delta`]). Causal masks only; nothing is normalised.
+//!
+//! One head's [`State`] has two parts: `S` (`head_dim × value_dim`), and the sum of all `g` so far (as many numbers as a token's
+//! gate has). Both have gradients. The derivation stands in this folder's `README.md`.
+
+mod backward;
+mod chunk;
+mod forward;
+mod loops;
+mod pairs;
+mod problem;
+mod reference;
+mod solve;
+mod state;
+mod step;
+
+use problem::Problem;
+
+use crate::call::{
+    Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Order, Output, Parameter, Parameters,
+    Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, fingerprint,
+    kernels,
+};
+use crate::error::{Error, expect};
+use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
+use crate::simd::Real;
+
+/// What a token adds to the state beside its key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Update {
+    /// Its value: gated linear attention, retention, SSD.
+    Sum,
+    /// `β` times what its value has over what the state already gives for its key: the delta rule.
+    Delta,
+}
+
+/// By what the state decays with each token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gate {
+    /// Nothing.
+    None,
+    /// `e^g`, one number a head: gated DeltaNet, Mamba-2, simple GLA.
+    Head,
+    /// `e^g`, one number a channel of the key: GLA, KDA.
+    Channel,
+}
+
+/// Linear attention whose state decays by numbers that each token brings, with or without the delta rule.
+///
+/// Its parameters are not learned tensors but inputs, a token each, with gradients: `log_decay`, `[batch, kv_heads, keys]` or
+/// `[batch, kv_heads, keys, head_dim]`, all at most 0, unless there is no gate; then `beta`, `[batch, kv_heads, keys]`, from 0 to 2,
+/// under the delta rule.
+///
+/// An ignored key leaves the state as it was, and its gates are not looked at but must be in range.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GatedAttention {
+    /// What a token adds.
+    pub update: Update,
+    /// By what the state decays.
+    pub gate: Gate,
+    /// Queries and keys are divided by their length, `x / √(|x|² + 10⁻⁶)`.
+    pub l2_norm: bool,
+    /// What outputs are multiplied by; none stands for `1/√head_dim`.
+    pub scale: Option<f64>,
+}
+
+impl Default for GatedAttention {
+    fn default() -> Self {
+        Self { update: Update::Delta, gate: Gate::Head, l2_norm: true, scale: None }
+    }
+}
+
+impl GatedAttention {
+    /// Numbers of a token's gate.
+    fn gate_len(&self, head_dim: usize) -> usize {
+        match self.gate {
+            Gate::None => 0,
+            Gate::Head => 1,
+            Gate::Channel => head_dim,
+        }
+    }
+
+    fn is_delta(&self) -> bool {
+        self.update == Update::Delta
+    }
+
+    fn scale(&self, head_dim: usize) -> f64 {
+        self.scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt())
+    }
+
+    /// Of the options that the meaning of a state depends on.
+    fn fingerprint(&self) -> u64 {
+        let gate = match self.gate {
+            Gate::None => 0,
+            Gate::Head => 1,
+            Gate::Channel => 2,
+        };
+        fingerprint([self.is_delta().into(), gate, self.l2_norm.into()])
+    }
+
+    fn check_options(&self, dims: &Dims, mask: &Mask<'_>) -> Result<(), Error> {
+        let operation = self.name();
+        let expected = || "a finite number".into();
+        let scale = self.scale(dims.head_dim);
+        expect(scale.is_finite(), operation, "scale", expected, || scale.to_string())?;
+        if mask.order != Order::Causal || mask.offset != 0 {
+            return Err(Error::Unsupported {
+                operation,
+                combination: "a bidirectional mask or an offset",
+                help: "use a causal mask with offset 0",
+            });
+        }
+        let expected = || format!("as many as keys, {}: each token brings both", dims.keys);
+        expect(dims.queries == dims.keys, operation, "queries", expected, || dims.queries.to_string())
+    }
+}
+
+impl Mechanism for GatedAttention {
+    fn name(&self) -> &'static str {
+        match self.update {
+            Update::Sum => "gated",
+            Update::Delta => "delta",
+        }
+    }
+
+    fn algorithms(&self) -> &'static [Algorithm] {
+        &[Algorithm::Chunked]
+    }
+
+    fn parameters(&self, dims: &Dims) -> Parameters {
+        let Dims { batch, kv_heads, keys, head_dim, .. } = *dims;
+        let token = [batch, kv_heads, keys];
+        let gate = match self.gate {
+            Gate::None => None,
+            Gate::Head => Some(Parameter::new("log_decay", token)),
+            Gate::Channel => Some(Parameter::new("log_decay", [batch, kv_heads, keys, head_dim])),
+        };
+        gate.into_iter().chain(self.is_delta().then(|| Parameter::new("beta", token))).collect()
+    }
+
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
+        check_sizes(self, dims, mask)?;
+        self.check_options(dims, mask)?;
+        let [heads, d, dv] = [dims.batch * dims.heads, dims.head_dim, dims.value_dim].map(|n| n as f64);
+        let tokens = dims.keys as f64;
+        let within = problem::CHUNK as f64 / 2.0 * (d + dv);
+        let corrected = if self.is_delta() { d * dv + within } else { 0.0 };
+        let flops = 2.0 * tokens * (2.0 * d * dv + within + corrected);
+        let estimate = Estimate {
+            algorithm: Algorithm::Chunked,
+            flops: heads * flops,
+            published_elements: tokens * d * dv,
+            scratch_bytes: 4.0 * (d * dv + problem::CHUNK as f64 * (4.0 * d + 3.0 * dv)),
+            work: Work::new(
+                heads,
+                Rate::ChunkedCall,
+                [(Rate::ChunkedNumber, 2.0 * tokens * (d + dv)), (Rate::ChunkedFlop, flops)],
+            ),
+            automatic: true,
+        };
+        Ok(Plan::new(Algorithm::Auto, vec![estimate]))
+    }
+
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        reference::reference(self, call)
+    }
+}
+
+kernels!(GatedAttention);
+
+impl Compute for GatedAttention {
+    fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error> {
+        Problem::new(self, call).map(drop)
+    }
+
+    fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
+        let problem = Problem::new(self, call)?;
+        check_output(self, call, &to)?;
+        let Output { mut out, denominators, final_state } = to;
+        let sink = Sink::new(&mut out, denominators, self.denominators(&problem.dims));
+        forward::forward(&problem, sink, final_state, scratch);
+        Ok(())
+    }
+
+    fn backward<T: Real>(
+        &self,
+        call: &Call<'_, T>,
+        cotangent: &Cotangent<'_, T>,
+        gradients: Gradients<'_, '_, T>,
+        scratch: &mut Scratch<T>,
+    ) -> Result<(), Error> {
+        let problem = Problem::new(self, call)?;
+        check_gradients(self, call, cotangent, &gradients)?;
+        backward::backward(&problem, cotangent, gradients, scratch);
+        Ok(())
+    }
+
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        Ok(state::shape(self, dims))
+    }
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        state::check_gates(self, state, argument)
+    }
+
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(self.name())?;
+        State::zeros(state::shape(self, dims))
+    }
+
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+        step::step(self, token, state, out)
+    }
+
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _: &[&[T]]) -> Result<State<T>, Error> {
+        state::combine(self, earlier, later)
+    }
+
+    fn combine_backward<T: Real>(
+        &self,
+        earlier: &State<T>,
+        later: &State<T>,
+        parameters: &[&[T]],
+        d_combined: &State<T>,
+    ) -> Result<CombineGradients<T>, Error> {
+        let (earlier, later) = state::combine_backward(self, earlier, later, d_combined)?;
+        let parameters = parameters.iter().map(|numbers| vec![T::ZERO; numbers.len()]).collect();
+        Ok(CombineGradients { earlier, later, parameters })
+    }
+}

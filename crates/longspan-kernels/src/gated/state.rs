@@ -1,0 +1,102 @@
+//! The state: `S`, and how far it has decayed.
+
+use super::GatedAttention;
+use crate::call::{Dims, Mechanism, State, StateShape};
+use crate::error::{Error, expect};
+use crate::simd::Real;
+use crate::simd::block::{add_scaled, dot};
+
+/// The sizes of the state for calls of these sizes.
+pub(super) fn shape(attention: &GatedAttention, dims: &Dims) -> StateShape {
+    let sums = dims.head_dim.saturating_mul(dims.value_dim);
+    let parts = [sums, attention.gate_len(dims.head_dim), 0, 0, 0, 0];
+    StateShape::new(attention.name(), attention.fingerprint(), dims, parts).in_lines(2)
+}
+
+/// Refuses a state that has grown.
+pub(super) fn check_gates<T: Real>(
+    attention: &GatedAttention,
+    state: &State<T>,
+    argument: &'static str,
+) -> Result<(), Error> {
+    let wrong = state.each(1).flatten().find(|&&g| g > T::ZERO);
+    let expected = || "sums of log decays, at most 0".into();
+    expect(wrong.is_none(), attention.name(), argument, expected, || wrong.map_or(String::new(), T::to_string))
+}
+
+/// Checks two states that follow each other, and that they have a sum.
+fn check_both<T: Real>(attention: &GatedAttention, earlier: &State<T>, later: &State<T>) -> Result<(), Error> {
+    let operation = attention.name();
+    if attention.is_delta() {
+        return Err(Error::Unsupported {
+            operation,
+            combination: "the sum of two states",
+            help: "what a token adds depends on the state before it: give the earlier state to the call of the later tokens",
+        });
+    }
+    let own = earlier.shape();
+    let dims = own.dims(0, 0);
+    earlier.check(operation, "earlier state", StateShape::new(operation, attention.fingerprint(), &dims, own.parts))?;
+    later.check(operation, "later state", own)?;
+    check_gates(attention, earlier, "earlier state")?;
+    check_gates(attention, later, "later state")
+}
+
+/// The rows of `S` that share a decay: one or all of them.
+fn rows<'s, T>(sum: &'s [T], gates: &[T]) -> impl Iterator<Item = &'s [T]> {
+    sum.chunks(sum.len().div_ceil(gates.len().max(1)).max(1))
+}
+
+/// The factor of row `n`.
+fn factor<T: Real>(gates: &[T], n: usize) -> T {
+    gates.get(n).map_or(T::ONE, |g| g.exp())
+}
+
+/// `S = e^{G of later} S of earlier + S of later`.
+pub(super) fn combine<T: Real>(
+    attention: &GatedAttention,
+    earlier: &State<T>,
+    later: &State<T>,
+) -> Result<State<T>, Error> {
+    check_both(attention, earlier, later)?;
+    let mut both = later.try_clone()?;
+    for ([sum, gates, ..], [before, past, ..]) in both.heads_mut().zip(earlier.heads()) {
+        let mut to = sum;
+        for (n, row) in rows(before, gates).enumerate() {
+            let (own, rest) = to.split_at_mut(row.len());
+            add_scaled(own, factor(gates, n), row);
+            to = rest;
+        }
+        gates.iter_mut().zip(past).for_each(|(g, &past)| *g += past);
+    }
+    Ok(both)
+}
+
+/// The gradients of both states from that of their sum.
+pub(super) fn combine_backward<T: Real>(
+    attention: &GatedAttention,
+    earlier: &State<T>,
+    later: &State<T>,
+    d_combined: &State<T>,
+) -> Result<(State<T>, State<T>), Error> {
+    check_both(attention, earlier, later)?;
+    d_combined.check(attention.name(), "gradient of the sum", earlier.shape())?;
+    let (mut d_earlier, mut d_later) = (State::zeros(earlier.shape())?, d_combined.try_clone()?);
+    let heads = d_earlier.heads_mut().zip(d_later.heads_mut());
+    let given = earlier.heads().zip(later.heads()).zip(d_combined.heads());
+    for (([to, d_past, ..], [_, d_gates, ..]), (([before, ..], [_, gates, ..]), [d, d_sum_gates, ..])) in
+        heads.zip(given)
+    {
+        let mut to = to;
+        for (n, (row, d)) in rows(before, gates).zip(rows(d, gates)).enumerate() {
+            let (own, rest) = to.split_at_mut(row.len());
+            add_scaled(own, factor(gates, n), d);
+            if let Some(d_gate) = d_gates.get_mut(n) {
+                *d_gate += factor(gates, n) * dot(row, d);
+            }
+            to = rest;
+        }
+        d_past.copy_from_slice(d_sum_gates);
+    }
+    Ok((d_earlier, d_later))
+}

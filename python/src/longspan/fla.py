@@ -1,0 +1,484 @@
+"""Gated linear attention and the delta rule under the names that users of flash-linear-attention and mamba-ssm know, on the CPU.
+
+Shapes and arguments are theirs: ``[batch, token, head, feature]``, states as plain tensors ``[batch, head, key, value]`` of float32,
+``cu_seqlens`` for packed sequences. All of it has gradients, states too. Sums are float32 (float64 for inputs of float64); outputs have
+the type of ``q``. What these kernels do not do is refused by name; tensors on other devices are for flash-linear-attention itself.
+
+The formulas are in the kernels' ``gated/README.md``; ``longspan.transformers.accelerate`` brings them to models of `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import _calls, _options
+from .torch import _dispatch
+from .torch._states import TensorState
+
+__all__ = [
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gla",
+    "chunk_kda",
+    "chunk_simple_gla",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gla",
+    "fused_recurrent_kda",
+    "fused_recurrent_simple_gla",
+    "mamba_chunk_scan_combined",
+]
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """The gated delta rule: ``S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - (e^{g_t} S_{t-1})^T k_t)^T``, ``o_t = scale S_t^T q_t``.
+
+    Parameters
+    ----------
+    q, k : Tensor ``[batch, token, head, key]``
+        Queries and keys. Values may have a multiple of their heads: each then serves as many value heads that follow each other.
+    v : Tensor ``[batch, token, value_head, value]``
+        Values.
+    g : Tensor ``[batch, token, value_head]``, optional
+        Log decays, at most 0. Without it nothing decays.
+    beta : Tensor ``[batch, token, value_head]``, optional
+        From 0 to 2; 1 without it.
+    scale : float, optional
+        ``1 / sqrt(key)`` without it.
+    initial_state : Tensor ``[batch, value_head, key, value]``, optional
+        The state before the first token; of packed sequences one for each.
+    output_final_state : bool
+        Whether to return the state after the last token.
+    use_qk_l2norm_in_kernel : bool
+        Whether queries and keys are divided by their length.
+    cu_seqlens : Tensor of integers, optional
+        Boundaries of packed sequences, with a batch of 1.
+
+    Returns
+    -------
+    tuple
+        Output, as ``v``, and the final state or ``None``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
+    >>> g, beta = -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+    >>> out, state = fla.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    >>> out.shape, state.shape
+    (torch.Size([1, 100, 4, 16]), torch.Size([1, 4, 16, 16]))
+    """
+    beta = v.new_ones(v.shape[:3]) if beta is None else beta
+    return _run("chunk_gated_delta_rule", "delta", q, k, v, g, beta, scale, initial_state, output_final_state,
+                use_qk_l2norm_in_kernel, cu_seqlens)  # fmt: skip
+
+
+def chunk_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """The delta rule: `chunk_gated_delta_rule` without decay.
+
+    Parameters
+    ----------
+    q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+        As there.
+
+    Returns
+    -------
+    tuple
+        Output, and the final state or ``None``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
+    >>> out, _ = fla.chunk_delta_rule(q, k, v, torch.rand(1, 100, 4), use_qk_l2norm_in_kernel=True)
+    >>> out.shape
+    torch.Size([1, 100, 4, 16])
+    """
+    return chunk_gated_delta_rule(
+        q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+    )
+
+
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Kimi delta attention: `chunk_gated_delta_rule` with a decay for each channel of the key.
+
+    Parameters
+    ----------
+    q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+        As there.
+    g : Tensor ``[batch, token, value_head, key]``
+        Log decays, at most 0.
+
+    Returns
+    -------
+    tuple
+        Output, and the final state or ``None``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
+    >>> g, beta = -torch.rand(1, 100, 4, 16), torch.rand(1, 100, 4)
+    >>> out, _ = fla.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    >>> out.shape
+    torch.Size([1, 100, 4, 16])
+    """
+    return _run("chunk_kda", "delta", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+                cu_seqlens)  # fmt: skip
+
+
+def chunk_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Gated linear attention: ``S_t = Diag(e^{g_t}) S_{t-1} + k_t v_t^T``, ``o_t = scale S_t^T q_t``.
+
+    Parameters
+    ----------
+    q, k, v, scale, initial_state, output_final_state, cu_seqlens
+        As in `chunk_gated_delta_rule`.
+    g : Tensor ``[batch, token, value_head, key]``
+        Log decays, at most 0.
+
+    Returns
+    -------
+    tuple
+        Output, and the final state or ``None``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
+    >>> whole, _ = fla.chunk_gla(q, k, v, g=-torch.rand(1, 100, 4, 16))
+    >>> whole.shape
+    torch.Size([1, 100, 4, 16])
+    """
+    return _run("chunk_gla", "gated", q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
+
+
+def chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Gated linear attention with one decay a head: `chunk_gla` whose ``g`` is ``[batch, token, value_head]``.
+
+    Parameters
+    ----------
+    q, k, v, scale, initial_state, output_final_state, cu_seqlens
+        As in `chunk_gated_delta_rule`.
+    g : Tensor ``[batch, token, value_head]``, optional
+        Log decays, at most 0.
+    g_gamma : Tensor ``[value_head]``, optional
+        In its place the same log decay for all tokens: retention.
+
+    Returns
+    -------
+    tuple
+        Output, and the final state or ``None``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
+    >>> retention, _ = fla.chunk_simple_gla(q, k, v, g_gamma=torch.tensor([-0.1, -0.03, -0.01, -0.003]))
+    >>> retention.shape
+    torch.Size([1, 100, 4, 16])
+    """
+    if g is not None and g_gamma is not None:
+        raise ValueError("chunk_simple_gla: g_gamma: expected None beside g, got both")
+    if g_gamma is not None:
+        g = g_gamma.expand(v.shape[:3])
+    return _run("chunk_simple_gla", "gated", q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
+
+
+# One token at a time or many: the kernels are the same.
+fused_recurrent_gated_delta_rule = chunk_gated_delta_rule
+fused_recurrent_delta_rule = chunk_delta_rule
+fused_recurrent_kda = chunk_kda
+fused_recurrent_gla = chunk_gla
+fused_recurrent_simple_gla = chunk_simple_gla
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int | None = None, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+) -> Any:  # fmt: skip
+    """Mamba-2's scan (SSD): ``S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T``, ``y_t = S_t^T C_t + D x_t``.
+
+    Parameters
+    ----------
+    x : Tensor ``[batch, token, head, width]``
+        What goes through the state.
+    dt : Tensor ``[batch, token, head]``
+        Steps of time.
+    A : Tensor ``[head]``
+        At most 0.
+    B, C : Tensor ``[batch, token, group, state]``
+        Keys and queries; the heads of a group follow each other.
+    chunk_size : int, optional
+        Not looked at: chunks are the kernels' own.
+    D : Tensor ``[head]`` or ``[head, width]``, optional
+        What is added of ``x``.
+    z : Tensor as ``x``, optional
+        The output is multiplied by ``silu(z)``.
+    dt_bias : Tensor ``[head]``, optional
+        Added to ``dt``.
+    initial_states : Tensor ``[batch, head, width, state]``, optional
+        States before the first token.
+    cu_seqlens : Tensor of integers, optional
+        Boundaries of packed sequences, with a batch of 1.
+    dt_softplus : bool
+        Whether ``dt`` goes through softplus.
+    dt_limit : tuple of float
+        Bounds of ``dt``.
+    return_final_states : bool
+        Whether to return the states after the last token too.
+
+    Returns
+    -------
+    Tensor or tuple
+        Output as ``x``, and with ``return_final_states`` the states.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> x, dt = torch.randn(1, 100, 4, 16), torch.rand(1, 100, 4)
+    >>> B, C = torch.randn(2, 1, 100, 1, 8)
+    >>> y, states = fla.mamba_chunk_scan_combined(x, dt, -torch.ones(4), B, C, return_final_states=True)
+    >>> y.shape, states.shape
+    (torch.Size([1, 100, 4, 16]), torch.Size([1, 4, 16, 8]))
+    """
+    operation = "mamba_chunk_scan_combined"
+    _expect_axes(operation, ("x", x, 4), ("dt", dt, 3), ("A", A, 1), ("B", B, 4), ("C", C, 4))
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    before = None if initial_states is None else initial_states.transpose(2, 3)
+    out, after = _run(
+        operation, "gated", C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None, 1.0, before, return_final_states, False, cu_seqlens
+    )  # fmt: skip
+    if D is not None:
+        out = out + x * (D if D.dim() == 2 else D[:, None])
+    if z is not None:
+        out = out * F.silu(z)
+    out = out.to(x.dtype)
+    return (out, after.transpose(2, 3)) if after is not None else out
+
+
+def causal_conv1d_fn(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, initial_states: Tensor | None = None,
+    return_final_states: bool = False, activation: str | None = None,
+) -> Any:  # fmt: skip
+    """The short convolution of these models: each channel a sum over its last tokens, with SiLU or without.
+
+    Parameters
+    ----------
+    x : Tensor ``[batch, channel, token]``
+        Inputs.
+    weight : Tensor ``[channel, taps]``
+        The last tap weighs a token itself.
+    bias : Tensor ``[channel]``, optional
+        Added to the sum.
+    seq_idx : Tensor of integers ``[batch, token]``, optional
+        The sequence that each token belongs to; no sum reaches beyond it.
+    initial_states : Tensor ``[batch, channel, taps - 1]``, optional
+        The tokens before the first, instead of zeros.
+    return_final_states : bool
+        Whether to return the last ``taps - 1`` tokens too.
+    activation : str, optional
+        ``"silu"`` or ``"swish"``.
+
+    Returns
+    -------
+    Tensor or tuple
+        Output as ``x``, and with ``return_final_states`` the tokens that the next call begins with.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> x, weight = torch.randn(1, 6, 100), torch.randn(6, 4)
+    >>> whole = fla.causal_conv1d_fn(x, weight, activation="silu")
+    >>> first, state = fla.causal_conv1d_fn(x[..., :60], weight, activation="silu", return_final_states=True)
+    >>> rest = fla.causal_conv1d_fn(x[..., 60:], weight, activation="silu", initial_states=state)
+    >>> torch.allclose(torch.cat([first, rest], dim=2), whole, atol=1e-6)
+    True
+    """
+    operation = "causal_conv1d_fn"
+    _expect_axes(operation, ("x", x, 3), ("weight", weight, 2))
+    _expect_activation(operation, activation)
+    if seq_idx is not None and (initial_states is not None or return_final_states):
+        raise ValueError(f"{operation}: seq_idx: expected None with states, because each sequence has its own, got both")
+    taps, tokens = weight.shape[1], x.shape[2]
+    before = x.new_zeros(*x.shape[:2], taps - 1) if initial_states is None else initial_states.to(x.dtype)
+    seen = torch.cat([before, x], dim=2)
+    if seq_idx is None:
+        out = F.conv1d(seen.to(weight.dtype), weight[:, None], bias, groups=x.shape[1])
+    else:
+        own = F.pad(seq_idx, (taps - 1, 0), value=-1)
+        out = x.new_zeros(x.shape, dtype=weight.dtype)
+        for tap in range(taps):
+            same = (own[:, tap : tap + tokens] == seq_idx)[:, None]
+            out = out + weight[:, tap, None] * seen[:, :, tap : tap + tokens].masked_fill(~same, 0.0)
+        out = out if bias is None else out + bias[:, None]
+    out = (F.silu(out) if activation else out).to(x.dtype)
+    return (out, seen[:, :, tokens:]) if return_final_states else out
+
+
+def causal_conv1d_update(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """`causal_conv1d_fn` token by token.
+
+    Parameters
+    ----------
+    x : Tensor ``[batch, channel]`` or ``[batch, channel, token]``
+        The next token, or a few.
+    conv_state : Tensor ``[batch, channel, n]``
+        The last ``n >= taps - 1`` tokens, changed in place.
+    weight, bias, activation
+        As there.
+
+    Returns
+    -------
+    Tensor
+        Output as ``x``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from longspan import fla
+    >>> state = torch.zeros(1, 6, 3)
+    >>> fla.causal_conv1d_update(torch.ones(1, 6), state, torch.ones(6, 4))[0, 0]
+    tensor(1.)
+    >>> fla.causal_conv1d_update(torch.ones(1, 6), state, torch.ones(6, 4))[0, 0]
+    tensor(2.)
+    """
+    operation = "causal_conv1d_update"
+    _expect_axes(operation, ("conv_state", conv_state, 3), ("weight", weight, 2))
+    _expect_activation(operation, activation)
+    new = x[..., None] if x.dim() == 2 else x
+    seen = torch.cat([conv_state.to(new.dtype), new], dim=2)
+    conv_state.copy_(seen[:, :, -conv_state.shape[2] :])
+    seen = seen[:, :, -(weight.shape[1] - 1 + new.shape[2]) :]
+    out = F.conv1d(seen.to(weight.dtype), weight[:, None], bias, groups=new.shape[1])
+    out = (F.silu(out) if activation else out).to(x.dtype)
+    return out[..., 0] if x.dim() == 2 else out
+
+
+def _expect_axes(operation: str, *tensors: tuple[str, Any, int]) -> None:
+    for name, tensor, axes in tensors:
+        if not isinstance(tensor, Tensor) or tensor.dim() != axes:
+            got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{operation}: {name}: expected a tensor of {axes} axes, got {got}")
+
+
+def _expect_activation(operation: str, activation: str | None) -> None:
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"{operation}: activation: expected None, 'silu' or 'swish', got {activation!r}")
+
+
+def _expect_shape(operation: str, name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{operation}: {name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
+
+
+def _run(
+    operation: str, mechanism: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float | None,
+    initial_state: Tensor | None, output_final_state: bool, l2_norm: bool, cu_seqlens: Tensor | None,
+) -> Result:  # fmt: skip
+    _expect_axes(operation, ("q", q, 4), ("k", k, 4), ("v", v, 4))
+    batch, tokens, heads, width = k.shape
+    value_heads, columns = v.shape[2:]
+    _expect_shape(operation, "q", q, k.shape)
+    _expect_shape(operation, "v", v, (batch, tokens, value_heads, columns))
+    if q.device.type != "cpu":
+        raise ValueError(f"{operation}: q: expected tensors on the cpu, got {q.device}; there use flash-linear-attention, "
+                         "whose functions have the same names and arguments")  # fmt: skip
+    if heads == 0 or value_heads % heads:
+        raise ValueError(f"{operation}: v: expected a multiple of the {heads} heads of keys, got {value_heads}")
+    by_channel = g is not None and g.dim() == 4
+    if g is not None:
+        _expect_shape(operation, "g", g, (batch, tokens, value_heads, width) if by_channel else (batch, tokens, value_heads))
+    if beta is not None:
+        _expect_shape(operation, "beta", beta, (batch, tokens, value_heads))
+    if initial_state is not None:
+        sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+        _expect_shape(operation, "initial_state", initial_state, (sequences, value_heads, width, columns))
+    if cu_seqlens is not None and (initial_state is not None or output_final_state):
+        return _packed_with_states(
+            operation, mechanism, q, k, v, g, beta, scale, initial_state, output_final_state, l2_norm, cu_seqlens
+        )  # fmt: skip
+    dtype = q.dtype
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    if value_heads != heads:
+        q, k = (x.repeat_interleave(value_heads // heads, dim=2) for x in (q, k))
+    q, k, v = (x.to(wide).transpose(1, 2) for x in (q, k, v))
+    gates = tuple([x.to(wide).transpose(1, 2).contiguous() for x in (g, beta) if x is not None])
+    gate = "none" if g is None else "channel" if by_channel else "head"
+    options = _options.as_object(gate=gate, l2_norm=l2_norm, scale=None if scale is None else float(scale))
+    state = None
+    if initial_state is not None or output_final_state:
+        sizes = (value_heads, value_heads, width, columns)
+        shapes = tuple([tuple(x.shape[2:]) for x in gates])
+        kind = _dispatch._state_shape(mechanism, options, operation, 0, tokens, tuple([(1, value_heads, *s) for s in shapes]), sizes)
+        if initial_state is not None:
+            rest = initial_state.new_zeros(batch, value_heads, sum(kind[2]) - width * columns)
+            numbers = torch.cat([initial_state.flatten(2), rest], dim=2).to(wide)
+            state = TensorState(*kind, numbers)
+    result = _dispatch.attend(
+        operation, mechanism, options, q, k, v, gates, is_causal=True, cu_seqlens=cu_seqlens, initial_state=state,
+        output_final_state=output_final_state, token_major=True,
+    )  # fmt: skip
+    if not output_final_state:
+        return result.transpose(1, 2).to(dtype), None
+    out, after = result
+    numbers = (after if isinstance(after, TensorState) else TensorState.of(after)).numbers
+    return out.transpose(1, 2).to(dtype), numbers[..., : width * columns].unflatten(2, (width, columns))
+
+
+def _packed_with_states(
+    operation: str, mechanism: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float | None,
+    initial_state: Tensor | None, output_final_state: bool, l2_norm: bool, cu_seqlens: Tensor,
+) -> Result:  # fmt: skip
+    """Each sequence with a state of its own."""
+    if q.shape[0] != 1:
+        raise ValueError(f"{operation}: cu_seqlens: expected a batch of 1, got {q.shape[0]}")
+    bounds = _calls.boundaries(operation, cu_seqlens)
+    assert bounds is not None
+    if bounds[0][:1] != [0] or bounds[0][-1:] != [q.shape[1]] or bounds[0] != sorted(bounds[0]):
+        raise ValueError(f"{operation}: cu_seqlens: expected numbers that rise from 0 to {q.shape[1]}, got {bounds[0]}")
+    outs, states = [], []
+    for n, (start, end) in enumerate(zip(bounds[0], bounds[0][1:])):
+        own = [None if x is None else x[:, start:end] for x in (q, k, v, g, beta)]
+        before = None if initial_state is None else initial_state[n : n + 1]
+        out, after = _run(operation, mechanism, *own, scale, before, True, l2_norm, None)  # type: ignore[arg-type]
+        outs.append(out)
+        states.append(after)
+    return torch.cat(outs, dim=1), torch.cat(states) if output_final_state else None  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""The linear layers of `transformers`' models on the kernels of `longspan.fla`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import fla
+
+
+def _gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+) -> Any:  # fmt: skip
+    return fla.chunk_gated_delta_rule(query, key, value, g, beta, None, initial_state, output_final_state,
+                                      use_qk_l2norm_in_kernel, cu_seqlens)  # fmt: skip
+
+
+def _mamba2_scan(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, initial_states: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, cu_seqlens: Tensor | None = None,
+) -> Any:  # fmt: skip
+    # As their own: half-precision outputs come in float32, and are rounded by the caller.
+    return fla.mamba_chunk_scan_combined(
+        hidden_states.float(), dt, A, B, C, chunk_size, D, None, dt_bias, initial_states, cu_seqlens, dt_softplus, dt_limit,
+        return_final_states,
+    )  # fmt: skip
+
+
+#: Their functions and ours, which take the same arguments.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _gated_delta_rule,
+    "recurrent_kimi_delta_attention": _gated_delta_rule,
+    "mamba2_chunk_scan": _mamba2_scan,
+}
+
+
+def accelerate(model: nn.Module) -> list[str]:
+    """Runs a model's gated linear layers on Longspan's kernels while its tensors are on the CPU, in training and in generation.
+
+    Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-hybrid), Kimi delta attention (Kimi Linear, Ling) and Mamba-2 (Mamba-2, Falcon-H1, Bamba,
+    Granite-hybrid, Nemotron-H, Zamba2). The functions are replaced where the model's own modules find them, so all models of the
+    same kind in this process are changed with it. Tensors on other devices go to the functions that were there before.
+
+    Parameters
+    ----------
+    model : Module
+        A model of `transformers`, 5.17 or later.
+
+    Returns
+    -------
+    list of str
+        Names of the layers that were changed; none is no error.
+
+    Examples
+    --------
+    >>> from transformers import Mamba2Config, Mamba2ForCausalLM
+    >>> import longspan.transformers
+    >>> config = Mamba2Config(hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=2, vocab_size=64)
+    >>> longspan.transformers.accelerate(Mamba2ForCausalLM(config))
+    ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
+    """
+    changed = []
+    for name, layer in model.named_modules():
+        found = sys.modules.get(type(layer).__module__)
+        used = _names_used(type(layer)) if found is not None else ()
+        own = [function for function in _FUNCTIONS if function in used and hasattr(found, function)]
+        for function in own:
+            _replace(getattr(found, function), _FUNCTIONS[function])
+        if own:
+            changed.append(name)
+    return changed
+
+
+def _names_used(layer: type) -> set[str]:
+    """Global names in the methods of a layer's class, also of those that decorators wrap."""
+    names: set[str] = set()
+    for method in vars(layer).values():
+        code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+        names.update(getattr(code, "co_names", ()))
+    return names
+
+
+def _replace(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Rebinds a function in every module that has it."""
+    if hasattr(theirs, "_longspan"):
+        return
+
+    known = inspect.signature(ours).parameters
+
+    @functools.wraps(theirs)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if args[0].device.type != "cpu" if args else True:
+            return theirs(*args, **kwargs)
+        return ours(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    function._longspan = True  # type: ignore[attr-defined]
+    for module in list(sys.modules.values()):
+        held = getattr(module, "__dict__", {})
+        for name in [name for name, value in list(held.items()) if value is theirs]:
+            setattr(module, name, function)

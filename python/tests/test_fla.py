@@ -1,0 +1,252 @@
+"""`longspan.fla` beside what others wrote: transformers' torch functions and models, ONNX's reference evaluator."""
+
+import logging
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.17")
+
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi  # noqa: E402
+from transformers.models.mamba2 import modeling_mamba2 as mamba2  # noqa: E402
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next  # noqa: E402
+
+from longspan import fla  # noqa: E402
+from longspan.transformers import accelerate  # noqa: E402
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+# As they are before anything is accelerated.
+GATED_DELTA_RULE = qwen3_next.torch_recurrent_gated_delta_rule
+KIMI_DELTA_ATTENTION = kimi.recurrent_kimi_delta_attention
+MAMBA2_SCAN = mamba2.mamba2_chunk_scan
+
+
+def near(got, expected, tolerance=5e-6, what=""):
+    error = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    assert error <= tolerance, f"{what}: {error:.1e}"
+
+
+def inputs(tokens, heads, value_heads, width=16, columns=12, batch=2):
+    torch.manual_seed(tokens)
+    q, k = torch.randn(2, batch, tokens, heads, width)
+    v = torch.randn(batch, tokens, value_heads, columns)
+    beta = torch.rand(batch, tokens, value_heads) * 2
+    return q, k, v, beta, torch.randn(batch, value_heads, width, columns)
+
+
+def with_gradients(function, tensors, **options):
+    tensors = [tensor.clone().requires_grad_() for tensor in tensors]
+    q, k, v, g, beta, state = tensors
+    out, after = function(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True, **options)
+    weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+    loss = (out * weights).sum() + (after * torch.linspace(1, -2, after.numel()).view_as(after)).sum()
+    return [out, after, *torch.autograd.grad(loss, tensors)]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 63, 64, 65, 150])
+@pytest.mark.parametrize("decay", [0.01, 1.0, 9.0])
+def test_gated_delta_rule_is_transformers(tokens, decay):
+    q, k, v, beta, state = inputs(tokens, 2, 4)
+    g = -decay * torch.rand(v.shape[:3])
+    got = with_gradients(fla.chunk_gated_delta_rule, (q, k, v, g, beta, state))
+    expected = with_gradients(GATED_DELTA_RULE, [x.double() for x in (q, k, v, g, beta, state)])
+    for name, a, b in zip(("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"), got, expected):
+        near(a, b.float(), what=name)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 64, 150])
+@pytest.mark.parametrize("decay", [0.01, 9.0])
+def test_kda_is_transformers(tokens, decay):
+    q, k, v, beta, state = inputs(tokens, 3, 3)
+    g = -decay * torch.rand(*v.shape[:3], q.shape[3])
+    got = with_gradients(fla.chunk_kda, (q, k, v, g, beta, state))
+    expected = with_gradients(KIMI_DELTA_ATTENTION, (q, k, v, g, beta, state))
+    for name, a, b in zip(("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"), got, expected):
+        near(a, b, 1e-5, name)
+
+
+def test_mamba2_scan_is_transformers():
+    torch.manual_seed(0)
+    x = torch.randn(2, 100, 8, 16, requires_grad=True)
+    dt, a, bias, d = torch.randn(2, 100, 8), -torch.rand(8) * 4, torch.randn(8), torch.randn(8)
+    b, c = torch.randn(2, 2, 100, 2, 12)
+    before = torch.randn(2, 8, 16, 12)
+    options = {"D": d, "dt_bias": bias, "dt_softplus": True, "initial_states": before, "return_final_states": True}
+    got, expected = (scan(x, dt, a, b, c, 32, **options) for scan in (fla.mamba_chunk_scan_combined, MAMBA2_SCAN))
+    for one, other in zip(got, expected):
+        near(one, other)
+    near(*(torch.autograd.grad(out[0].square().sum(), x)[0] for out in (got, expected)))
+
+
+@pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
+def test_rules_are_onnx(rule):
+    onnx = pytest.importorskip("onnx", minversion="1.23")
+    from onnx import TensorProto, helper
+    from onnx.reference import ReferenceEvaluator
+
+    if onnx.defs.onnx_opset_version() < 27:
+        pytest.skip("an onnx without LinearAttention")
+    tokens, heads, width = 20, 2, 8
+    q, k, v, beta, _ = inputs(tokens, heads, heads, width, width, 1)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    g = -torch.rand(1, tokens, heads)
+    gates = {"linear": [], "gated": ["decay"], "delta": ["beta"], "gated_delta": ["decay", "beta"]}[rule]
+    given = ["", *(name if name in gates else "" for name in ("decay", "beta"))]
+    while given and not given[-1]:
+        given.pop()
+    node = helper.make_node("LinearAttention", ["q", "k", "v", *given], ["out", "state"], update_rule=rule, q_num_heads=heads,
+                            kv_num_heads=heads, scale=0.5)  # fmt: skip
+    packed = {"q": q.flatten(2), "k": k.flatten(2), "v": v.flatten(2), "decay": g, "beta": beta}
+    feeds = {name: packed[name].numpy() for name in ["q", "k", "v", *gates]}
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list(array.shape)) for name, array in feeds.items()]
+    outs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("out", "state")]
+    graph = helper.make_graph([node], "one", values, outs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 27)])
+    expected, state = ReferenceEvaluator(model).run(None, feeds)
+    if "delta" in rule:
+        got, after = fla.chunk_gated_delta_rule(q, k, v, g if "decay" in gates else None, beta, 0.5, output_final_state=True)
+    else:
+        got, after = fla.chunk_simple_gla(q, k, v, g if gates else None, scale=0.5, output_final_state=True)
+    near(got.flatten(2), torch.from_numpy(np.array(expected)))
+    near(after, torch.from_numpy(np.array(state)))
+
+
+def test_packed_sequences_are_apart():
+    q, k, v, beta, _ = inputs(100, 2, 4, batch=1)
+    g = -torch.rand(v.shape[:3])
+    bounds = torch.tensor([0, 30, 31, 100])
+    states = torch.randn(3, 4, 16, 12)
+    alone = [fla.chunk_gated_delta_rule(*(x[:, a:b] for x in (q, k, v, g, beta)), initial_state=states[n : n + 1], output_final_state=True)
+             for n, (a, b) in enumerate(zip(bounds, bounds[1:]))]  # fmt: skip
+    out, after = fla.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=states, output_final_state=True, cu_seqlens=bounds)
+    near(out, torch.cat([one[0] for one in alone], dim=1))
+    near(after, torch.cat([one[1] for one in alone]))
+    fresh = fla.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=bounds)[0]
+    near(fresh[:, 31:], fla.chunk_gated_delta_rule(*(x[:, 31:] for x in (q, k, v, g, beta)))[0])
+
+
+def test_token_by_token_is_the_whole():
+    q, k, v, beta, state = inputs(20, 2, 2)
+    g = -torch.rand(*v.shape[:3], 16)
+    whole, last = fla.chunk_kda(q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    outs = []
+    for t in range(20):
+        token = [x[:, t : t + 1] for x in (q, k, v, g, beta)]
+        out, state = fla.fused_recurrent_kda(*token, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        outs.append(out)
+    near(torch.cat(outs, dim=1), whole)
+    near(state, last)
+
+
+def test_half_precision_and_compile():
+    q, k, v, beta, _ = inputs(70, 2, 2)
+    g = -torch.rand(v.shape[:3])
+    narrow = [x.bfloat16() for x in (q, k, v)]
+    out, state = fla.chunk_gated_delta_rule(*narrow, g, beta.bfloat16(), output_final_state=True, use_qk_l2norm_in_kernel=True)
+    expected = fla.chunk_gated_delta_rule(*(x.float() for x in narrow), g, beta.bfloat16().float(), use_qk_l2norm_in_kernel=True)[0]
+    assert out.dtype is torch.bfloat16 and state.dtype is torch.float32
+    near(out.float(), expected, 4e-3)
+    compiled = torch.compile(fla.chunk_simple_gla, backend="aot_eager", fullgraph=True)
+    x = q.clone().requires_grad_()
+    near(*(torch.autograd.grad(f(x, k, v, g)[0].square().sum(), x)[0] for f in (compiled, fla.chunk_simple_gla)))
+
+
+@pytest.mark.parametrize("taps", [1, 3, 4, 7])
+def test_short_convolution(taps):
+    torch.manual_seed(taps)
+    x, weight, bias = torch.randn(2, 6, 20), torch.randn(6, taps), torch.randn(6)
+    expected = torch.nn.functional.silu(torch.nn.functional.conv1d(x, weight[:, None], bias, padding=taps - 1, groups=6)[..., :20])
+    out, last = fla.causal_conv1d_fn(x, weight, bias, return_final_states=True, activation="silu")
+    near(out, expected)
+    assert torch.equal(last, torch.nn.functional.pad(x, (taps, 0))[..., 21:] if taps > 1 else last)
+    first, state = fla.causal_conv1d_fn(x[..., :8], weight, bias, return_final_states=True, activation="silu")
+    rest = [fla.causal_conv1d_update(x[..., t], state, weight, bias, "silu")[..., None] for t in range(8, 20)]
+    near(torch.cat([first, *rest], dim=2), expected)
+    index = torch.tensor([0] * 9 + [1] * 11).expand(2, 20)
+    apart = fla.causal_conv1d_fn(x, weight, bias, seq_idx=index, activation="silu")
+    near(apart[..., 9:], fla.causal_conv1d_fn(x[..., 9:].contiguous(), weight, bias, activation="silu"))
+    near(apart[..., :9], expected[..., :9])
+
+
+def test_what_is_wrong_is_named():
+    q, k, v, beta, state = inputs(5, 2, 4)
+    g = -torch.rand(v.shape[:3])
+    for arguments, message in [
+        ((q, k, v, -g, beta), "log_decay: expected numbers that are at most 0"),
+        ((q, k, v, g, beta + 2), "beta: expected numbers from 0 to 2"),
+        ((q, k, v[:, :, :3], g[:, :, :3], beta[:, :, :3]), "v: expected a multiple of the 2 heads of keys, got 3"),
+        ((q, k, v, g[:, :4], beta), "g: expected shape"),
+        ((q, k, v, g, beta, None, state[:, :2]), "initial_state: expected shape"),
+        ((q, k, v[0], g, beta), "v: expected a tensor of 4 axes"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fla.chunk_gated_delta_rule(*arguments)
+    with pytest.raises(ValueError, match="expected tensors on the cpu, got meta.*flash-linear-attention"):
+        fla.chunk_gla(*(x.to("meta") for x in (q, k, v[:, :, :2], torch.zeros(2, 5, 2, 16))))
+    with pytest.raises(ValueError, match="activation"):
+        fla.causal_conv1d_fn(torch.ones(1, 2, 3), torch.ones(2, 2), activation="relu")
+    assert fla.chunk_gated_delta_rule(*(x[:, :0] for x in (q, k, v, g, beta)))[0].shape == (2, 0, 4, 12)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2}  # fmt: skip
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+SSD = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16}
+MODELS = {
+    "Qwen3Next": {**SIZES, **DELTA, **EXPERTS, "head_dim": 8},
+    "Qwen3_5Text": {**SIZES, **DELTA, "head_dim": 8},
+    "OlmoHybrid": {**SIZES, "pad_token_id": 0},
+    "KimiLinear": {**SIZES, "num_key_value_heads": 4, "linear_num_heads": 2, "linear_head_dim": 8, "pad_token_id": 0,
+                   "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "kv_lora_rank": 16,
+                   "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+                   "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+    "Mamba2": {"vocab_size": 64, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "num_hidden_layers": 2},
+    "FalconH1": {**SIZES, **SSD, "mamba_d_ssm": 64, "mamba_n_groups": 2, "head_dim": 8},
+    "GraniteMoeHybrid": {**SIZES, **SSD, "mamba_n_groups": 1, "num_local_experts": 2, "num_experts_per_tok": 1,
+                         "shared_intermediate_size": 16, "layer_types": ["mamba", "attention", "mamba", "mamba"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_accelerated_models_are_the_same(name):
+    config = getattr(transformers, f"{name}Config", None)
+    if config is None:
+        pytest.skip(f"a transformers without {name}")
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config(**MODELS[name])).eval()
+    ids = torch.randint(1, 64, (2, 75))
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+
+    def run():
+        model.zero_grad()
+        found = model(ids, attention_mask=mask, labels=ids)
+        found.loss.backward()
+        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        tokens = model.generate(ids[:, :20], attention_mask=mask[:, :20], max_new_tokens=32, do_sample=False, pad_token_id=0)
+        return found.logits.detach(), gradients, tokens
+
+    plain = run()
+    layers = accelerate(model)
+    assert layers and accelerate(model) == layers
+    logits, gradients, tokens = run()
+    near(logits, plain[0])
+    assert torch.equal(tokens, plain[2])
+    whole = torch.cat([x.flatten() for x in plain[1].values()]).abs().max()
+    for name, gradient in gradients.items():
+        assert (gradient - plain[1][name]).abs().max() <= 1e-5 * whole, name
+
+
+def test_accelerated_models_keep_packed_sequences_apart():
+    config = transformers.Qwen3NextConfig(**MODELS["Qwen3Next"])
+    torch.manual_seed(2)
+    layer = qwen3_next.Qwen3NextGatedDeltaNet(config, 0)
+    accelerate(layer)
+    q, k, v, beta, _ = inputs(60, 2, 4, batch=1)
+    g = -torch.rand(v.shape[:3])
+    out, _ = qwen3_next.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, cu_seqlens=torch.tensor([0, 25, 60]))
+    near(out[:, 25:], GATED_DELTA_RULE(*(x[:, 25:] for x in (q, k, v)), g=g[:, 25:], beta=beta[:, 25:])[0])
