@@ -115,7 +115,8 @@ fn csv_and_forms_of_blocks_and_numbers() {
         "neither the format nor forming numbers again changes a loss"
     );
     place.ok(&train("reports.csv", "plain", "6", &["--set", "layers=2"]));
-    assert_ne!(place.losses("kept")[0], place.losses("plain")[0]);
+    // Both begin with no corrections to the words' regression.
+    assert_ne!(place.losses("kept")[1..], place.losses("plain")[1..]);
     for (setting, parts) in [
         ("norm_kind=batch", ["unknown norm_kind \"batch\"", "layer, rms"]),
         ("activation=tanh", ["unknown activation \"tanh\"", "relu, gelu, gelu-tanh, silu"]),

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use burn::module::Module;
+use burn::nn::{Initializer, Linear};
 use burn::tensor::Device;
 use longspan::attention::AttentionConfig;
 use longspan::models::{BlockConfig, EncoderBlock, Positions};
@@ -29,6 +30,13 @@ pub fn block(config: &RunConfig) -> Result<BlockConfig> {
 /// Absolute positions where no mechanism sees the order of tokens.
 pub fn positions(attention: &[AttentionConfig]) -> Positions {
     if attention.iter().any(AttentionConfig::sees_order) { Positions::None } else { Positions::Sinusoidal }
+}
+
+/// Lets a model that corrects a simple method begin with no corrections.
+pub fn begin_at_zero(output: &mut Linear, config: &RunConfig, outputs: usize, device: &Device) {
+    if config.base {
+        output.weight = Initializer::Zeros.init([config.d_model, outputs], device);
+    }
 }
 
 /// Refuses sizes that the memory has no room for before it is asked for. `one` is the model with one block, `blocks` its blocks; blocks

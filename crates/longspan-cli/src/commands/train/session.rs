@@ -77,7 +77,14 @@ impl<T: Task> Session<T> {
         let workers = Workers::new(*config.workers.get_or_insert(Workers::usual_count()))?;
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.seed);
         let optimizer = optimizer(&config);
-        let saved = Saved { step: 0, seconds: 0.0, best: None, data_sha256: data.sha256.clone(), place: Value::Null };
+        let saved = Saved {
+            step: 0,
+            seconds: 0.0,
+            best: None,
+            start: Vec::new(),
+            data_sha256: data.sha256.clone(),
+            place: Value::Null,
+        };
         let (folder, lock) = draft.finish(|folder| {
             folder.save_config(&config)?;
             task.store(folder)?;
@@ -138,6 +145,10 @@ impl<T: Task> Session<T> {
         let first = self.step();
         let mut progress = Progress::new();
         let (started, before) = (Instant::now(), self.saved.seconds);
+        if self.config.base && first == 0 && !self.data.development.is_empty() {
+            let (loss, start) = self.development(&self.data.development)?;
+            self.saved = Saved { best: Some(Best { step: 0, loss }), start, ..self.saved.clone() };
+        }
         let mut recent = Recent::default();
         let mut step = first;
         // Until the length of a run in minutes is known, as long as it takes.
@@ -186,6 +197,10 @@ impl<T: Task> Session<T> {
             if step.is_multiple_of(self.config.checkpoint_steps) && steps != Some(step) {
                 self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::All)?;
             }
+            if self.is_stale() {
+                progress.note(format_args!("stopped early: no checkpoint since step {} did better", self.kept()));
+                break;
+            }
         }
         drop(progress);
         if step > self.step() {
@@ -233,6 +248,26 @@ impl<T: Task> Session<T> {
         Ok(Taken::Step((found.loss, norm, examples)))
     }
 
+    /// The loss of examples, and those of some parts.
+    fn development(&self, examples: &[T::Example]) -> Result<(f64, Vec<f64>)> {
+        let all = self.config.batch_size.max(64);
+        // Parts tell how certain a difference is.
+        let batch = if self.config.base { all.min(examples.len().div_ceil(PARTS)) } else { all };
+        mean_loss(&self.task, &self.model, examples, batch, &self.workers)
+    }
+
+    /// The step whose weights are kept.
+    fn kept(&self) -> usize {
+        self.saved.best.map_or(self.step(), |best| best.step)
+    }
+
+    /// Whether the model corrects a simple method, and has not done better for long.
+    fn is_stale(&self) -> bool {
+        let patience =
+            (PATIENCE * self.config.checkpoint_steps).max(self.config.known_steps().unwrap_or(usize::MAX) / 3);
+        self.config.base && self.step() >= self.kept().saturating_add(patience)
+    }
+
     fn diverged(&self, step: usize, what: &str, value: f64) -> anyhow::Error {
         anyhow!(
             "the {what} became {value} at step {step}; the checkpoint of step {} in {} is kept: train again with a lower \
@@ -254,14 +289,16 @@ impl<T: Task> Session<T> {
         if probe == Probe::Quick {
             examples = micro_batches(examples, T::size)[0];
         }
-        let loss = mean_loss(&self.task, &self.model, examples, self.config.batch_size.max(64), &self.workers)?;
+        let (loss, parts) = self.development(examples)?;
         if !loss.is_finite() {
             return Err(self.diverged(step, "held-out loss", loss));
         }
         let mut best = self.saved.best;
         if probe == Probe::All && !self.data.development.is_empty() {
             self.log.development(step, loss)?;
-            if best.is_none_or(|best| loss < best.loss) {
+            let sure = best.is_none_or(|best| best.step > 0)
+                || is_lower(&self.saved.start, &parts, T::overlap(&self.data.train, examples.len()));
+            if best.is_none_or(|best| loss < best.loss) && sure {
                 best = Some(Best { step, loss });
             }
         }
@@ -285,6 +322,21 @@ impl<T: Task> Session<T> {
         };
         format!("{name}, {} attention", self.config.attention)
     }
+}
+
+/// Parts of the development examples, at least, whose losses are compared with those of the simple method that a model corrects.
+const PARTS: usize = 16;
+
+/// Checkpoints without a better one after which such a model is as good as it gets.
+const PATIENCE: usize = 6;
+
+/// Whether sums of losses fell, by more than the standard error of the fall: a few examples would tell by chance that a model does better
+/// than the simple method that it begins as. Examples that overlap tell as much as fewer.
+fn is_lower(before: &[f64], after: &[f64], overlap: f64) -> bool {
+    let falls: Vec<f64> = before.iter().zip(after).map(|(before, after)| before - after).collect();
+    let (count, sum) = (falls.len() as f64, falls.iter().sum::<f64>());
+    let squares: f64 = falls.iter().map(|fall| (fall - sum / count).powi(2)).sum();
+    count >= 4.0 && sum > (overlap * count / (count - 1.0) * squares).sqrt()
 }
 
 /// Means over the last steps, for the display.
@@ -312,5 +364,22 @@ impl Recent {
 
     fn examples_per_second(&self) -> f64 {
         self.examples / self.seconds.max(1e-9)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fall_counts_beyond_its_standard_error() {
+        let start = [1.0; 16];
+        let falls = |fall: fn(usize) -> f64| is_lower(&start, &std::array::from_fn::<_, 16, _>(|n| 1.0 - fall(n)), 1.0);
+        assert!(falls(|_| 0.01));
+        assert!(!falls(|_| -0.01));
+        // 16 falls of deviation 1 sum up to 1.6; their sum's error is 4.1.
+        assert!(!falls(|n| 0.1 + if n % 2 == 0 { 1.0 } else { -1.0 }));
+        assert!(falls(|n| 0.3 + if n % 2 == 0 { 1.0 } else { -1.0 }));
+        assert!(!is_lower(&start[..3], &[0.0; 3], 1.0), "three parts tell nothing");
     }
 }

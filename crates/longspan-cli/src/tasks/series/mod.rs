@@ -101,7 +101,9 @@ impl Task for SeriesTask {
         let (values, times, lengths) =
             padded(batch.iter().map(|example| &example.input), self.scaling.inputs(), device);
         self.target.loss(
-            batch.iter().map(|example| example.goal),
+            batch,
+            smoothing,
+            || model.forward(values.clone(), times.clone(), &lengths),
             |classes| model.loss(values.clone(), times.clone(), &lengths, classes, smoothing),
             |numbers| model.squared_error(values.clone(), times.clone(), &lengths, numbers),
         )
@@ -264,14 +266,21 @@ impl SeriesTask {
     fn measured(&self, split: Split<Series>, config: &RunConfig) -> Result<Data<Self>> {
         let name = config.data_name();
         let points = |one: &Series| self.scaling.apply(one).map_err(lines::in_line(&name, one.line));
-        let examples =
-            |all: &[Series]| self.target.examples(all, |one| one.label.as_deref().unwrap_or_default(), points);
+        let examples = |all: &[Series]| {
+            self.target.examples(all, |one| one.label.as_deref().unwrap_or_default(), points, |_| Vec::new())
+        };
         let (train, development) = (examples(&split.train)?, examples(&split.development)?);
-        labels::data(train, development, split.held_out, config, |Example { input: (values, times), goal }, hash| {
-            hash.update((times.len() as u64).to_le_bytes());
-            goal.hash(hash);
-            values.iter().chain(times).for_each(|number| hash.update(number.to_bits().to_le_bytes()));
-        })
+        labels::data(
+            train,
+            development,
+            split.held_out,
+            config,
+            |Example { input: (values, times), goal, .. }, hash| {
+                hash.update((times.len() as u64).to_le_bytes());
+                goal.hash(hash);
+                values.iter().chain(times).for_each(|number| hash.update(number.to_bits().to_le_bytes()));
+            },
+        )
     }
 
     /// What the model gives for each series.
