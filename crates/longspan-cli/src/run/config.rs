@@ -455,12 +455,12 @@ impl RunConfig {
 
     /// The defaults of a run on series.
     pub fn of_series() -> Self {
-        Self { base: false, attention: "fourier".into(), learning_rate: 4e-3, ..Self::of_labelled() }
+        Self { attention: "fourier".into(), learning_rate: 4e-3, ..Self::of_labelled() }
     }
 
     /// The defaults of a run that tells the next values of series.
     pub fn of_forecast() -> Self {
-        Self { base: true, heads: 8, learning_rate: 2e-3, evaluate: 2000, ..Self::of_series() }
+        Self { heads: 8, learning_rate: 2e-3, evaluate: 2000, ..Self::of_series() }
     }
 
     /// The defaults of a run on drawn sequences.

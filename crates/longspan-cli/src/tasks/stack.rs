@@ -3,7 +3,7 @@
 use anyhow::Result;
 use burn::module::Module;
 use burn::nn::{Initializer, Linear};
-use burn::tensor::Device;
+use burn::tensor::{Device, TensorData};
 use longspan::attention::AttentionConfig;
 use longspan::models::{BlockConfig, EncoderBlock, Positions};
 
@@ -36,7 +36,15 @@ pub fn positions(attention: &[AttentionConfig]) -> Positions {
 pub fn begin_at_zero(output: &mut Linear, config: &RunConfig, outputs: usize, device: &Device) {
     if config.base {
         output.weight = Initializer::Zeros.init([config.d_model, outputs], device);
+        output.bias = Some(Initializer::Zeros.init([outputs], device));
     }
+}
+
+/// Whether a model corrects nothing, so that it need not be asked.
+pub fn is_at_zero(output: &Linear, config: &RunConfig) -> bool {
+    let zeros = |data: TensorData| data.iter::<f32>().all(|x| x == 0.0);
+    let bias = output.bias.as_ref().is_none_or(|bias| zeros(bias.val().into_data()));
+    config.base && bias && zeros(output.weight.val().into_data())
 }
 
 /// Refuses sizes that the memory has no room for before it is asked for. `one` is the model with one block, `blocks` its blocks; blocks

@@ -7,6 +7,7 @@ use super::file::Series;
 use crate::run::folder::RunFolder;
 use crate::run::write::write_atomic;
 use crate::tasks::labels::moments;
+use crate::tasks::simple::kernels::Grid;
 use crate::tasks::simple::smoothing::Smoothing;
 use crate::tasks::table::dates::Dates;
 
@@ -162,6 +163,36 @@ impl Scaling {
         let mut all = vec![f64::NAN; place(*last) + 1];
         one.times.iter().zip(values).for_each(|(time, value)| all[place(*time)] = *value);
         all
+    }
+
+    /// A series at even times, the usual distance apart or as far as it takes for `most` points, on the clock where there is one: on lines
+    /// between its values, as they are beyond their ends, and measured as the model gets them.
+    pub fn even(&self, one: &Series, most: usize) -> Grid {
+        let (first, last) = match (self.clock, &one.times[..]) {
+            (Some(clock), _) => (clock.begin, clock.begin + clock.span),
+            (None, [first, .., last]) => (*first, *last),
+            _ => (0.0, 0.0),
+        };
+        // Longer than usual only by what is missing.
+        let count = (((last - first) / self.step).round() as usize + 1).clamp(2, most.min(16 * one.times.len()).max(2));
+        let at = |n: usize| first + (last - first) * n as f64 / (count - 1) as f64;
+        let mut values = Vec::with_capacity(count * self.channels());
+        for channel in 0..self.channels() {
+            let all = one.times.iter().zip(one.values.iter().skip(channel).step_by(one.width));
+            let known: Vec<(f64, f64)> =
+                all.filter(|(_, value)| !value.is_nan()).map(|(time, value)| (*time, *value)).collect();
+            values.extend((0..count).map(|n| {
+                let next = known.partition_point(|(time, _)| *time < at(n));
+                let value = match (next.checked_sub(1).map(|before| known[before]), known.get(next)) {
+                    (Some((t, x)), Some((u, y))) => x + (y - x) * (at(n) - t) / (u - t),
+                    (Some((_, x)), None) => x,
+                    (None, Some((_, y))) => *y,
+                    (None, None) => self.means[channel],
+                };
+                ((value - self.means[channel]) / self.deviations[channel]) as f32
+            }));
+        }
+        Grid { width: self.channels(), values }
     }
 
     /// How many points ahead of the last known one of a series times are, for simple methods.

@@ -41,7 +41,7 @@ fn features(text: &str) -> Vec<(u32, f32)> {
         let alone = !c.is_alphanumeric() || c >= '\u{2e80}';
         if c.is_alphanumeric() && !alone && before.is_alphanumeric() && before < '\u{2e80}' {
             words.last_mut().expect("the word of the letter before").extend(c.to_lowercase());
-        } else if !c.is_whitespace() && !(alone && c == before && !c.is_alphanumeric()) {
+        } else if !(c.is_whitespace() || c == before && !c.is_alphanumeric()) {
             words.push(c.to_lowercase().collect());
         }
         before = c;

@@ -136,11 +136,11 @@ mod tests {
     /// The derivative of what is minimised by each weight, which is 0 at the least.
     fn gradient(rows: &Rows, goals: &[f64], weights: &[f64], penalty: f64, loss: Loss) -> Vec<f64> {
         let mut slope = weights.to_vec();
-        for at in 0..goals.len() {
+        for (at, goal) in goals.iter().enumerate() {
             let product = rows.times(at, weights);
             let by = match loss {
-                Loss::Logistic => -goals[at] / (1.0 + (goals[at] * product).exp()),
-                Loss::Squared => product - goals[at],
+                Loss::Logistic => -goal / (1.0 + (goal * product).exp()),
+                Loss::Squared => product - goal,
             };
             rows.row(at).for_each(|(column, value)| slope[column] += penalty * by * value);
             slope[rows.width] += penalty * by;

@@ -1,7 +1,10 @@
 //! Simple methods that take seconds: scores stand beside theirs, and a model may learn what the best of them leaves over.
 
 pub mod bag;
+pub mod contexts;
+pub mod kernels;
 pub mod linear;
+mod ridge;
 pub mod smoothing;
 
 use std::fs;

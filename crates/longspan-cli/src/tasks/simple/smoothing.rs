@@ -346,10 +346,9 @@ fn filled(values: &[f64]) -> Vec<f64> {
     all[..first].fill(values[first]);
     while let Some(at) = known.next() {
         let next = known.peek().copied();
-        for n in at + 1..next.unwrap_or(values.len()) {
-            let part = next.map_or(0.0, |next| (n - at) as f64 / (next - at) as f64);
-            all[n] = values[at] + part * next.map_or(0.0, |next| values[next] - values[at]);
-        }
+        let end = next.unwrap_or(values.len());
+        let step = next.map_or(0.0, |next| (values[next] - values[at]) / (next - at) as f64);
+        (1..).zip(&mut all[at + 1..end]).for_each(|(n, value)| *value = values[at] + f64::from(n) * step);
     }
     all
 }
