@@ -123,7 +123,7 @@ def section(table: Table, results: dict) -> str:
 
 
 def page(results: dict) -> str:
-    return "\n".join([HEAD, *(section(table, results) for table in TABLES)])
+    return "\n".join([HEAD, *(section(table, results) for table in TABLES), (HERE / "ordinary.md").read_text()])
 
 
 def write(path: Path, text: str) -> None:

@@ -191,7 +191,7 @@ def _series(name: str, positions: str, peer: str = "") -> list[Row]:
         train, held_out = (f"{{{name}-{dropped}-{{seed}}-{positions}-{part}.jsonl}}" for part in ("train", "test"))
         words = {"times": "Fourier positions at the times", "index": "the same, points counted", "gru": "GRU with time differences"}
         files = f"--series {train} --held-out {held_out}".replace("-gru-", "-times-")
-        settings = "" if peer else " --attention fourier --set layers=2 --set d_model=64 --set d_ff=128 --steps 500"
+        settings = "" if peer else " --attention fourier --set base=false --set layers=2 --set d_model=64 --set d_ff=128 --steps 500"
         # A GRU takes many minutes where series are long.
         seeds = (1,) if peer and name != "ItalyPowerDemand" else (1, 2, 3)
         rows.append(Row(f"{name}: {words[positions]}", f"{files}{settings} --seed {{seed}}", seeds, column, peer))

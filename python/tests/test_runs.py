@@ -130,6 +130,12 @@ def test_runs_of_other_tasks_are_named(task, tmp_path):
     assert str(error.value) == f"load_run: {folder}: expected a run of pairs or series, {message}'{folder}'`"
 
 
+def test_a_model_that_corrects_a_simple_method_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"series": "a.csv", "base": True}))
+    with pytest.raises(ValueError, match="expected a whole model, got one that corrects a simple method .* --set base=false"):
+        load_run(tmp_path)
+
+
 @pytest.mark.parametrize("setting", [{"norm_kind": "l2"}, {"activation": "tanh"}])
 def test_blocks_of_unknown_forms_are_named(setting):
     (name,) = setting

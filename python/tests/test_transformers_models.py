@@ -35,6 +35,7 @@ def train(place, flag, contents, *settings):
     # The command refuses settings that a kind of run does not use.
     unused = ("encoder_layers", "decoder_layers") if flag != "--pairs" else ("layers",)
     most = [] if flag == "--text" else ["max_tokens=40"]
+    most += ["base=false"] if flag == "--labelled" else []
     settings = [*(f"{name}={size}" for name, size in SIZES.items() if name not in unused), *most, *settings]
     run("train", flag, data, "--steps", "20", "--out", folder, *settings_of(settings))
     return folder

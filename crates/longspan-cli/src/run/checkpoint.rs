@@ -24,6 +24,9 @@ pub struct Saved {
     /// The weights that answer, if they are not those of this step.
     #[serde(default)]
     pub best: Option<Best>,
+    /// Losses of parts of the development examples before the first step, where a model begins as a simple method.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub start: Vec<f64>,
     /// Of the training examples: a run is resumed only with the examples it began with.
     pub data_sha256: String,
     /// What [`Place::note`] says.

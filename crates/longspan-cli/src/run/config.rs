@@ -46,6 +46,9 @@ pub struct RunConfig {
     /// What becomes of missing values of a series: `mask` or `refuse`.
     #[serde(default = "missing")]
     pub missing: String,
+    /// Whether a model of labels or forecasts learns what a simple method leaves over, instead of all.
+    #[serde(default)]
+    pub base: bool,
     /// What a text is cut into: `characters`, `bytes`, `bpe`, or the path of a `tokenizer.json`.
     #[serde(default)]
     pub tokens: Option<String>,
@@ -206,6 +209,7 @@ impl Default for RunConfig {
             context: None,
             clock: None,
             missing: missing(),
+            base: false,
             tokens: None,
             vocabulary: None,
             segment: segment(),
@@ -438,6 +442,7 @@ impl RunConfig {
     /// The defaults of a run that learns labels.
     pub fn of_labelled() -> Self {
         Self {
+            base: true,
             max_tokens: 8192,
             layers: 2,
             batch_size: 32,

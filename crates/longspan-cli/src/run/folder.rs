@@ -170,6 +170,8 @@ fn stored(config: &RunConfig) -> Result<String> {
     }
     let model = match config.kind() {
         TaskKind::Series | TaskKind::Forecast => None,
+        // It answers with what a simple method gives beside it, which the Python package does not have.
+        _ if config.base => None,
         TaskKind::Synthetic if config.compresses() => None,
         TaskKind::Labelled => Some("LongspanForSequenceClassification"),
         TaskKind::Pairs => Some("LongspanForSeq2SeqLM"),

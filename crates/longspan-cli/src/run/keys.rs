@@ -18,7 +18,7 @@ const CLASSES: &[TaskKind] = &[Pairs, Text, Labelled, Series, Synthetic];
 
 /// What each key means and the tasks that use it, in the order of [`RunConfig`](super::config::RunConfig); for
 /// `longspan train --help`, which says the meaning, and to refuse what a task does not use.
-pub const KEYS: [(&str, &[TaskKind], &str); 55] = [
+pub const KEYS: [(&str, &[TaskKind], &str); 56] = [
     ("pairs", ALL, "a .tsv, .csv or .jsonl of pairs, also in gzip; the CMU dictionary without it"),
     ("text", ALL, "files and folders of text for a language model, instead of pairs, as a list: [\"novel.txt\"]"),
     ("labelled", ALL, "a .tsv, .csv or .jsonl of texts and labels, instead of pairs"),
@@ -50,6 +50,11 @@ pub const KEYS: [(&str, &[TaskKind], &str); 55] = [
         "whether the model sees the time since the start that series share; yes where they share one near 0",
     ),
     ("missing", ANY_SERIES, "mask or refuse: what becomes of missing values of a series"),
+    (
+        "base",
+        CAUSAL,
+        "whether the model learns what a simple method leaves over: of words, of random convolutions, or the season and trend",
+    ),
     (
         "tokens",
         TOKENS,

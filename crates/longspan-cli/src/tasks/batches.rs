@@ -26,7 +26,7 @@ impl Random {
     }
 
     /// Shuffles in place (Fisher and Yates).
-    fn shuffle<T>(&mut self, items: &mut [T]) {
+    pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             // The bias of the remainder is below len / 2⁶⁴.
             let other = (self.next() % (last as u64 + 1)) as usize;

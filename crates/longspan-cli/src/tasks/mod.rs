@@ -2,7 +2,7 @@
 //!
 //! [`Task`] says what a task is; [`pairs`], [`text`], [`labelled`], [`series`], [`forecast`] and [`synthetic`] are those there are. A task is built from [`tokens`]
 //! and [`tokenizer_file`], [`split`], [`batches`], [`feed`], [`lines`], [`table`], [`attention`], [`stack`], [`memory`], [`workers`] and
-//! [`scores`], which know nothing of tasks; what [`labelled`] and [`series`] tell is in [`labels`]; [`forecast`] has its files from
+//! [`scores`], which know nothing of tasks; what [`labelled`] and [`series`] tell is in [`labels`], which may correct what a method of [`simple`] tells; [`forecast`] has its files from
 //! [`series`]. [`Trained`] is a run that has been
 //! read back.
 
@@ -18,6 +18,7 @@ pub mod pairs;
 pub mod ranks;
 pub mod scores;
 pub mod series;
+pub mod simple;
 pub mod split;
 pub mod stack;
 pub mod synthetic;

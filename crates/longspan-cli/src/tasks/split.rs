@@ -37,7 +37,7 @@ struct Sources {
 
 impl Sources {
     fn of<'a>(version: u32, sources: impl Iterator<Item = &'a str>) -> Self {
-        let known = sources.map(|source| finished(&composed(source))).collect();
+        let known = sources.map(|source| hash(&composed(source))).collect();
         Self { version, known }
     }
 
@@ -48,8 +48,8 @@ impl Sources {
             return fnv(source);
         }
         let source = composed(source);
-        let word = variant_of(&source).map(finished).filter(|hash| self.known.contains(hash));
-        word.unwrap_or_else(|| finished(&source))
+        let word = variant_of(&source).map(hash).filter(|hash| self.known.contains(hash));
+        word.unwrap_or_else(|| hash(&source))
     }
 }
 
@@ -60,7 +60,7 @@ fn fnv(text: &str) -> u64 {
 }
 
 /// FNV-1a, and the last steps of MurmurHash3 (`fmix64`), after which every bit depends on all others.
-fn finished(text: &str) -> u64 {
+pub fn hash(text: &str) -> u64 {
     let mix = |hash: u64, factor: u64| (hash ^ (hash >> 33)).wrapping_mul(factor);
     let hash = mix(mix(fnv(text), 0xff51_afd7_ed55_8ccd), 0xc4ce_b9fe_1a85_ec53);
     hash ^ (hash >> 33)

@@ -2,7 +2,8 @@
 
 use anyhow::Result;
 use burn::module::Module;
-use burn::tensor::Device;
+use burn::nn::{Initializer, Linear};
+use burn::tensor::{Device, TensorData};
 use longspan::attention::AttentionConfig;
 use longspan::models::{BlockConfig, EncoderBlock, Positions};
 
@@ -29,6 +30,21 @@ pub fn block(config: &RunConfig) -> Result<BlockConfig> {
 /// Absolute positions where no mechanism sees the order of tokens.
 pub fn positions(attention: &[AttentionConfig]) -> Positions {
     if attention.iter().any(AttentionConfig::sees_order) { Positions::None } else { Positions::Sinusoidal }
+}
+
+/// Lets a model that corrects a simple method begin with no corrections.
+pub fn begin_at_zero(output: &mut Linear, config: &RunConfig, outputs: usize, device: &Device) {
+    if config.base {
+        output.weight = Initializer::Zeros.init([config.d_model, outputs], device);
+        output.bias = Some(Initializer::Zeros.init([outputs], device));
+    }
+}
+
+/// Whether a model corrects nothing, so that it need not be asked.
+pub fn is_at_zero(output: &Linear, config: &RunConfig) -> bool {
+    let zeros = |data: TensorData| data.iter::<f32>().all(|x| x == 0.0);
+    let bias = output.bias.as_ref().is_none_or(|bias| zeros(bias.val().into_data()));
+    config.base && bias && zeros(output.weight.val().into_data())
 }
 
 /// Refuses sizes that the memory has no room for before it is asked for. `one` is the model with one block, `blocks` its blocks; blocks

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use super::feed::Feed;
 use super::series::file::Series;
+use super::simple::Simple;
 use super::split::evenly;
 use super::workers::Workers;
 use crate::run::checkpoint::Place;
@@ -107,6 +108,11 @@ pub trait Task: Sized + Sync {
         Ok(())
     }
 
+    /// How many development examples share what is to be told, on average.
+    fn overlap(_feed: &Self::Feed, _development: usize) -> f64 {
+        1.0
+    }
+
     /// How many steps a run takes if nobody says.
     fn usual_steps(per_epoch: usize) -> usize {
         8000.min((60 * per_epoch).max(1000))
@@ -165,6 +171,17 @@ pub trait Task: Sized + Sync {
 
     /// Answers texts and scores the likeliest answer to each.
     fn score(&self, model: &Self::Model, texts: &[Self::Text], how: &Answering<'_>) -> Result<Self::Scores>;
+
+    /// What simple methods give on the texts that were just scored.
+    fn simple(
+        &self,
+        _data: &Data<Self>,
+        _texts: &[Self::Text],
+        _scores: &Self::Scores,
+        _how: &Answering<'_>,
+    ) -> Result<Vec<Simple>> {
+        Ok(Vec::new())
+    }
 
     /// Scores a person's file.
     fn evaluate(&self, model: &Self::Model, path: &Path, how: &Answering<'_>) -> Result<Self::Scores> {

@@ -591,6 +591,9 @@ def load_run(folder: str | os.PathLike[str]) -> Run | SeriesRun:
         if config.get(setting):
             raise ValueError(f"load_run: {folder}: expected a run of pairs or series, got one of {kind}; read it with "
                              f"`longspan {command} {shlex.quote(str(folder))}`")  # fmt: skip
+    if config.get("base"):
+        raise ValueError(f"load_run: {folder}: expected a whole model, got one that corrects a simple method (base = true); read it with "
+                         f"`longspan predict {shlex.quote(str(folder))}`, or train with --set base=false")  # fmt: skip
     if config.get("series"):
         return _series_run(folder, config)
     source = Tokenizer.load(folder / "source_tokenizer.json")

@@ -15,7 +15,7 @@ from ..torch import _weights, runs
 #: Keys of a run's ``config.json`` with the command's defaults.
 SETTINGS: dict[str, Any] = {
     "pairs": None, "text": [], "labelled": None, "series": None, "synthetic": None, "columns": {}, "target": None,
-    "forecast": None, "context": None, "clock": None, "missing": "mask", "tokens": None, "vocabulary": None, "segment": 256,
+    "forecast": None, "context": None, "clock": None, "missing": "mask", "base": False, "tokens": None, "vocabulary": None, "segment": 256,
     "carry": 16, "backpropagate": 1, "split_sequence": False, "layers": 4, "pooling": "mean", "causal": False,
     "development": None, "held_out": None, "split_version": 2, "source_tokens": None, "target_tokens": None, "max_tokens": 512,
     "answer_tokens": None, "attention": "shaw", "attention_options": {}, "feature_map": "elu+1", "radius": 8, "d_model": 128,
@@ -42,6 +42,9 @@ def architecture_of(settings: dict[str, Any]) -> str:
                          "`longspan.torch.runs.load_run`")  # fmt: skip
     if str(settings.get("synthetic") or "").split(":")[0].strip() == "compression":
         raise ValueError("LongspanConfig: synthetic: expected a task of a language model, got compression; read it with `longspan eval`")
+    if settings.get("base"):
+        raise ValueError("LongspanConfig: base: expected a whole model, got one that corrects a simple method; read it with "
+                         "`longspan predict`, or train with --set base=false")  # fmt: skip
     for name, (data, _) in KINDS.items():
         if any(settings.get(key) for key in data):
             return name

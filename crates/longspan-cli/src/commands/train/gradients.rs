@@ -111,14 +111,14 @@ pub fn gradients<T: Task>(
     Ok(Some(Found { loss: loss / tokens as f64, gradients: sum.unwrap_or_default(), carried }))
 }
 
-/// The mean loss over `examples` in nats per token, batch by batch; no gradients.
+/// The mean loss over `examples` in nats per token, batch by batch, and the sum of each batch; no gradients.
 pub fn mean_loss<T: Task>(
     task: &T,
     model: &T::Model,
     examples: &[T::Example],
     batch_size: usize,
     workers: &Workers,
-) -> Result<f64> {
+) -> Result<(f64, Vec<f64>)> {
     let model = model.valid();
     let device = Device::flex();
     let mut ordered: Vec<&T::Example> = examples.iter().collect();
@@ -128,7 +128,7 @@ pub fn mean_loss<T: Task>(
     let losses = workers
         .each(&batches, |batch| Ok(f64::from(task.loss(&model, batch, 0.0, &device)?.plain.into_scalar::<f32>())))?;
     let tokens: usize = examples.iter().map(|example| T::size(example).0).sum();
-    Ok(losses.iter().sum::<f64>() / tokens as f64)
+    Ok((losses.iter().sum::<f64>() / tokens as f64, losses))
 }
 
 /// The sum of two gradients, the first of which may not be there yet.
@@ -190,7 +190,7 @@ mod tests {
             assert!((sum - loss).abs() < 1e-5 * loss, "{sum} {loss}");
             assert!((found - norm).abs() < 1e-5 * norm, "{found} {norm}");
         }
-        let mean = mean_loss(&task, &model, &pairs, 2, &Workers::new(2).unwrap()).unwrap();
+        let mean = mean_loss(&task, &model, &pairs, 2, &Workers::new(2).unwrap()).unwrap().0;
         assert!((mean - loss).abs() < 1e-5 * loss, "{mean} {loss}");
     }
 

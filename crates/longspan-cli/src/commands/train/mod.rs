@@ -16,7 +16,7 @@ use std::rc::Rc;
 use anyhow::{Result, anyhow, bail};
 use burn::module::Module;
 use clap::Args;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::Outcome;
 use crate::run::columns::Columns;
@@ -319,12 +319,21 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         let overfit = last > 1.01 * best.loss;
         let advice =
             if overfit { "; the steps since overfit, so fewer --steps or more data would do better" } else { "" };
-        note(format_args!(
-            "the weights of step {} are kept: their development loss was {:.3}, that of step {} is {last:.3}{advice}",
-            best.step,
-            best.loss,
-            session.step()
-        ));
+        if session.config.base && best.step == 0 {
+            note(format_args!(
+                "the model does not do better than the simple method that it corrects (development loss {:.3}, of step {} {last:.3}), so that \
+                 method answers alone",
+                best.loss,
+                session.step()
+            ));
+        } else {
+            note(format_args!(
+                "the weights of step {} are kept: their development loss was {:.3}, that of step {} is {last:.3}{advice}",
+                best.step,
+                best.loss,
+                session.step()
+            ));
+        }
     }
     let name = session.config.held_out.as_deref().map_or(session.config.data_name(), lines::name);
     let how = Answering {
@@ -346,10 +355,19 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
             write_picture(&path.with_extension("svg"), picture.svg()?.as_bytes())?;
             write_picture(&path.with_extension("png"), &picture.png()?)?;
         }
-        session.log.write(&json!({ "step": session.saved.step, "held_out": scores }))?;
+        let simple = session.task.simple(&session.data, &held_out, &scores, &how)?;
+        let named: Map<String, Value> = simple.iter().map(|one| (one.name.clone(), json!(one.score))).collect();
+        session.log.write(&json!({ "step": session.saved.step, "held_out": scores, "simple": named }))?;
         session.folder.seal_metrics()?;
         text.push_str("On held-out examples:\n");
         text.extend(scores.to_string().lines().map(|line| format!("  {line}\n")));
+        if !simple.is_empty() {
+            text.push_str("Simple methods on the same:\n");
+        }
+        text.extend(simple.iter().map(|one| format!("  {}: {}\n", one.name, one.shown)));
+        for one in simple.iter().filter(|one| one.better) {
+            text.push_str(&format!("{} does better than the model on these.\n", one.name));
+        }
     }
     let folder = shell::path(session.folder.path());
     let Shown { text: samples, next, picture } = session.task.show(&model, &held_out, &how, &folder)?;

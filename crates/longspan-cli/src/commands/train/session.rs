@@ -48,6 +48,13 @@ pub struct Session<T: Task> {
     pub ranks: Option<Rc<Ranks>>,
     /// What the model's sizes were chosen for, where they are not the usual ones.
     pub sized_for: Option<String>,
+    /// When the run was begun or resumed, and the minutes that it is to take with its scores, or may take where nobody said how long.
+    began: Instant,
+    minutes: Option<f64>,
+    /// The most steps of a run whose minutes nobody gave.
+    usual: usize,
+    /// Seconds for the development loss, the last time.
+    probed: f64,
 }
 
 /// What came of a step.
@@ -70,6 +77,8 @@ enum Probe {
 impl<T: Task> Session<T> {
     /// A new run, whose sizes are chosen here where `sizes_open`.
     pub fn begin(draft: Draft, mut config: RunConfig, sizes_open: bool) -> Result<Self> {
+        let began = Instant::now();
+        let minutes = config.minutes.or((config.base && config.steps.is_none()).then_some(USUAL_MINUTES));
         let (task, data) = T::begin(&mut config)?;
         let tokens = data.train.tokens();
         let sized_for = sizes_open.then(|| sizes::choose(&mut config, tokens, sizes::product_rate)).flatten();
@@ -77,7 +86,14 @@ impl<T: Task> Session<T> {
         let workers = Workers::new(*config.workers.get_or_insert(Workers::usual_count()))?;
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.seed);
         let optimizer = optimizer(&config);
-        let saved = Saved { step: 0, seconds: 0.0, best: None, data_sha256: data.sha256.clone(), place: Value::Null };
+        let saved = Saved {
+            step: 0,
+            seconds: 0.0,
+            best: None,
+            start: Vec::new(),
+            data_sha256: data.sha256.clone(),
+            place: Value::Null,
+        };
         let (folder, lock) = draft.finish(|folder| {
             folder.save_config(&config)?;
             task.store(folder)?;
@@ -86,11 +102,31 @@ impl<T: Task> Session<T> {
         })?;
         let log = MetricsLog::open(&folder, 0)?;
         let ranks = None;
-        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log, ranks, sized_for })
+        // What a person says is kept, in steps or minutes.
+        let usual = if config.minutes.is_some() { usize::MAX } else { config.steps.unwrap_or(usize::MAX) };
+        Ok(Self {
+            folder,
+            _lock: lock,
+            config,
+            task,
+            data,
+            workers,
+            model,
+            optimizer,
+            saved,
+            log,
+            ranks,
+            sized_for,
+            began,
+            minutes,
+            usual,
+            probed: 0.0,
+        })
     }
 
     /// A run that goes on from its last checkpoint, with settings that may have changed.
     pub fn resume(folder: RunFolder, lock: Lock, config: RunConfig) -> Result<Self> {
+        let (began, minutes, usual) = (Instant::now(), config.minutes, usize::MAX);
         let task = T::load(&folder)?;
         let model = task.model(&config, &Device::flex().autodiff())?;
         let Checkpoint { model, optimizer, mut saved, place } = folder.load_checkpoint(model, optimizer(&config))?;
@@ -125,7 +161,24 @@ impl<T: Task> Session<T> {
         let log = MetricsLog::open(&folder, saved.step)?;
         let workers = Workers::new(config.workers.unwrap_or(1))?;
         let (ranks, sized_for) = (None, None);
-        Ok(Self { folder, _lock: lock, config, task, data, workers, model, optimizer, saved, log, ranks, sized_for })
+        Ok(Self {
+            folder,
+            _lock: lock,
+            config,
+            task,
+            data,
+            workers,
+            model,
+            optimizer,
+            saved,
+            log,
+            ranks,
+            sized_for,
+            began,
+            minutes,
+            usual,
+            probed: 0.0,
+        })
     }
 
     /// Steps taken up to the last checkpoint.
@@ -137,7 +190,14 @@ impl<T: Task> Session<T> {
     pub fn train(&mut self, stop: &Stop) -> Result<Outcome> {
         let first = self.step();
         let mut progress = Progress::new();
+        if self.config.base && first == 0 && !self.data.development.is_empty() {
+            let probing = Instant::now();
+            let (loss, start) = self.development(&self.data.development)?;
+            self.probed = probing.elapsed().as_secs_f64();
+            self.saved = Saved { best: Some(Best { step: 0, loss }), start, ..self.saved.clone() };
+        }
         let (started, before) = (Instant::now(), self.saved.seconds);
+        let mut fitted = false;
         let mut recent = Recent::default();
         let mut step = first;
         // Until the length of a run in minutes is known, as long as it takes.
@@ -163,13 +223,19 @@ impl<T: Task> Session<T> {
             let elapsed = started.elapsed().as_secs_f64();
             self.log.step(step, loss, rate, norm, before + elapsed)?;
             recent.add(loss, examples, step_started.elapsed().as_secs_f64());
-            if let (Some(minutes), true) = (self.config.minutes, step >= TIMED_STEPS) {
-                let seconds_each = elapsed / (step - first) as f64;
-                let left = (minutes * 60.0 - before - elapsed).max(0.0) / seconds_each;
-                let steps = step + left.round() as usize;
-                (self.config.steps, self.config.minutes) = (Some(steps), None);
-                self.folder.save_config(&self.config)?;
-                progress.note(format_args!("{minutes} minutes make {steps} steps"));
+            if let Some(minutes) = self.minutes.filter(|_| !fitted) {
+                let known = step >= self.config.warmup_steps.max(TIMED_STEPS);
+                if known
+                    || elapsed >= TIMED * 60.0 * minutes && step >= TIMED_STEPS
+                    || elapsed >= 4.0 * TIMED * 60.0 * minutes
+                {
+                    fitted = true;
+                    let steps = self.fit(step, elapsed / (step - first) as f64, before, true)?;
+                    if steps < self.usual {
+                        let more = if self.usual < usize::MAX { "; for more give --minutes or --steps" } else { "" };
+                        progress.note(format_args!("{minutes} minutes make {steps} steps{more}"));
+                    }
+                }
             }
             let steps = self.config.known_steps();
             let left = match steps {
@@ -185,6 +251,15 @@ impl<T: Task> Session<T> {
             progress.update(step, steps, line);
             if step.is_multiple_of(self.config.checkpoint_steps) && steps != Some(step) {
                 self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::All)?;
+                // The machine may have become slower or faster. In a run of seconds it does not matter.
+                if fitted && self.minutes.is_some_and(|minutes| minutes > SHORT) {
+                    self.fit(step, started.elapsed().as_secs_f64() / (step - first) as f64, before, false)?;
+                }
+            }
+            if self.is_stale() {
+                progress.note(format_args!("stopped early: no checkpoint since step {} did better", self.kept()));
+                self.config.steps = Some(step);
+                self.folder.save_config(&self.config)?;
             }
         }
         drop(progress);
@@ -233,6 +308,56 @@ impl<T: Task> Session<T> {
         Ok(Taken::Step((found.loss, norm, examples)))
     }
 
+    /// How many steps of so many seconds each fit into the minutes, with a development loss now and then and the scores; writes them down.
+    fn fit(&mut self, step: usize, seconds: f64, spent: f64, first: bool) -> Result<usize> {
+        let Some(minutes) = self.minutes else { return Ok(step) };
+        let development = self.data.development.len().max(1) as f64;
+        if self.probed == 0.0 {
+            // Nothing was measured yet: a part tells the time of all.
+            let examples =
+                if self.data.development.is_empty() { self.data.train.probe() } else { &self.data.development };
+            let (part, started) = (micro_batches(examples, T::size)[0].len(), Instant::now());
+            self.development(&examples[..part])?;
+            self.probed = started.elapsed().as_secs_f64() * development / part as f64;
+        }
+        let scored = self.data.held_out.len().min(self.config.scored()) as f64;
+        let budget = 60.0 * minutes;
+        let left = budget - spent - self.began.elapsed().as_secs_f64() - self.probed * scored / development;
+        // A tenth of the time for development losses, of which some come.
+        let checkpoints = (0.1 * budget / self.probed.max(1e-6)).clamp(2.0, 20.0);
+        let each = (left - if first { checkpoints } else { 1.0 } * self.probed) / seconds;
+        let mut steps = (step + each.max(0.0) as usize).min(self.usual);
+        if let Some(before) =
+            self.config.known_steps().filter(|before| (steps as f64 / *before as f64 - 1.0).abs() < 0.03)
+        {
+            steps = before;
+        }
+        self.config.checkpoint_steps = self.config.checkpoint_steps.min(steps.div_ceil(checkpoints as usize)).max(1);
+        (self.config.steps, self.config.minutes) = (Some(steps), None);
+        self.folder.save_config(&self.config)?;
+        Ok(steps)
+    }
+
+    /// The loss of examples, and those of some parts.
+    fn development(&self, examples: &[T::Example]) -> Result<(f64, Vec<f64>)> {
+        let all = self.config.batch_size.max(64);
+        // Parts tell how certain a difference is.
+        let batch = if self.config.base { all.min(examples.len().div_ceil(PARTS)) } else { all };
+        mean_loss(&self.task, &self.model, examples, batch, &self.workers)
+    }
+
+    /// The step whose weights are kept.
+    fn kept(&self) -> usize {
+        self.saved.best.map_or(self.step(), |best| best.step)
+    }
+
+    /// Whether the model corrects a simple method, and has not done better for long.
+    fn is_stale(&self) -> bool {
+        let patience =
+            (PATIENCE * self.config.checkpoint_steps).max(self.config.known_steps().unwrap_or(usize::MAX) / 3);
+        self.config.base && self.step() >= self.kept().saturating_add(patience)
+    }
+
     fn diverged(&self, step: usize, what: &str, value: f64) -> anyhow::Error {
         anyhow!(
             "the {what} became {value} at step {step}; the checkpoint of step {} in {} is kept: train again with a lower \
@@ -254,14 +379,20 @@ impl<T: Task> Session<T> {
         if probe == Probe::Quick {
             examples = micro_batches(examples, T::size)[0];
         }
-        let loss = mean_loss(&self.task, &self.model, examples, self.config.batch_size.max(64), &self.workers)?;
+        let started = Instant::now();
+        let (loss, parts) = self.development(examples)?;
+        if probe == Probe::All {
+            self.probed = started.elapsed().as_secs_f64();
+        }
         if !loss.is_finite() {
             return Err(self.diverged(step, "held-out loss", loss));
         }
         let mut best = self.saved.best;
         if probe == Probe::All && !self.data.development.is_empty() {
             self.log.development(step, loss)?;
-            if best.is_none_or(|best| loss < best.loss) {
+            let sure = best.is_none_or(|best| best.step > 0)
+                || is_lower(&self.saved.start, &parts, T::overlap(&self.data.train, examples.len()));
+            if best.is_none_or(|best| loss < best.loss) && sure {
                 best = Some(Best { step, loss });
             }
         }
@@ -285,6 +416,28 @@ impl<T: Task> Session<T> {
         };
         format!("{name}, {} attention", self.config.attention)
     }
+}
+
+/// Minutes that a run takes at most that begins as a simple method, where nobody said how long: it may be of use at once.
+const USUAL_MINUTES: f64 = 1.5;
+
+/// The part of the minutes in which steps are timed, and minutes in which nothing is decided again.
+const TIMED: f64 = 0.05;
+const SHORT: f64 = 0.25;
+
+/// Parts of the development examples, at least, whose losses are compared with those of the simple method that a model corrects.
+const PARTS: usize = 16;
+
+/// Checkpoints without a better one after which such a model is as good as it gets.
+const PATIENCE: usize = 6;
+
+/// Whether sums of losses fell, by more than twice the standard error of the fall: a few examples would tell by chance, at one of many
+/// checkpoints, that a model does better than the simple method that it begins as. Examples that overlap tell as much as fewer.
+fn is_lower(before: &[f64], after: &[f64], overlap: f64) -> bool {
+    let falls: Vec<f64> = before.iter().zip(after).map(|(before, after)| before - after).collect();
+    let (count, sum) = (falls.len() as f64, falls.iter().sum::<f64>());
+    let squares: f64 = falls.iter().map(|fall| (fall - sum / count).powi(2)).sum();
+    count >= 4.0 && sum > 2.0 * (overlap * count / (count - 1.0) * squares).sqrt()
 }
 
 /// Means over the last steps, for the display.
@@ -312,5 +465,22 @@ impl Recent {
 
     fn examples_per_second(&self) -> f64 {
         self.examples / self.seconds.max(1e-9)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fall_counts_beyond_its_standard_error() {
+        let start = [1.0; 16];
+        let falls = |fall: fn(usize) -> f64| is_lower(&start, &std::array::from_fn::<_, 16, _>(|n| 1.0 - fall(n)), 1.0);
+        assert!(falls(|_| 0.01));
+        assert!(!falls(|_| -0.01));
+        // 16 falls of deviation 1 sum up to 1.6; twice their sum's error is 8.3.
+        assert!(!falls(|n| 0.1 + if n % 2 == 0 { 1.0 } else { -1.0 }));
+        assert!(falls(|n| 0.6 + if n % 2 == 0 { 1.0 } else { -1.0 }));
+        assert!(!is_lower(&start[..3], &[0.0; 3], 1.0), "three parts tell nothing");
     }
 }

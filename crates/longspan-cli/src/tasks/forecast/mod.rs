@@ -9,9 +9,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
+use burn::module::Param;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::layers::pinball;
 use longspan::models::SeriesModel;
+use rayon::prelude::*;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
@@ -20,7 +22,10 @@ use super::lines;
 use super::series::file::{self, Found, Point, Reading, Series};
 use super::series::scaling::{Scaling, usual_gap};
 use super::series::{check_missing, model, next, padded, settle, times};
+use super::simple::Simple;
+use super::simple::smoothing::{Form, Smoothing};
 use super::split::{self, Split, evenly};
+use super::table::dates::Calendar;
 use super::task::{Answering, Asked, Data, Loss, Shown, Task, Titles, Told, Vocabulary};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
@@ -43,6 +48,9 @@ const CONTEXT: usize = 64;
 
 /// Windows that are drawn at the end.
 const DRAWN: usize = 4;
+
+/// Series on which simple methods are compared.
+const LEARNED: usize = 500;
 
 /// Windows of the development loss.
 const DEVELOPMENT: usize = 512;
@@ -87,7 +95,11 @@ impl Task for Forecast {
             );
         }
         let most = config.max_tokens - told;
-        let usual = (4 * told).max(CONTEXT).min(longest.saturating_sub(told)).clamp(1, most);
+        // Nine of ten series are long enough for a window, which has a quarter of these points and those to predict.
+        let mut lengths: Vec<usize> = all.iter().map(|one| one.times.len()).collect();
+        lengths.sort_unstable();
+        let short = lengths.get(lengths.len() / 10).map_or(0, |short| short.saturating_sub(told));
+        let usual = (4 * told).max(CONTEXT).min((4 * short).max(8)).min(longest.saturating_sub(told)).clamp(1, most);
         let context = *config.context.get_or_insert(usual);
         if context > most {
             bail!(
@@ -113,6 +125,9 @@ impl Task for Forecast {
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
         let mut scaling = Scaling::of(&learned, None);
         scaling.known = known;
+        if config.base {
+            scaling.base = task_base(&scaling, &parts.train, told);
+        }
         let task = Self { scaling, sizes };
         let data = task.windows(parts, config)?;
         lines::make_absolute(config)?;
@@ -148,7 +163,14 @@ impl Task for Forecast {
     fn model(&self, config: &RunConfig, device: &Device) -> Result<SeriesModel> {
         // Every point has its row: none is made of all.
         let config = RunConfig { pooling: "mean".into(), ..config.clone() };
-        model::model(&config, inputs(&self.scaling), self.outputs(), device)
+        let mut model = model::model(&config, inputs(&self.scaling), self.outputs(), device)?;
+        if config.base {
+            // It begins as the simple methods, with the quantiles of their errors.
+            let errors = self.scaling.base.iter().flat_map(|base| base.quantiles.iter().map(|q| *q as f32));
+            let bias = TensorData::new(errors.collect::<Vec<_>>(), [self.outputs()]);
+            model.output.bias = Some(Param::from_tensor(Tensor::from_data(bias, device)));
+        }
+        Ok(model)
     }
 
     fn size(example: &Example) -> (usize, usize) {
@@ -162,6 +184,47 @@ impl Task for Forecast {
         let loss = pinball(rows.reshape([targets.len(), QUANTILES.len()]), &targets, &QUANTILES)?;
         let loss = loss.div_scalar(QUANTILES.len() as f64);
         Ok(Loss { plain: loss.clone().detach(), smoothed: loss })
+    }
+
+    fn simple(&self, _: &Data<Self>, windows: &[Window], scores: &Scores, _: &Answering<'_>) -> Result<Vec<Simple>> {
+        let season = self.scaling.base.iter().map(|base| base.way.season).max().unwrap_or(1);
+        let several = self.scaling.channels() > 1;
+        let ways = [Form::Repeated, Form::Damped].map(|form| Smoothing::new(form, season, false));
+        let chosen = self.scaling.base.clone();
+        let error = |ways: &[Smoothing]| -> f64 {
+            let scaling = Scaling { base: ways.to_vec(), ..self.scaling.clone() };
+            let one = |window: &Window| -> Result<(f64, f64)> {
+                let seen = window.example(&scaling, None)?.seen;
+                let truth = window.truth(&scaling);
+                let known = truth.iter().zip(seen.ends.iter()).enumerate().filter(|(_, (value, _))| !value.is_nan());
+                Ok(known.fold((0.0, 0.0), |(sum, count), (n, (value, end))| {
+                    let unit = if several { scaling.deviations[n % scaling.channels()] } else { 1.0 };
+                    (sum + (value - end.value(0.0)).abs() / unit, count + 1.0)
+                }))
+            };
+            let sums = windows.par_iter().filter_map(|window| one(window).ok()).collect::<Vec<_>>();
+            sums.iter().map(|(sum, _)| sum).sum::<f64>() / sums.iter().map(|(_, count)| count).sum::<f64>()
+        };
+        let own = scores.mean_absolute_error.rate;
+        let of = |ways: Vec<Smoothing>| -> Simple {
+            let found = error(&ways);
+            let name = if ways.windows(2).all(|pair| pair[0].way == pair[1].way) {
+                ways[0].way.words()
+            } else {
+                "a way chosen for each channel".into()
+            };
+            Simple { name, shown: format!("mean absolute error {found:.4}"), score: found, better: found < own }
+        };
+        let each = |way: &Smoothing| vec![way.clone(); self.scaling.channels()];
+        let mut all: Vec<Simple> = ways.iter().map(|way| of(each(way))).collect();
+        if !chosen.is_empty() && ways.iter().all(|way| chosen.iter().any(|one| one.way != way.way)) {
+            all.push(of(chosen));
+        }
+        Ok(all)
+    }
+
+    fn overlap(feed: &Drawn, development: usize) -> f64 {
+        feed.overlap(development)
     }
 
     fn usual_steps(per_epoch: usize) -> usize {
@@ -251,7 +314,8 @@ impl Task for Forecast {
     }
 
     fn score(&self, model: &SeriesModel, windows: &[Window], how: &Answering<'_>) -> Result<Scores> {
-        let seen = windows.iter().map(|window| Ok(window.example(&self.scaling)?.seen)).collect::<Result<Vec<_>>>()?;
+        let seen: Vec<Seen> =
+            windows.par_iter().map(|window| Ok(window.example(&self.scaling, None)?.seen)).collect::<Result<_>>()?;
         let told = self.quantiles(model, &seen.iter().collect::<Vec<_>>(), how)?;
         let several = self.scaling.channels() > 1;
         let mut by_series: BTreeMap<(&str, usize), Vec<Sums>> = BTreeMap::new();
@@ -299,7 +363,7 @@ impl Task for Forecast {
         let width = self.scaling.channels();
         let channel = self.predicted().next().unwrap_or(0);
         for (n, window) in evenly(held_out, DRAWN).into_iter().enumerate() {
-            let seen = window.example(&self.scaling)?.seen;
+            let seen = window.example(&self.scaling, None)?.seen;
             let told = self.quantiles(model, &[&seen], how)?.concat();
             let times = &window.series.times[window.known.end..window.until];
             let known = Series {
@@ -342,14 +406,44 @@ impl Task for Forecast {
         };
         format!(
             "{}: the next {told} points from up to {context} before them; {} series of {} to learn from, {}; \
-             {held_out}; {}",
+             {held_out}; {}{}",
             config.data_name(),
             stretches.len(),
             counted(self.scaling.channels(), "channels"),
             counted(data.train.count() as usize, "windows"),
             times(config, &self.scaling),
+            match self.scaling.base.first() {
+                Some(base) => format!(
+                    "; the model learns what {} leaves over, chosen on the points to learn from",
+                    base.way.words()
+                ),
+                None => String::new(),
+            }
         )
     }
+}
+
+/// The simple method that does best for each channel on the points to learn from.
+fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing> {
+    // Seasons of a calendar; others show in the data.
+    let seasons: &[usize] = match scaling.dates.as_ref().map(|dates| &dates.calendar) {
+        Some(Calendar::Months { .. }) if scaling.step == 1.0 => &[12],
+        Some(Calendar::Months { .. }) if scaling.step == 3.0 => &[4],
+        Some(Calendar::Seconds) if scaling.step == 86_400.0 => &[7],
+        Some(Calendar::Seconds) if scaling.step == 3_600.0 => &[24, 168],
+        _ => &[],
+    };
+    let of = |channel: usize| {
+        let values = |part: &Stretch| {
+            let values = scaling.channel(&part.series, channel, part.points.end);
+            let first = (part.points.start * values.len()).checked_div(part.points.end).unwrap_or(0);
+            // The later half: what comes next follows as much.
+            let first = first.max(values.len() / 2).min(values.len().saturating_sub(told));
+            (values, first)
+        };
+        Smoothing::choose(&evenly(parts, LEARNED).iter().map(values).collect::<Vec<_>>(), told, seasons, &QUANTILES)
+    };
+    (0..scaling.channels()).map(of).collect()
 }
 
 /// What is told of a value, in the order of [`QUANTILES`].
@@ -447,12 +541,18 @@ impl Forecast {
         let all = |parts: &[Stretch], stride| -> Vec<Window> {
             parts.iter().flat_map(|part| part.windows(self.sizes, stride)).collect()
         };
-        let development = evenly(&all(&parts.development, 1), DEVELOPMENT);
+        let development = all(&parts.development, 1);
+        let count = development.len();
+        let development = evenly(&development, DEVELOPMENT);
         let held_out = all(&parts.held_out, self.sizes.told);
-        let train = Drawn::new(self.scaling.clone(), parts.train, self.sizes, config.batch_size, config.seed);
+        let mut train = Drawn::new(self.scaling.clone(), parts.train, self.sizes, config.batch_size, config.seed);
+        train.development = count;
         Ok(Data {
             train,
-            development: development.iter().map(|window| window.example(&self.scaling)).collect::<Result<_>>()?,
+            development: development
+                .par_iter()
+                .map(|window| window.example(&self.scaling, None))
+                .collect::<Result<_>>()?,
             held_out,
             too_long: 0,
             longest: self.sizes.context + self.sizes.told,
@@ -524,7 +624,7 @@ impl Forecast {
     /// Some points of any series as the model gets them.
     fn seen(&self, one: &Series, known: Range<usize>, ahead: &[Point]) -> Result<Seen> {
         self.scaling.check(one)?;
-        Seen::of(&self.scaling, one, known, ahead)
+        Seen::of(&self.scaling, one, known, ahead, None)
     }
 
     /// What the model gives at the points that are to be told, `[points, outputs]`; `width` points for each window, if given, the last one again
@@ -565,7 +665,7 @@ impl Forecast {
         let of = |seen: &Seen, row: &[f32]| {
             let values = row.chunks(QUANTILES.len()).take(seen.told * self.scaling.channels()).enumerate();
             let values = values.map(|(n, told)| {
-                let mut found: Quantiles = std::array::from_fn(|q| seen.value(n % self.scaling.channels(), told[q]));
+                let mut found: Quantiles = std::array::from_fn(|q| seen.value(n, told[q]));
                 // Each is learned by itself, so that two may cross.
                 found.sort_by(f64::total_cmp);
                 found

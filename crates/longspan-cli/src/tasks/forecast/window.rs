@@ -1,10 +1,12 @@
 //! Windows of series: points that are known, and the points after them that are to be told.
 
+use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::Result;
+use rayon::prelude::*;
 
 use crate::tasks::batches::Random;
 use crate::tasks::feed::Feed;
@@ -12,6 +14,7 @@ use crate::tasks::labels::moments;
 use crate::tasks::series::Points;
 use crate::tasks::series::file::{Point, Series};
 use crate::tasks::series::scaling::{Scaling, finite};
+use crate::tasks::simple::smoothing::End;
 
 /// Points of a series that may be told.
 #[derive(Debug, Clone)]
@@ -36,6 +39,8 @@ pub struct Seen {
     pub told: usize,
     /// The centre and the unit in which each channel is measured.
     pub measures: Vec<(f64, f64)>,
+    /// Of each value to be told, point after point, what the model's numbers are measured from.
+    pub ends: Arc<Vec<End>>,
 }
 
 /// A window to learn from: what is seen, and all values that are to be told, NaN where one is missing.
@@ -58,13 +63,13 @@ impl Stretch {
 }
 
 impl Window {
-    /// As the model learns from it.
-    pub fn example(&self, scaling: &Scaling) -> Result<Example> {
+    /// As the model learns from it; what simple methods tell may be known already, of more points too.
+    pub fn example(&self, scaling: &Scaling, ends: Option<&Arc<Vec<End>>>) -> Result<Example> {
         let Self { series, known, until } = self;
-        let seen = Seen::of(scaling, series, known.clone(), &series.points(known.end..*until))?;
+        let seen = Seen::of(scaling, series, known.clone(), &series.points(known.end..*until), ends)?;
         // Beyond any forecast the slope of the loss does not change.
-        let scaled = |(value, (centre, unit)): (&f64, &(f64, f64))| ((value - centre) / unit).clamp(-1e6, 1e6) as f32;
-        let targets: Vec<f32> = self.truth(scaling).iter().zip(seen.measures.iter().cycle()).map(scaled).collect();
+        let scaled = |(value, end): (&f64, &End)| end.measured(*value).clamp(-1e6, 1e6) as f32;
+        let targets: Vec<f32> = self.truth(scaling).iter().zip(seen.ends.iter()).map(scaled).collect();
         Ok(Example { seen, targets })
     }
 
@@ -107,7 +112,13 @@ impl Seen {
     ///
     /// Each channel is measured by the mean and the standard deviation of what is known of it (reversible instance normalisation, Kim et
     /// al. 2022): what is learned at one level serves at another. Of what is missing or to be told the model gets the last known value.
-    pub fn of(scaling: &Scaling, one: &Series, known: Range<usize>, ahead: &[Point]) -> Result<Self> {
+    pub fn of(
+        scaling: &Scaling,
+        one: &Series,
+        known: Range<usize>,
+        ahead: &[Point],
+        ends: Option<&Arc<Vec<End>>>,
+    ) -> Result<Self> {
         let width = scaling.channels();
         let values = &one.values[known.start * width..known.end * width];
         let measures: Vec<(f64, f64)> = (0..width)
@@ -124,6 +135,10 @@ impl Seen {
                 (centre, if varies { unit } else { usual })
             })
             .collect();
+        let ends = match ends {
+            Some(ends) => Arc::clone(ends),
+            None => Arc::new(self::ends(scaling, one, known.end, ahead.iter().map(|(time, _)| *time), &measures)),
+        };
         let count = known.len();
         let mut times = scaling.measured(one.times[known].iter().chain(ahead.iter().map(|(time, _)| time)).copied());
         let last = count.checked_sub(1).map_or(0.0, |last| times[last]);
@@ -140,25 +155,47 @@ impl Seen {
             .collect();
         let points = values.chunks(width).chain(to_predict.iter().map(Vec::as_slice));
         let (mut numbers, mut carried) = (Vec::with_capacity(times.len() * inputs(scaling)), vec![0.0; width]);
-        for (point, time) in points.zip(&times) {
-            for ((value, (centre, unit)), carried) in point.iter().zip(&measures).zip(&mut carried) {
-                // The one before stands for what is missing.
+        for (n, (point, time)) in points.zip(&times).enumerate() {
+            for (channel, ((value, (centre, unit)), carried)) in
+                point.iter().zip(&measures).zip(&mut carried).enumerate()
+            {
+                // The one before stands for what is missing, and what a simple method tells for what is to be told.
                 if !value.is_nan() {
                     *carried = ((value - centre) / unit) as f32;
+                } else if n >= count && !scaling.base.is_empty() {
+                    *carried =
+                        ((ends[(n - count) * width + channel].value(0.0) - centre) / unit).clamp(-1e6, 1e6) as f32;
                 }
             }
             numbers.extend(&carried);
             numbers.extend(point.iter().map(|value| f32::from(u8::from(value.is_nan()))));
             numbers.push(time.signum() * time.abs().ln_1p());
         }
-        Ok(Self { points: finite((numbers, times))?, told: ahead.len(), measures })
+        Ok(Self { points: finite((numbers, times))?, told: ahead.len(), measures, ends })
     }
 
-    /// A number of a channel that the model gave, in the unit of the series.
-    pub fn value(&self, channel: usize, number: f32) -> f64 {
-        let (centre, unit) = self.measures[channel];
-        centre + unit * f64::from(number)
+    /// A number that the model gave for one of the values to be told, in the unit of the series.
+    pub fn value(&self, place: usize, number: f32) -> f64 {
+        self.ends[place].value(f64::from(number))
     }
+}
+
+/// What the model's numbers for values at some times after a point are measured from: what a simple method tells, or the measures of
+/// what is known.
+fn ends(
+    scaling: &Scaling,
+    one: &Series,
+    cut: usize,
+    times: impl Iterator<Item = f64>,
+    measures: &[(f64, f64)],
+) -> Vec<End> {
+    let ahead = scaling.distances(cut.checked_sub(1).map(|last| one.times[last]), times);
+    let of = |channel: usize| match scaling.base.get(channel) {
+        Some(base) if !scaling.is_known(channel) => base.ends(&scaling.channel(one, channel, cut), &ahead),
+        _ => vec![End { centre: measures[channel].0, unit: measures[channel].1, log: false }; ahead.len()],
+    };
+    let all: Vec<Vec<End>> = (0..scaling.channels()).map(of).collect();
+    (0..ahead.len()).flat_map(|n| all.iter().map(move |ends| ends[n])).collect()
 }
 
 /// Numbers that the model gets at a point: of each channel the value and whether it is missing, and how far it is from
@@ -177,7 +214,14 @@ pub struct Drawn {
     batch_size: usize,
     seed: u64,
     batch: Vec<Example>,
+    /// Windows that there were for development.
+    pub development: usize,
+    /// What simple methods tell after a point of a stretch, which takes longer than to draw the window.
+    told: HashMap<(usize, usize), Arc<Vec<End>>>,
 }
+
+/// Points after which such is kept.
+const KEPT: usize = 100_000;
 
 /// How long windows are.
 #[derive(Debug, Clone, Copy)]
@@ -212,7 +256,17 @@ impl Drawn {
                 Some(*sum)
             })
             .collect();
-        Self { scaling, stretches, counts, sizes, batch_size, seed, batch: Vec::new() }
+        Self {
+            scaling,
+            stretches,
+            counts,
+            sizes,
+            batch_size,
+            seed,
+            batch: Vec::new(),
+            development: 0,
+            told: HashMap::new(),
+        }
     }
 
     /// How many windows there are.
@@ -220,12 +274,19 @@ impl Drawn {
         self.counts.last().copied().unwrap_or(0)
     }
 
+    /// How many windows share a point, of so many for development that are spread over about as long stretches.
+    pub fn overlap(&self, development: usize) -> f64 {
+        let told = self.sizes.told;
+        (told as f64).min((development * told) as f64 / self.development.max(1) as f64).max(1.0)
+    }
+
     /// The series, each with the points that are told.
     pub fn stretches(&self) -> &[Stretch] {
         &self.stretches
     }
 
-    fn draw(&self, n: u64) -> Result<Example> {
+    /// The window of a number, and its stretch.
+    fn draw(&self, n: u64) -> (usize, Window) {
         let mut random = Random::new(self.seed, n);
         // The bias of the remainder is below count / 2⁶⁴.
         let mut below = |count: usize| (random.next() % count as u64) as usize;
@@ -240,7 +301,15 @@ impl Drawn {
         let varied = below(4) == 0;
         let known = if varied { least + below(reach - least + 1) } else { reach };
         let told = if varied { 1 + below(told) } else { told };
-        Window { series: Arc::clone(series), known: cut - known..cut, until: cut + told }.example(&self.scaling)
+        (stretch, Window { series: Arc::clone(series), known: cut - known..cut, until: cut + told })
+    }
+
+    /// As the model learns from it, with what was told before after the same point.
+    fn example(&self, stretch: usize, window: &Window) -> Result<Example> {
+        let known = self.told.get(&(stretch, window.known.end));
+        let ends =
+            known.map(|ends| Arc::new(ends[..(window.until - window.known.end) * self.scaling.channels()].to_vec()));
+        window.example(&self.scaling, ends.as_ref())
     }
 }
 
@@ -257,7 +326,27 @@ impl Feed for Drawn {
 
     fn batch(&mut self, step: usize) -> Result<Vec<&Example>> {
         let first = step as u64 * self.batch_size as u64;
-        self.batch = (first..first + self.batch_size as u64).map(|n| self.draw(n)).collect::<Result<_>>()?;
+        let drawn: Vec<(usize, Window)> = (first..first + self.batch_size as u64).map(|n| self.draw(n)).collect();
+        if !self.scaling.base.is_empty() {
+            let mut new: Vec<(usize, usize)> =
+                drawn.iter().map(|(stretch, window)| (*stretch, window.known.end)).collect();
+            new.sort_unstable();
+            new.dedup();
+            new.retain(|key| !self.told.contains_key(key));
+            if self.told.len() + new.len() > KEPT {
+                self.told.clear();
+            }
+            let found = new.into_par_iter().map(|(stretch, cut)| {
+                let series = &self.stretches[stretch].series;
+                // Of all points to be told, though this window may want fewer.
+                let times = series.times[cut..cut + self.sizes.told].iter().copied();
+                let none = vec![(0.0, 1.0); self.scaling.channels()];
+                ((stretch, cut), Arc::new(ends(&self.scaling, series, cut, times, &none)))
+            });
+            let found: Vec<_> = found.collect();
+            self.told.extend(found);
+        }
+        self.batch = drawn.iter().map(|(stretch, window)| self.example(*stretch, window)).collect::<Result<_>>()?;
         Ok(self.batch.iter().collect())
     }
 
@@ -281,7 +370,7 @@ mod tests {
     fn a_window_is_measured_by_what_is_known_of_it() {
         let one = line(6);
         let scaling = Scaling::of(std::slice::from_ref(&one), None);
-        let seen = Seen::of(&scaling, &one, 0..3, &[(4.5, vec![1.0, 2.0])]).unwrap();
+        let seen = Seen::of(&scaling, &one, 0..3, &[(4.5, vec![1.0, 2.0])], None).unwrap();
         // Of 0, 1, 2 the mean is 1 and the variance 2/3; 7 and 7 do not vary, and the channel's unit is 1 for that.
         let unit = (2f64 / 3.0).sqrt();
         assert_eq!(seen.measures, [(1.0, unit), (7.0, 1.0)]);

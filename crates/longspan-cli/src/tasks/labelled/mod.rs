@@ -14,7 +14,10 @@ use super::batches::padded;
 use super::feed::Shuffled;
 use super::labels::{self, Scores, Target};
 use super::lines;
+use super::simple::Simple;
+use super::simple::bag::Bag;
 use super::split::{self, Split, evenly};
+use super::stack;
 use super::task::{Answer, Answering, Asked, Data, Loss, Task, Titles, Vocabulary};
 use super::tokens::{END, Kind, Tokenizer};
 use crate::run::config::RunConfig;
@@ -26,10 +29,15 @@ use file::Labelled;
 /// The side that the tokenizer's file is named for.
 const SIDE: &str = "text";
 
+/// The file of the bag of words in a run folder.
+const BAG: &str = "bag.safetensors";
+
 /// The tokenizer of a run, and what it tells of a text.
 pub struct Labels {
     tokenizer: Tokenizer,
     target: Target,
+    /// None in runs of earlier versions.
+    bag: Option<Bag>,
 }
 
 /// A text as ids, and what is to be told of it.
@@ -50,24 +58,34 @@ impl Task for Labels {
         let kind = config.tokens.as_ref().map_or(Ok(Kind::Characters), |name| name.parse())?;
         let tokenizer = Tokenizer::build(&kind, split.train.iter().map(|labelled| labelled.text.as_str()))?;
         let target = Target::of(split.train.iter().map(|labelled| labelled.label.as_str()), config, Self::EXAMPLES)?;
-        let task = Self { tokenizer, target };
-        let data = task.encode(split, config)?;
+        let (bag, unseen) = bag(&target, &split)?;
+        let task = Self { tokenizer, target, bag: Some(bag) };
+        let data = task.encode(split, unseen, config)?;
         lines::make_absolute(config)?;
         config.tokens.get_or_insert(task.tokenizer.kind().into());
         Ok((task, data))
     }
 
     fn load(folder: &RunFolder) -> Result<Self> {
-        Ok(Self { tokenizer: Tokenizer::load(&folder.tokenizer(SIDE))?, target: Target::load(folder)? })
+        let target = Target::load(folder)?;
+        let path = folder.path().join(BAG);
+        let bag = path.exists().then(|| Bag::load(&path, target.outputs())).transpose()?;
+        if bag.is_none() && folder.load_config()?.base {
+            bail!("{} is missing; the run folder is incomplete", path.display());
+        }
+        Ok(Self { tokenizer: Tokenizer::load(&folder.tokenizer(SIDE))?, target, bag })
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
         write_atomic(&folder.tokenizer(SIDE), self.tokenizer.to_json()?.as_bytes())?;
+        self.bag.iter().try_for_each(|bag| bag.store(&folder.path().join(BAG)))?;
         self.target.store(folder)
     }
 
     fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
-        self.encode(read_split(config)?, config)
+        let split = read_split(config)?;
+        let unseen = if config.base { bag(&self.target, &split)?.1 } else { Vec::new() };
+        self.encode(split, unseen, config)
     }
 
     fn read(path: &Path, config: &RunConfig) -> Result<Vec<Labelled>> {
@@ -101,7 +119,9 @@ impl Task for Labels {
         let rows: Vec<&[u32]> = batch.iter().map(|example| example.input.as_slice()).collect();
         let (tokens, lengths) = padded(&rows, device);
         self.target.loss(
-            batch.iter().map(|example| example.goal),
+            batch,
+            smoothing,
+            || model.forward(tokens.clone(), &lengths),
             |classes| model.loss(tokens.clone(), &lengths, classes, smoothing),
             |numbers| model.squared_error(tokens.clone(), &lengths, numbers),
         )
@@ -126,6 +146,25 @@ impl Task for Labels {
         self.target.score(&labels, &self.outputs(model, &sources, how)?, Self::EXAMPLES)
     }
 
+    fn simple(&self, data: &Data<Self>, texts: &[Labelled], scores: &Scores, _: &Answering<'_>) -> Result<Vec<Simple>> {
+        let labels: Vec<&str> = texts.iter().map(|labelled| labelled.label.as_str()).collect();
+        let prior = self.target.prior(data.train.examples().iter().map(|example| example.goal));
+        let mut found = vec![self.target.beside(
+            self.target.prior_name(),
+            &labels,
+            &vec![prior; labels.len()],
+            scores,
+            Self::EXAMPLES,
+        )?];
+        if let Some(bag) = &self.bag {
+            let rows: Vec<Vec<f32>> = texts.iter().map(|one| bag.predict(&one.text)).collect();
+            let regression = if let Target::Labels(_) = self.target { "logistic" } else { "ridge" };
+            let name = format!("{regression} regression on words and pairs of words");
+            found.push(self.target.beside(&name, &labels, &rows, scores, Self::EXAMPLES)?);
+        }
+        Ok(found)
+    }
+
     fn picture(scores: &Scores) -> Option<Matrix> {
         scores.picture()
     }
@@ -136,11 +175,18 @@ impl Task for Labels {
 
     fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
         format!(
-            "{}: {} texts to learn from, {} held out; {}",
+            "{}: {} texts to learn from, {} held out; {}{}",
             config.data_name(),
             data.train.examples().len(),
             data.held_out.len(),
-            self.target.introduce(data.train.examples().iter().map(|example| example.goal))
+            self.target.introduce(data.train.examples().iter().map(|example| example.goal)),
+            match &self.bag {
+                Some(bag) if config.base => format!(
+                    "; the model learns what a regression on {} words and pairs of words leaves over",
+                    bag.len()
+                ),
+                _ => String::new(),
+            }
         )
     }
 
@@ -159,23 +205,46 @@ impl Labels {
 
     /// What the model gives for each text.
     fn outputs(&self, model: &Classifier, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<f32>>> {
+        if let Some(bag) = self.base(how.config).filter(|_| stack::is_at_zero(&model.output, how.config)) {
+            return Ok(texts.iter().map(|text| bag.predict(text)).collect());
+        }
         let rows = texts.iter().map(|text| self.ids(text)).collect::<Result<Vec<_>>>()?;
-        labels::outputs(&rows, Vec::len, self.target.outputs(), how, |batch| {
+        let found = labels::outputs(&rows, Vec::len, self.target.outputs(), how, |batch| {
             let (tokens, lengths) = padded(batch, &Device::flex());
             Ok(model.forward(tokens, &lengths)?)
+        })?;
+        Ok(match self.base(how.config) {
+            Some(bag) => labels::joined(found, texts.iter().map(|text| bag.predict(text))),
+            None => found,
         })
     }
 
-    /// Texts as ids.
-    fn encode(&self, split: Split<Labelled>, config: &RunConfig) -> Result<Data<Self>> {
-        let examples = |texts: &[Labelled]| self.target.examples(texts, |one| &one.label, |one| self.ids(&one.text));
-        let (train, development) = (examples(&split.train)?, examples(&split.development)?);
-        labels::data(train, development, split.held_out, config, |Example { input: tokens, goal }, hash| {
+    /// The bag that the model corrects, if it does.
+    fn base(&self, config: &RunConfig) -> Option<&Bag> {
+        self.bag.as_ref().filter(|_| config.base)
+    }
+
+    /// Texts as ids; `unseen` is what bags that have not seen them tell of those to learn from.
+    fn encode(&self, split: Split<Labelled>, unseen: Vec<Vec<f32>>, config: &RunConfig) -> Result<Data<Self>> {
+        let base = self.base(config);
+        let examples = |texts: &[Labelled], base: &dyn Fn(usize) -> Vec<f32>| {
+            self.target.examples(texts, |one| &one.label, |one| self.ids(&one.text), base)
+        };
+        let train = examples(&split.train, &|n| base.map_or(Vec::new(), |_| unseen[n].clone()))?;
+        let development =
+            examples(&split.development, &|n| base.map_or(Vec::new(), |bag| bag.predict(&split.development[n].text)))?;
+        labels::data(train, development, split.held_out, config, |Example { input: tokens, goal, .. }, hash| {
             hash.update((tokens.len() as u64).to_le_bytes());
             goal.hash(hash);
             tokens.iter().for_each(|id| hash.update(id.to_le_bytes()));
         })
     }
+}
+
+/// The bag of the texts to learn from, and what is told of each by one that has not seen it.
+fn bag(target: &Target, split: &Split<Labelled>) -> Result<(Bag, Vec<Vec<f32>>)> {
+    let texts: Vec<&str> = split.train.iter().map(|one| one.text.as_str()).collect();
+    Ok(Bag::fit(&texts, &target.goals(split.train.iter().map(|one| one.label.as_str()))?, target.outputs()))
 }
 
 /// Reads the texts that the settings name, by use.

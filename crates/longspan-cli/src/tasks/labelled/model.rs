@@ -20,5 +20,7 @@ pub fn model(config: &RunConfig, vocab: usize, outputs: usize, device: &Device) 
         .with_pooling(config.pooling()?);
     let one = sizes.clone().with_layers(1).init(device)?;
     stack::check(&one, &one.blocks, config, device, LOWER)?;
-    Ok(sizes.init(device)?)
+    let mut model = sizes.init(device)?;
+    stack::begin_at_zero(&mut model.output, config, outputs, device);
+    Ok(model)
 }

@@ -9,7 +9,8 @@ use std::fmt::{self, Display};
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, bail};
-use burn::tensor::Tensor;
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{Tensor, TensorData};
 use longspan::layers::CrossEntropyLoss;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -17,6 +18,7 @@ use sha2::{Digest, Sha256};
 use super::batches::{micro_batches, values};
 use super::feed::Shuffled;
 use super::scores::likeliest;
+use super::simple::Simple;
 use super::split::evenly;
 use super::task::{Answer, Answering, Data, Loss, Task, Titles, Vocabulary};
 use crate::run::columns::Columns;
@@ -34,6 +36,9 @@ const FILE: &str = "labels.json";
 
 /// Development examples: enough for two digits, few enough to cost little.
 const DEVELOPMENT: usize = 512;
+
+/// So many at least tell whether a simple method is corrected well.
+const FEWEST: usize = 16;
 
 /// Examples answered together.
 const BATCH: usize = 64;
@@ -58,11 +63,13 @@ pub enum Goal {
     Number(f32),
 }
 
-/// What the model gets of a text or a series, and what is right of it.
+/// What the model gets of a text or a series, what is right of it, and what a simple method that has not learned from it gives: the model
+/// learns what is left over. Empty where there is no such method.
 #[derive(Debug, Clone)]
 pub struct Example<I> {
     pub input: I,
     pub goal: Goal,
+    pub base: Vec<f32>,
 }
 
 impl Goal {
@@ -210,37 +217,107 @@ impl Target {
         }
     }
 
-    /// Examples of all whose label occurred in training.
+    /// Examples of all whose label occurred in training; `base` is of the example at a place.
     pub fn examples<R, I>(
         &self,
         all: &[R],
         label: impl Fn(&R) -> &str,
         input: impl Fn(&R) -> Result<I>,
+        base: impl Fn(usize) -> Vec<f32>,
     ) -> Result<Vec<Example<I>>> {
         let mut examples = Vec::with_capacity(all.len());
-        for one in all {
+        for (n, one) in all.iter().enumerate() {
             if let Some(goal) = self.goal(label(one))? {
-                examples.push(Example { input: input(one)?, goal });
+                examples.push(Example { input: input(one)?, goal, base: base(n) });
             }
         }
         Ok(examples)
     }
 
-    /// The loss of a batch: of classes by `cross_entropy`, of numbers by `squared_error`.
-    pub fn loss(
+    /// What is right of these labels, all of which occurred in training.
+    pub fn goals<'a>(&self, labels: impl Iterator<Item = &'a str>) -> Result<Vec<Goal>> {
+        labels.filter_map(|label| self.goal(label).transpose()).collect()
+    }
+
+    /// What is given where nothing is known of an example: the logits of labels that come so often, or the mean.
+    pub fn prior(&self, goals: impl Iterator<Item = Goal>) -> Vec<f32> {
+        let mut row = vec![0f32; self.outputs()];
+        for goal in goals {
+            if let Goal::Label(label) = goal {
+                row[label as usize] += 1.0;
+            }
+        }
+        if let Self::Labels(_) = self { row.iter().map(|count| count.ln()).collect() } else { row }
+    }
+
+    /// What is given where an answer is certain.
+    pub fn certain(&self, goal: Goal) -> Vec<f32> {
+        match goal {
+            Goal::Number(number) => vec![number],
+            Goal::Label(label) => (0..self.outputs()).map(|n| f32::from(u8::from(n == label as usize))).collect(),
+        }
+    }
+
+    /// What a person calls this.
+    pub fn prior_name(&self) -> &'static str {
+        if let Self::Labels(_) = self { "the commonest label" } else { "the mean" }
+    }
+
+    /// How a simple method's predictions score beside the model's.
+    pub fn beside(
         &self,
-        goals: impl Iterator<Item = Goal>,
+        name: &str,
+        labels: &[&str],
+        rows: &[Vec<f32>],
+        own: &Scores,
+        unit: &'static str,
+    ) -> Result<Simple> {
+        let (found, own) = (self.score(labels, rows, unit)?, own);
+        let (score, shown, better) = match (&found, own) {
+            (Scores::Number(found), Scores::Number(own)) => {
+                let [found, own] = [found, own].map(|errors| errors.mean_absolute_error.rate);
+                (found, format!("mean absolute error {found:.4}"), found < own)
+            }
+            (Scores::Labels(found), Scores::Labels(own)) => {
+                let [found, own] = [found, own].map(|confusion| confusion.accuracy.rate);
+                (found, format!("accuracy {:.1} %", 100.0 * found), found > own)
+            }
+            _ => bail!("scores of numbers beside those of labels"),
+        };
+        Ok(Simple { name: name.into(), shown, score, better })
+    }
+
+    /// The loss of a batch: of classes by `cross_entropy`, of numbers by `squared_error`; where a simple method corrected by the model gives
+    /// logits, of the sum of these and the model's, `forward`.
+    pub fn loss<I>(
+        &self,
+        batch: &[&Example<I>],
+        smoothing: f64,
+        forward: impl FnOnce() -> longspan::Result<Tensor<2>>,
         cross_entropy: impl FnOnce(&[u32]) -> longspan::Result<CrossEntropyLoss>,
         squared_error: impl FnOnce(&[f32]) -> longspan::Result<Tensor<1>>,
     ) -> Result<Loss> {
         let (mut classes, mut numbers) = (Vec::new(), Vec::new());
-        goals.for_each(|goal| match goal {
+        batch.iter().for_each(|example| match example.goal {
             Goal::Label(label) => classes.push(label),
-            Goal::Number(number) => numbers.push(number),
+            Goal::Number(number) => numbers.push(number - example.base.first().unwrap_or(&0.0)),
         });
         if let Self::Number { .. } = self {
             let error = squared_error(&numbers)?;
             return Ok(Loss { plain: error.clone().detach(), smoothed: error });
+        }
+        if batch.iter().any(|example| !example.base.is_empty()) {
+            let logits = forward()?;
+            let ([count, outputs], device) = (logits.dims(), logits.device());
+            let base: Vec<f32> = batch.iter().flat_map(|example| example.base.iter().copied()).collect();
+            let base = Tensor::from_data(TensorData::new(base, [count, outputs]), &device);
+            let wanted =
+                (0..count * outputs).map(|n| f32::from(u8::from(classes[n / outputs] as usize == n % outputs)));
+            let wanted = Tensor::<2>::from_data(TensorData::new(wanted.collect::<Vec<_>>(), [count, outputs]), &device);
+            let losses = log_softmax(logits + base, 1).neg();
+            let plain = (losses.clone() * wanted).sum();
+            let smoothed = plain.clone() * (1.0 - smoothing) + losses.sum() * (smoothing / outputs as f64);
+            return Ok(Loss { plain: plain.detach(), smoothed });
         }
         let CrossEntropyLoss { plain, smoothed } = cross_entropy(&classes)?;
         Ok(Loss { plain, smoothed })
@@ -363,6 +440,12 @@ pub fn outputs<R: Sync>(
     Ok(all)
 }
 
+/// What a model gave, corrected: the sum of its rows and those of a simple method.
+pub fn joined(mut rows: Vec<Vec<f32>>, base: impl Iterator<Item = Vec<f32>>) -> Vec<Vec<f32>> {
+    rows.iter_mut().zip(base).for_each(|(row, base)| row.iter_mut().zip(base).for_each(|(x, y)| *x += y));
+    rows
+}
+
 /// The data of a task whose examples have a length, those that are too long left out.
 pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
     all: Vec<T::Example>,
@@ -374,7 +457,7 @@ pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
     let length = |example: &T::Example| T::size(example).1;
     let count = all.len();
     let longest = all.iter().map(length).max().unwrap_or(0);
-    let train: Vec<T::Example> = all.into_iter().filter(|example| length(example) <= config.max_tokens).collect();
+    let mut train: Vec<T::Example> = all.into_iter().filter(|example| length(example) <= config.max_tokens).collect();
     if train.is_empty() {
         bail!(
             "all training {} have more than {} {}, the longest {longest}: take them in with --set max_tokens={longest}",
@@ -384,10 +467,16 @@ pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
         );
     }
     development.retain(|example| length(example) <= config.max_tokens);
-    let development = evenly(&development, DEVELOPMENT);
+    let mut development = evenly(&development, DEVELOPMENT);
     let mut hash = Sha256::new();
     train.iter().for_each(|example| fingerprint(example, &mut hash));
     let (too_long, sha256) = (count - train.len(), hex(&hash.finalize()));
+    if config.base && config.development.is_none() && development.len() < FEWEST {
+        // Too few to tell whether corrections are any good. What the simple method says of examples without them serves as well.
+        let (more, rest): (Vec<_>, Vec<_>) = train.into_iter().enumerate().partition(|(n, _)| n % 4 == 3);
+        development.extend(more.into_iter().map(|(_, example)| example));
+        train = rest.into_iter().map(|(_, example)| example).collect();
+    }
     let train = Shuffled::new(train, T::size, config.batch_size, config.seed);
     Ok(Data { train, development, held_out, too_long, longest, sha256 })
 }

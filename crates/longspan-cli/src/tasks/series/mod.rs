@@ -15,9 +15,12 @@ use sha2::Digest;
 
 use super::attention;
 use super::feed::Shuffled;
-use super::labels::{self, Scores, Target};
+use super::labels::{self, Goal, Scores, Target};
 use super::lines;
+use super::simple::Simple;
+use super::simple::kernels::{Grid, Kernels, nearest};
 use super::split::{self, Split, evenly};
+use super::stack;
 use super::task::{Answering, Asked, Data, Loss, Shown, Task, Titles, Told, Vocabulary};
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
@@ -28,10 +31,21 @@ use crate::terminal::shell;
 use file::{Found, Reading, Series};
 use scaling::{Clock, Scaling};
 
+/// The file of the convolutions in a run folder.
+const KERNELS: &str = "kernels.safetensors";
+
+/// Points of a series that simple methods get at most.
+const EVEN: usize = 2048;
+
 /// What a run on series has beside its weights.
 pub struct SeriesTask {
     scaling: Scaling,
     target: Target,
+    /// None in runs of earlier versions.
+    kernels: Option<Kernels>,
+    /// What was learned from, for the nearest of it; empty in runs that are read back.
+    learned: Vec<Grid>,
+    goals: Vec<Goal>,
 }
 
 /// A series as the model gets it, and what is to be told of it.
@@ -66,23 +80,40 @@ impl Task for SeriesTask {
                 "clock is set, and the series do not share a start near 0; leave it out, or count times from each start"
             );
         }
-        let task = Self { scaling: Scaling::of(&split.train, clock), target };
-        let data = task.measured(split, config)?;
+        let mut task = Self {
+            scaling: Scaling::of(&split.train, clock),
+            target,
+            kernels: None,
+            learned: Vec::new(),
+            goals: Vec::new(),
+        };
+        let (kernels, unseen) = task.unseen(&split)?;
+        task.kernels = Some(kernels);
+        (task.learned, task.goals) = (split.train.iter().map(|one| task.even(one)).collect(), task.goals_of(&split)?);
+        let data = task.measured(split, unseen, config)?;
         lines::make_absolute(config)?;
         Ok((task, data))
     }
 
     fn load(folder: &RunFolder) -> Result<Self> {
-        Ok(Self { scaling: Scaling::load(folder)?, target: Target::load(folder)? })
+        let (scaling, target, path) = (Scaling::load(folder)?, Target::load(folder)?, folder.path().join(KERNELS));
+        let kernels = path.exists().then(|| Kernels::load(&path, scaling.channels(), target.outputs())).transpose()?;
+        if kernels.is_none() && folder.load_config()?.base {
+            bail!("{} is missing; the run folder is incomplete", path.display());
+        }
+        Ok(Self { scaling, target, kernels, learned: Vec::new(), goals: Vec::new() })
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
         self.scaling.store(folder)?;
+        self.kernels.iter().try_for_each(|kernels| kernels.store(&folder.path().join(KERNELS)))?;
         self.target.store(folder)
     }
 
     fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
-        self.measured(read_split(config, &self.reading(config))?.0, config)
+        let split = read_split(config, &self.reading(config))?.0;
+        let unseen = if config.base { self.unseen(&split)?.1 } else { Vec::new() };
+        self.measured(split, unseen, config)
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
@@ -101,7 +132,9 @@ impl Task for SeriesTask {
         let (values, times, lengths) =
             padded(batch.iter().map(|example| &example.input), self.scaling.inputs(), device);
         self.target.loss(
-            batch.iter().map(|example| example.goal),
+            batch,
+            smoothing,
+            || model.forward(values.clone(), times.clone(), &lengths),
             |classes| model.loss(values.clone(), times.clone(), &lengths, classes, smoothing),
             |numbers| model.squared_error(values.clone(), times.clone(), &lengths, numbers),
         )
@@ -132,7 +165,7 @@ impl Task for SeriesTask {
         };
         let (all, points): (Vec<Series>, Vec<Points>) =
             asked.iter().map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
-        let rows = self.outputs(model, &points, how)?;
+        let rows = self.outputs(model, &all, &points, how)?;
         let told = |(one, row): (&Series, &Vec<f32>)| {
             let answers = self.target.answers(row);
             let id = one.id.clone().unwrap_or_else(|| one.line.to_string());
@@ -148,7 +181,23 @@ impl Task for SeriesTask {
         let measured = |one: &Series| self.scaling.apply(one).map_err(lines::in_line(how.name, one.line));
         let points = series.iter().map(measured).collect::<Result<Vec<_>>>()?;
         let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
-        self.target.score(&labels, &self.outputs(model, &points, how)?, Self::EXAMPLES)
+        self.target.score(&labels, &self.outputs(model, series, &points, how)?, Self::EXAMPLES)
+    }
+
+    fn simple(&self, _: &Data<Self>, series: &[Series], scores: &Scores, _: &Answering<'_>) -> Result<Vec<Simple>> {
+        let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
+        let beside = |name: &str, rows: &[Vec<f32>]| self.target.beside(name, &labels, rows, scores, Self::EXAMPLES);
+        let mut found =
+            vec![beside(self.target.prior_name(), &vec![self.target.prior(self.goals.iter().copied()); labels.len()])?];
+        let even: Vec<Grid> = series.iter().map(|one| self.even(one)).collect();
+        if let Some(places) = nearest(&self.learned, &even) {
+            let rows: Vec<Vec<f32>> = places.iter().map(|place| self.target.certain(self.goals[*place])).collect();
+            found.push(beside("the nearest series, warped in time within a tenth (DTW)", &rows)?);
+        }
+        if let Some(kernels) = &self.kernels {
+            found.push(beside("ridge regression on random convolutions (MiniRocket)", &kernels.predict(&even))?);
+        }
+        Ok(found)
     }
 
     fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
@@ -163,7 +212,7 @@ impl Task for SeriesTask {
     fn show(&self, model: &SeriesModel, held_out: &[Series], how: &Answering<'_>, folder: &str) -> Result<Shown> {
         let some = evenly(held_out, 6);
         let points = some.iter().map(|one| self.scaling.apply(one)).collect::<Result<Vec<_>>>()?;
-        let rows = self.outputs(model, &points, how)?;
+        let rows = self.outputs(model, &some, &points, how)?;
         let sample = |(one, row): (&Series, &Vec<f32>)| Sample {
             source: format!("{} points", one.times.len()),
             answer: self.target.answers(row).first().map_or_else(String::new, |best| best.target.clone()),
@@ -182,13 +231,18 @@ impl Task for SeriesTask {
         let channels = counted(self.scaling.channels(), "channels");
         let masked = if self.scaling.masked { ", as many more say what is missing" } else { "" };
         format!(
-            "{}: {} series to learn from, {} held out; {channels}{masked}, {} points in the middle one; {}; {}",
+            "{}: {} series to learn from, {} held out; {channels}{masked}, {} points in the middle one; {}; {}{}",
             config.data_name(),
             examples.len(),
             data.held_out.len(),
             lengths.get(lengths.len() / 2).copied().unwrap_or(0),
             times(config, &self.scaling),
-            self.target.introduce(examples.iter().map(|example| example.goal))
+            self.target.introduce(examples.iter().map(|example| example.goal)),
+            if config.base {
+                "; the model learns what a ridge regression on random convolutions leaves over"
+            } else {
+                ""
+            }
         )
     }
 }
@@ -260,23 +314,65 @@ impl SeriesTask {
         Reading { columns: Some(&config.columns), dates: self.scaling.dates.as_ref(), labels: true, learned: true }
     }
 
-    /// Series as the model gets them.
-    fn measured(&self, split: Split<Series>, config: &RunConfig) -> Result<Data<Self>> {
+    /// A series as simple methods get it.
+    fn even(&self, one: &Series) -> Grid {
+        self.scaling.even(one, EVEN)
+    }
+
+    /// The convolutions of the series to learn from, and what is told of each by some that have not seen it.
+    fn unseen(&self, split: &Split<Series>) -> Result<(Kernels, Vec<Vec<f32>>)> {
+        split.train.iter().try_for_each(|one| self.scaling.check(one))?;
+        let learned: Vec<Grid> = split.train.iter().map(|one| self.even(one)).collect();
+        Ok(Kernels::fit(&learned, &self.goals_of(split)?, self.target.outputs()))
+    }
+
+    fn goals_of(&self, split: &Split<Series>) -> Result<Vec<Goal>> {
+        self.target.goals(split.train.iter().map(|one| one.label.as_deref().unwrap_or_default()))
+    }
+
+    /// What the convolutions that the model corrects tell of series.
+    fn base(&self, series: &[Series], config: &RunConfig) -> Vec<Vec<f32>> {
+        let kernels = self.kernels.as_ref().filter(|_| config.base);
+        kernels
+            .map_or(Vec::new(), |kernels| kernels.predict(&series.iter().map(|one| self.even(one)).collect::<Vec<_>>()))
+    }
+
+    /// Series as the model gets them; `unseen` is what is told of those to learn from without them.
+    fn measured(&self, split: Split<Series>, unseen: Vec<Vec<f32>>, config: &RunConfig) -> Result<Data<Self>> {
         let name = config.data_name();
         let points = |one: &Series| self.scaling.apply(one).map_err(lines::in_line(&name, one.line));
-        let examples =
-            |all: &[Series]| self.target.examples(all, |one| one.label.as_deref().unwrap_or_default(), points);
-        let (train, development) = (examples(&split.train)?, examples(&split.development)?);
-        labels::data(train, development, split.held_out, config, |Example { input: (values, times), goal }, hash| {
-            hash.update((times.len() as u64).to_le_bytes());
-            goal.hash(hash);
-            values.iter().chain(times).for_each(|number| hash.update(number.to_bits().to_le_bytes()));
-        })
+        split.development.iter().try_for_each(|one| points(one).map(drop))?;
+        let bases = [if config.base { unseen } else { Vec::new() }, self.base(&split.development, config)];
+        let examples = |all: &[Series], base: &[Vec<f32>]| {
+            let base = |n: usize| base.get(n).cloned().unwrap_or_default();
+            self.target.examples(all, |one| one.label.as_deref().unwrap_or_default(), points, base)
+        };
+        let (train, development) = (examples(&split.train, &bases[0])?, examples(&split.development, &bases[1])?);
+        labels::data(
+            train,
+            development,
+            split.held_out,
+            config,
+            |Example { input: (values, times), goal, .. }, hash| {
+                hash.update((times.len() as u64).to_le_bytes());
+                goal.hash(hash);
+                values.iter().chain(times).for_each(|number| hash.update(number.to_bits().to_le_bytes()));
+            },
+        )
     }
 
     /// What the model gives for each series.
-    fn outputs(&self, model: &SeriesModel, points: &[Points], how: &Answering<'_>) -> Result<Vec<Vec<f32>>> {
-        labels::outputs(
+    fn outputs(
+        &self,
+        model: &SeriesModel,
+        series: &[Series],
+        points: &[Points],
+        how: &Answering<'_>,
+    ) -> Result<Vec<Vec<f32>>> {
+        if self.kernels.is_some() && stack::is_at_zero(&model.output, how.config) {
+            return Ok(self.base(series, how.config));
+        }
+        let found = labels::outputs(
             points,
             |(_, times)| times.len(),
             self.target.outputs(),
@@ -285,7 +381,8 @@ impl SeriesTask {
                 let (values, times, lengths) = padded(batch.iter().copied(), self.scaling.inputs(), &Device::flex());
                 Ok(model.forward(values, times, &lengths)?)
             },
-        )
+        )?;
+        Ok(labels::joined(found, self.base(series, how.config).into_iter()))
     }
 }
 

@@ -7,6 +7,8 @@ use super::file::Series;
 use crate::run::folder::RunFolder;
 use crate::run::write::write_atomic;
 use crate::tasks::labels::moments;
+use crate::tasks::simple::kernels::Grid;
+use crate::tasks::simple::smoothing::Smoothing;
 use crate::tasks::table::dates::Dates;
 
 /// The file in a run folder.
@@ -17,7 +19,7 @@ const FILE: &str = "series.json";
 #[serde(deny_unknown_fields)]
 pub struct Scaling {
     /// Names of the channels, where the data have them.
-    names: Vec<String>,
+    pub names: Vec<String>,
     /// Of each channel the mean, which is subtracted, and the standard deviation, by which the rest is divided.
     pub means: Vec<f64>,
     pub deviations: Vec<f64>,
@@ -31,6 +33,12 @@ pub struct Scaling {
     /// How times are written, where they are dates.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dates: Option<Dates>,
+    /// How each channel is forecast by a simple method, where the model learns what that leaves over.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub base: Vec<Smoothing>,
+    /// Whether times lie on a grid, but for some that are missing. Else points are counted.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub grid: bool,
     /// Which channels are known at the times to predict; none where none is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub known: Vec<bool>,
@@ -85,7 +93,12 @@ impl Scaling {
         let step = usual_gap(train.iter().map(|one| one.times.as_slice())).unwrap_or(1.0);
         let masked = train.iter().any(|one| one.values.iter().any(|value| value.is_nan()));
         let dates = first.dates.as_deref().cloned();
-        Self { names: first.names.to_vec(), means, deviations, step, masked, clock, dates, known: Vec::new() }
+        let gaps = train.iter().flat_map(|one| one.times.windows(2).map(|pair| (pair[1] - pair[0]) / step));
+        let (even, count) =
+            gaps.fold((0, 0), |(even, count), gap| (even + usize::from((gap - 1.0).abs() < 0.01), count + 1));
+        let grid = even * 50 >= count * 49;
+        let names = first.names.to_vec();
+        Self { names, means, deviations, step, masked, clock, dates, grid, base: Vec::new(), known: Vec::new() }
     }
 
     /// Reads what [`store`](Self::store) wrote.
@@ -134,6 +147,61 @@ impl Scaling {
             sum as f32
         });
         measured.collect()
+    }
+
+    /// A channel of a series up to a point, as simple methods get it: on the grid of times where there is one, NaN where a value is missing.
+    pub fn channel(&self, one: &Series, channel: usize, until: usize) -> Vec<f64> {
+        let values = one.values[..until * one.width].iter().skip(channel).step_by(one.width);
+        let (Some(first), Some(last)) = (one.times[..until].first(), one.times[..until].last()) else {
+            return Vec::new();
+        };
+        let place = |time: f64| ((time - first) / self.step).round() as usize;
+        // A series that has few of its points is counted like one without a grid.
+        if !self.grid || place(*last) >= 2 * until {
+            return values.copied().collect();
+        }
+        let mut all = vec![f64::NAN; place(*last) + 1];
+        one.times.iter().zip(values).for_each(|(time, value)| all[place(*time)] = *value);
+        all
+    }
+
+    /// A series at even times, the usual distance apart or as far as it takes for `most` points, on the clock where there is one: on lines
+    /// between its values, as they are beyond their ends, and measured as the model gets them.
+    pub fn even(&self, one: &Series, most: usize) -> Grid {
+        let (first, last) = match (self.clock, &one.times[..]) {
+            (Some(clock), _) => (clock.begin, clock.begin + clock.span),
+            (None, [first, .., last]) => (*first, *last),
+            _ => (0.0, 0.0),
+        };
+        // Longer than usual only by what is missing.
+        let count = (((last - first) / self.step).round() as usize + 1).clamp(2, most.min(16 * one.times.len()).max(2));
+        let at = |n: usize| first + (last - first) * n as f64 / (count - 1) as f64;
+        let mut values = Vec::with_capacity(count * self.channels());
+        for channel in 0..self.channels() {
+            let all = one.times.iter().zip(one.values.iter().skip(channel).step_by(one.width));
+            let known: Vec<(f64, f64)> =
+                all.filter(|(_, value)| !value.is_nan()).map(|(time, value)| (*time, *value)).collect();
+            values.extend((0..count).map(|n| {
+                let next = known.partition_point(|(time, _)| *time < at(n));
+                let value = match (next.checked_sub(1).map(|before| known[before]), known.get(next)) {
+                    (Some((t, x)), Some((u, y))) => x + (y - x) * (at(n) - t) / (u - t),
+                    (Some((_, x)), None) => x,
+                    (None, Some((_, y))) => *y,
+                    (None, None) => self.means[channel],
+                };
+                ((value - self.means[channel]) / self.deviations[channel]) as f32
+            }));
+        }
+        Grid { width: self.channels(), values }
+    }
+
+    /// How many points ahead of the last known one of a series times are, for simple methods.
+    pub fn distances(&self, last: Option<f64>, times: impl Iterator<Item = f64>) -> Vec<usize> {
+        let far = |(n, time): (usize, f64)| match last {
+            Some(last) if self.grid => ((time - last) / self.step).round().clamp(1.0, 1e6) as usize,
+            _ => n + 1,
+        };
+        times.enumerate().map(far).collect()
     }
 
     /// Channels of a series.

@@ -21,6 +21,8 @@ use longspan::sample::SampleOptions;
 
 use super::lines;
 use super::memory;
+use super::simple::Simple;
+use super::simple::contexts::Contexts;
 use super::split::evenly;
 use super::task::{Answering, Data, Generated, Loss, Shown, Task, Verb, Vocabulary, Wish};
 use super::tokens::{END, Kind, SPECIALS, Tokenizer};
@@ -36,6 +38,9 @@ use corpus::Corpus;
 use lanes::{Lanes, Segment};
 use overlap::Overlap;
 use score::{BitsPerByte, Passage, Scorer, Sums};
+
+/// Bytes that the simple method, beside which scores stand, learns from: those before what is held out.
+const LEARNED: u64 = 8 << 20;
 
 /// The side that the tokenizer's file is named for.
 const SIDE: &str = "text";
@@ -179,6 +184,40 @@ impl Task for Text {
         let stretches: Vec<&[Passage]> = passages.chunks(passages.len().div_ceil(STRETCHES).max(1)).collect();
         let parts = how.workers.each(&stretches, |part| self.read_all(model, part, how.config))?;
         Ok(parts.into_iter().fold(Sums::default(), Sums::join).result())
+    }
+
+    fn simple(
+        &self,
+        _: &Data<Self>,
+        passages: &[Passage],
+        scores: &BitsPerByte,
+        how: &Answering<'_>,
+    ) -> Result<Vec<Simple>> {
+        let Some(Passage { corpus, .. }) = passages.first() else { return Ok(Vec::new()) };
+        let Range { start, end } = Parts::of(corpus, how.config)?.train;
+        let (mut contexts, mut bits, mut bytes) = (Contexts::new((end - start).min(LEARNED) as usize), 0.0, 0usize);
+        let from = corpus.boundary(start.max(end.saturating_sub(LEARNED)))?;
+        for piece in corpus.pieces(from.min(end)..end) {
+            for byte in piece?.bytes.iter() {
+                contexts.read(*byte);
+            }
+        }
+        for Passage { corpus, from, to } in passages {
+            for piece in corpus.pieces(*from..*to) {
+                let piece = piece?;
+                bits += piece.bytes.iter().map(|byte| contexts.read(*byte)).sum::<f64>();
+                bytes += piece.bytes.len();
+            }
+        }
+        let score = bits / bytes.max(1) as f64;
+        let some = if from > start { format!(" of the last {}", memory::size(LEARNED as f64)) } else { String::new() };
+        let name = format!("a mixture of contexts of up to 6 bytes{some}");
+        Ok(vec![Simple {
+            name,
+            shown: format!("{score:.3} bits per byte"),
+            score,
+            better: score < scores.bits_per_byte.rate,
+        }])
     }
 
     fn evaluate(&self, model: &LanguageModel, path: &Path, how: &Answering<'_>) -> Result<BitsPerByte> {

@@ -1,0 +1,446 @@
+//! Forecasts by exponential smoothing with a season and a damped trend (Holt 1957, Winters 1960, Gardner and McKenzie 1985), and which form
+//! of it does best on the series to learn from.
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+/// How a channel is forecast, chosen on the series to learn from, and how large the errors are.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Smoothing {
+    pub way: Way,
+    /// Errors `h` points ahead are `growth[0]·h^growth[1]` times as large as the deviation of fitted values.
+    growth: [f64; 2],
+    /// Quantiles of errors, divided by what they usually are that far ahead.
+    pub quantiles: Vec<f64>,
+}
+
+/// A way to forecast.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Way {
+    pub form: Form,
+    /// Points after which values repeat; 1 for none.
+    pub season: usize,
+    /// Whether logarithms are forecast, where variation grows with the level.
+    pub log: bool,
+}
+
+/// How values are forecast.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Form {
+    /// The last season again, or the last value.
+    Repeated,
+    /// A level that follows the values, a trend that fades, a season.
+    Damped,
+    /// The mean of forecasts without a trend, with one, and with one that fades.
+    Mean,
+}
+
+/// The middle of what is predicted of a value, and the size of usual errors, both of logarithms where `log`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct End {
+    pub centre: f64,
+    pub unit: f64,
+    pub log: bool,
+}
+
+impl End {
+    /// A value in this measure.
+    pub fn measured(&self, value: f64) -> f64 {
+        // A value that has no logarithm is far below all that have.
+        let value = if self.log { value.max(f64::MIN_POSITIVE).ln() } else { value };
+        (value - self.centre) / self.unit
+    }
+
+    /// The value of a number in this measure.
+    pub fn value(&self, number: f64) -> f64 {
+        let value = self.centre + self.unit * number;
+        if self.log { value.exp() } else { value }
+    }
+}
+
+/// Points that are learned from at most, in seasons and in all.
+const SEASONS: usize = 12;
+const POINTS: usize = 240;
+
+/// Windows on which forms are compared, and errors measured.
+const COMPARED: usize = 48;
+const MEASURED: usize = 192;
+
+/// The longest season that is looked for.
+const LONGEST: usize = 400;
+
+/// What smoothing found: the mean square of its errors one point ahead, and where it ended.
+struct Fitted {
+    square: f64,
+    level: f64,
+    slope: f64,
+    damping: f64,
+    season: Vec<f64>,
+    count: usize,
+}
+
+/// Smooths with `[α, β, γ, φ]`: shares of an error that change level, trend and season, and what is left of a trend a point later.
+fn smooth(values: &[f64], season: usize, trend: bool, [alpha, beta, gamma, damping]: [f64; 4]) -> Fitted {
+    let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len().max(1) as f64;
+    let (mut level, mut slope, mut seasonal) = (values[0], 0.0, vec![0.0; season]);
+    if season > 1 {
+        let [first, second] = [mean(&values[..season]), mean(&values[season..2 * season])];
+        (level, slope) = (first, (second - first) / season as f64);
+        // Of each place in a season what its values have beyond the line through both means.
+        for (n, place) in seasonal.iter_mut().enumerate() {
+            let line = |at: usize| first + slope * (at as f64 - (season as f64 - 1.0) / 2.0);
+            *place = (values[n] - line(n) + values[n + season] - line(n + season)) / 2.0;
+        }
+        level -= slope * (season as f64 + 1.0) / 2.0;
+    } else if values.len() > 1 {
+        let near = (values.len() - 1).min(4);
+        slope = (values[near] - values[0]) / near as f64;
+        level -= slope;
+    }
+    if !trend {
+        (level, slope) = (level + slope, 0.0);
+    }
+    let mut sum = 0.0;
+    for (n, value) in values.iter().enumerate() {
+        let before = level + damping * slope;
+        let error = value - before - seasonal[n % season];
+        level = before + alpha * error;
+        slope = damping * slope + if trend { alpha * beta * error } else { 0.0 };
+        seasonal[n % season] += gamma * (1.0 - alpha) * error;
+        sum += error * error;
+    }
+    Fitted { square: sum / values.len() as f64, level, slope, damping, season: seasonal, count: values.len() }
+}
+
+impl Fitted {
+    /// The value `ahead` points after the last.
+    fn ahead(&self, ahead: usize) -> f64 {
+        let fading: f64 = if self.damping < 1.0 {
+            self.damping * (1.0 - self.damping.powi(ahead as i32)) / (1.0 - self.damping)
+        } else {
+            ahead as f64
+        };
+        self.level + self.slope * fading + self.season[(self.count + ahead - 1) % self.season.len()]
+    }
+}
+
+/// Smooths with the shares that leave the least errors.
+fn fitted(values: &[f64], season: usize, trend: bool, damped: bool) -> Fitted {
+    let share = |x: f64, low: f64, high: f64| low + (high - low) / (1.0 + (-x).exp());
+    let shares = |at: &[f64; 4]| {
+        let damping = if damped { share(at[3], 0.8, 0.98) } else { 1.0 };
+        let seasonal = if season > 1 { share(at[2], 0.0, 1.0) } else { 0.0 };
+        [share(at[0], 1e-3, 0.999), share(at[1], 0.0, 1.0), seasonal, damping]
+    };
+    let error = |at: &[f64; 4]| smooth(values, season, trend, shares(at)).square;
+    smooth(values, season, trend, shares(&least(error, [-0.5, -2.0, -2.0, 0.5])))
+}
+
+/// Where a function is least, by moving simplices (Nelder and Mead 1965).
+fn least(error: impl Fn(&[f64; 4]) -> f64, start: [f64; 4]) -> [f64; 4] {
+    let mut all: Vec<([f64; 4], f64)> = (0..5)
+        .map(|n| {
+            let mut at = start;
+            if n < 4 {
+                at[n] += 1.5;
+            }
+            (at, error(&at))
+        })
+        .collect();
+    for _ in 0..90 {
+        all.sort_by(|a, b| a.1.total_cmp(&b.1));
+        let (best, worst) = (all[0], all[4]);
+        if worst.1 - best.1 <= 1e-6 * best.1.abs() {
+            break;
+        }
+        let centre: [f64; 4] = std::array::from_fn(|k| all[..4].iter().map(|(at, _)| at[k]).sum::<f64>() / 4.0);
+        // Bounded, so that an exponential of it has a value.
+        let beyond = |by: f64| -> ([f64; 4], f64) {
+            let at = std::array::from_fn(|k| (centre[k] + by * (centre[k] - worst.0[k])).clamp(-8.0, 8.0));
+            (at, error(&at))
+        };
+        let mirrored = beyond(1.0);
+        all[4] = if mirrored.1 < best.1 {
+            let further = beyond(2.0);
+            if further.1 < mirrored.1 { further } else { mirrored }
+        } else if mirrored.1 < all[3].1 {
+            mirrored
+        } else {
+            let nearer = beyond(if mirrored.1 < worst.1 { 0.5 } else { -0.5 });
+            if nearer.1 < worst.1.min(mirrored.1) {
+                nearer
+            } else {
+                for one in &mut all[1..] {
+                    one.0 = std::array::from_fn(|k| (one.0[k] + best.0[k]) / 2.0);
+                    one.1 = error(&one.0);
+                }
+                continue;
+            }
+        };
+    }
+    all.sort_by(|a, b| a.1.total_cmp(&b.1));
+    all[0].0
+}
+
+impl Way {
+    /// Forecasts after these values, so many points ahead of the last, and the deviation of what was fitted. Missing values lie on a line between
+    /// their neighbours; of values that have no logarithm none is taken, of fewer than two seasons no season is found.
+    fn ends(self, values: &[f64], ahead: &[usize]) -> Vec<End> {
+        let values = filled(values);
+        let log = self.log && values.iter().all(|value| *value > 0.0);
+        let season = if values.len() >= 2 * self.season { self.season } else { 1 };
+        let from = values.len().saturating_sub(POINTS.max(SEASONS * season));
+        let values: Vec<f64> = values[from..].iter().map(|value| if log { value.ln() } else { *value }).collect();
+        let Some(last) = values.last() else { return vec![End { centre: 0.0, unit: 1.0, log: false }; ahead.len()] };
+        let (centres, square): (Vec<f64>, f64) = match self.form {
+            Form::Repeated => {
+                let again = |ahead: &usize| values[values.len() - season + (ahead - 1) % season];
+                let squares: Vec<f64> =
+                    values.windows(season + 1).map(|part| (part[season] - part[0]).powi(2)).collect();
+                (ahead.iter().map(again).collect(), squares.iter().sum::<f64>() / squares.len().max(1) as f64)
+            }
+            form => {
+                let all: &[(bool, bool)] =
+                    if form == Form::Damped { &[(true, true)] } else { &[(false, false), (true, false), (true, true)] };
+                let all: Vec<Fitted> =
+                    all.iter().map(|(trend, damped)| fitted(&values, season, *trend, *damped)).collect();
+                let mean = |of: &dyn Fn(&Fitted) -> f64| all.iter().map(of).sum::<f64>() / all.len() as f64;
+                (ahead.iter().map(|n| mean(&|one| one.ahead(*n))).collect(), mean(&|one| one.square))
+            }
+        };
+        // Where all is foretold, errors are those of rounding.
+        let unit = square.sqrt().max(1e-9 * last.abs()).max(1e-12);
+        centres.into_iter().map(|centre| End { centre, unit, log }).collect()
+    }
+
+    /// In words.
+    pub fn words(self) -> String {
+        let season = match (self.season, self.form) {
+            (1, Form::Repeated) => return "the last value".into(),
+            (1, _) => String::new(),
+            (season, Form::Repeated) => return format!("the last {season} points repeated"),
+            (season, _) => format!(" and a season of {season} points"),
+        };
+        let log = if self.log { ", of logarithms" } else { "" };
+        let form = if self.form == Form::Damped { "a damped trend" } else { "the mean of three trends" };
+        format!("{form}{season}{log}")
+    }
+}
+
+impl Smoothing {
+    /// One way to forecast, whose errors are not known yet.
+    pub fn new(form: Form, season: usize, log: bool) -> Self {
+        Self { way: Way { form, season, log }, growth: [1.0, 0.0], quantiles: Vec::new() }
+    }
+
+    /// What is predicted after these values, so many points ahead of the last.
+    pub fn ends(&self, values: &[f64], ahead: &[usize]) -> Vec<End> {
+        let grown = |(end, far): (End, &usize)| End {
+            unit: end.unit * self.growth[0] * (*far as f64).powf(self.growth[1]),
+            ..end
+        };
+        self.way.ends(values, ahead).into_iter().zip(ahead).map(grown).collect()
+    }
+
+    /// The way that does best in telling the next `told` values from those before, over windows of series: each its values, and the first
+    /// place that may be told. Quantiles are of these shares. `seasons` are tried beside what the series show.
+    pub fn choose(series: &[(Vec<f64>, usize)], told: usize, seasons: &[usize], shares: &[f32]) -> Self {
+        let all: Vec<(usize, usize)> = (0..series.len())
+            .flat_map(|n| (series[n].1.max(1)..(series[n].0.len() + 1).saturating_sub(told)).map(move |cut| (n, cut)))
+            .collect();
+        let some = |most: usize| -> Vec<(usize, usize)> { crate::tasks::split::evenly(&all, most) };
+        let ahead: Vec<usize> = (1..=told).collect();
+        let mut seasons: Vec<usize> = seasons.iter().copied().chain(found_seasons(series)).chain([1]).collect();
+        seasons.sort_unstable();
+        seasons.dedup();
+        let positive = series.iter().all(|(values, _)| values.iter().all(|value| value.is_nan() || *value > 0.0));
+        let logs: &[bool] = if positive { &[false, true] } else { &[false] };
+        let forms = [Form::Repeated, Form::Damped, Form::Mean];
+        let mut ways: Vec<Way> = Vec::new();
+        for season in seasons {
+            ways.extend(
+                forms.iter().flat_map(|form| logs.iter().map(move |log| Way { form: *form, season, log: *log })),
+            );
+        }
+        ways.retain(|way| way.form != Form::Repeated || !way.log);
+        let cuts = some(COMPARED);
+        let error = |way: &Way| -> f64 {
+            let one = |&(n, cut): &(usize, usize)| {
+                let values = &series[n].0;
+                let steps: Vec<f64> = filled(&values[..cut]).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
+                let scale = steps.iter().sum::<f64>() / steps.len().max(1) as f64;
+                let ends = way.ends(&values[..cut], &ahead);
+                let errors =
+                    ends.iter().zip(&values[cut..cut + told]).map(|(end, value)| (end.value(0.0) - value).abs());
+                let known: Vec<f64> = errors.filter(|error| !error.is_nan()).collect();
+                // One wild window decides no more than others.
+                (known.iter().sum::<f64>() / known.len().max(1) as f64 / scale.max(1e-12)).min(1e3)
+            };
+            cuts.par_iter().map(one).collect::<Vec<_>>().into_iter().sum()
+        };
+        let mut best = (f64::INFINITY, Way { form: Form::Repeated, season: 1, log: false });
+        for way in ways {
+            let found = error(&way);
+            if found < best.0 {
+                best = (found, way);
+            }
+        }
+        Self { way: best.1, growth: [1.0, 0.0], quantiles: Vec::new() }.measure(series, &some(MEASURED), &ahead, shares)
+    }
+
+    /// With the size and the quantiles of its errors.
+    fn measure(
+        mut self,
+        series: &[(Vec<f64>, usize)],
+        cuts: &[(usize, usize)],
+        ahead: &[usize],
+        shares: &[f32],
+    ) -> Self {
+        let errors = |way: &Self| -> Vec<Vec<f64>> {
+            let one = |&(n, cut): &(usize, usize)| {
+                let (values, ends) = (&series[n].0, way.ends(&series[n].0[..cut], ahead));
+                ends.iter().zip(&values[cut..]).map(|(end, value)| end.measured(*value).abs()).collect()
+            };
+            cuts.par_iter().map(one).collect()
+        };
+        let found = errors(&self);
+        // A line through the logarithms of mean errors.
+        let sizes = (0..ahead.len()).filter_map(|n| {
+            let known: Vec<f64> = found.iter().map(|row| row[n]).filter(|error| error.is_finite()).collect();
+            let mean = known.iter().sum::<f64>() / known.len() as f64;
+            (mean > 0.0).then(|| ((ahead[n] as f64).ln(), mean.ln()))
+        });
+        let sizes: Vec<(f64, f64)> = sizes.collect();
+        let count = sizes.len() as f64;
+        if sizes.is_empty() {
+            self.quantiles = vec![0.0; shares.len()];
+            return self;
+        }
+        let (x, y) = sizes.iter().fold((0.0, 0.0), |(a, b), (x, y)| (a + x / count, b + y / count));
+        let (above, below) =
+            sizes.iter().fold((0.0, 0.0), |(a, b), (u, v)| (a + (u - x) * (v - y), b + (u - x).powi(2)));
+        let power = if below > 0.0 { (above / below).clamp(0.0, 1.5) } else { 0.0 };
+        self.growth = [(y - power * x).exp(), power];
+        let mut all: Vec<f64> = errors(&self).into_iter().flatten().filter(|error| error.is_finite()).collect();
+        all.sort_unstable_by(f64::total_cmp);
+        // On both sides of the forecast alike: to which side the errors of a few windows fell says little of the next.
+        let quantile = |share: &f32| {
+            let beyond = 2.0 * (f64::from(*share) - 0.5);
+            let at = beyond.abs() * (all.len() - 1) as f64;
+            let (low, part) = (at.floor() as usize, at.fract());
+            beyond.signum() * (all[low] + part * (all[(low + 1).min(all.len() - 1)] - all[low]))
+        };
+        self.quantiles = shares.iter().map(|share| if *share == 0.5 { 0.0 } else { quantile(share) }).collect();
+        self
+    }
+}
+
+/// Values, with a line over those that are missing.
+fn filled(values: &[f64]) -> Vec<f64> {
+    let mut all = values.to_vec();
+    let mut known = values.iter().enumerate().filter(|(_, value)| !value.is_nan()).map(|(n, _)| n).peekable();
+    let Some(&first) = known.peek() else { return Vec::new() };
+    all[..first].fill(values[first]);
+    while let Some(at) = known.next() {
+        let next = known.peek().copied();
+        let end = next.unwrap_or(values.len());
+        let step = next.map_or(0.0, |next| (values[next] - values[at]) / (next - at) as f64);
+        (1..).zip(&mut all[at + 1..end]).for_each(|(n, value)| *value = values[at] + f64::from(n) * step);
+    }
+    all
+}
+
+/// Distances after which the changes of series are most alike, up to two.
+fn found_seasons(series: &[(Vec<f64>, usize)]) -> Vec<usize> {
+    let longest = series.iter().map(|(values, _)| values.len()).max().unwrap_or(0);
+    let most = (longest / 3).min(LONGEST);
+    // The means of correlations, over a few series.
+    let mut sums = vec![0.0; most + 2];
+    for (values, _) in crate::tasks::split::evenly(series, 16) {
+        let values = filled(&values[values.len().saturating_sub(4 * LONGEST)..]);
+        let changes: Vec<f64> = values.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let mean = changes.iter().sum::<f64>() / changes.len().max(1) as f64;
+        let changes: Vec<f64> = changes.iter().map(|change| change - mean).collect();
+        let square: f64 = changes.iter().map(|change| change * change).sum();
+        for (lag, sum) in sums.iter_mut().enumerate().filter(|(lag, _)| *lag < changes.len()) {
+            *sum += changes.iter().zip(&changes[lag..]).map(|(a, b)| a * b).sum::<f64>() / square.max(1e-300);
+        }
+    }
+    let count = series.len().min(16) as f64;
+    let peak = |lag: &usize| sums[*lag] > 0.25 * count && sums[*lag] >= sums[lag - 1] && sums[*lag] >= sums[lag + 1];
+    let mut found: Vec<usize> = (2..=most).filter(peak).collect();
+    found.sort_by(|a, b| sums[*b].total_cmp(&sums[*a]));
+    found.truncate(2);
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn smoothing_follows_its_recursion() {
+        let found = smooth(&[10.0, 13.0, 14.0, 15.0, 18.0], 1, true, [0.5, 0.2, 0.0, 1.0]);
+        // By hand: slope (18 − 10)/4 = 2, level 8; 10: error 0, level 10; 13: 12, error 1, level 12.5, slope 2.1; 14: 14.6, error −0.6,
+        // level 14.3, slope 2.04; 15: 16.34, error −1.34, level 15.67, slope 1.906; 18: 17.576, error 0.424, level 17.788, slope 1.9484.
+        assert!(
+            (found.level - 17.788).abs() < 1e-12 && (found.slope - 1.9484).abs() < 1e-12,
+            "{} {}",
+            found.level,
+            found.slope
+        );
+        let squares = 1.0 + 0.36 + 1.34f64.powi(2) + 0.424f64.powi(2);
+        assert!((found.square - squares / 5.0).abs() < 1e-12);
+        assert!((found.ahead(3) - 17.788 - 3.0 * 1.9484).abs() < 1e-12);
+        let damped = smooth(&[10.0, 12.0], 1, true, [0.5, 0.2, 0.0, 0.9]);
+        assert!((damped.ahead(2) - damped.level - damped.slope * (0.9 + 0.81)).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_season_on_a_line_is_told_exactly() {
+        let at = |n: usize| 3.0 * n as f64 + [5.0, -2.0, 0.0, -3.0][n % 4];
+        let values: Vec<f64> = (0..40).map(at).collect();
+        let (trend, seasonal) = (fitted(&values, 4, true, false), [40, 43, 47]);
+        assert!(seasonal.iter().all(|n| (trend.ahead(n - 39) - at(*n)).abs() < 1e-6), "{:?}", trend.season);
+        let again = Smoothing::new(Form::Repeated, 4, false).ends(&values, &[1, 2, 6]);
+        assert_eq!(again.iter().map(|end| end.centre).collect::<Vec<_>>(), [at(36), at(37), at(37)]);
+        assert_eq!(again[0].unit, 12.0);
+        assert_eq!(filled(&[f64::NAN, 1.0, f64::NAN, 2.0, f64::NAN]), [1.0, 1.0, 1.5, 2.0, 2.0]);
+    }
+
+    #[test]
+    fn the_way_follows_the_data_and_its_quantiles_hold_their_share() {
+        let mut random = crate::tasks::batches::Random::new(1, 1);
+        let mut normal = || (0..12).map(|_| (random.next() >> 11) as f64 / (1u64 << 53) as f64).sum::<f64>() - 6.0;
+        let shares = [0.1, 0.25, 0.5, 0.75, 0.9];
+        let grown: Vec<f64> = (0..160)
+            .map(|n| {
+                (3.0 + 0.01 * n as f64 + 0.5 * (n as f64 * std::f64::consts::TAU / 12.0).sin() + 0.03 * normal()).exp()
+            })
+            .collect();
+        let found = Smoothing::choose(&[(grown.clone(), 30)], 12, &[], &shares);
+        assert_eq!((found.way.season, found.way.log), (12, true), "{found:?}");
+        let mut level = 0.0;
+        let walk: Vec<f64> = (0..400)
+            .map(|_| {
+                level += normal();
+                level
+            })
+            .collect();
+        let found = Smoothing::choose(&[(walk[..200].to_vec(), 20)], 5, &[], &shares);
+        assert!(!found.way.log && found.way.season == 1, "{found:?}");
+        let mut held = 0;
+        for cut in 200..390 {
+            for (end, value) in found.ends(&walk[..cut], &[1, 2, 3, 4, 5]).iter().zip(&walk[cut..]) {
+                held += usize::from((found.quantiles[0]..=found.quantiles[4]).contains(&end.measured(*value)));
+            }
+        }
+        assert!((665..875).contains(&held), "{held} of 950 in the interval that should hold 760");
+        let few = Smoothing::choose(&[(vec![5.0; 9], 2)], 3, &[], &shares);
+        assert!(few.ends(&[5.0; 9], &[1, 3]).iter().all(|end| (end.value(0.0) - 5.0).abs() < 1e-9), "{few:?}");
+        assert!(few.ends(&[f64::NAN, 7.0], &[1])[0].centre.is_finite() && few.ends(&[], &[1])[0].unit == 1.0);
+    }
+}
