@@ -75,7 +75,7 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// Whether each channel of a key has a decay of its own.
     pub fn by_channel(&self) -> bool {
-        self.attention.gate == Gate::Channel
+        self.attention.gate == Gate::Channel && self.dims.head_dim > 0
     }
 
     /// Numbers of a token's gates in blocks: one, or a row.
