@@ -34,7 +34,7 @@ KERNELS = [("out", False), ("dq", False), ("dk", False), ("dv", False), ("out", 
 
 def source(role, sums, dtype, d, dv, hip=False, **options):
     """A kernel as a launch would specialise it."""
-    tiles = kernelized.tiles(role, dtype, d, dv)
+    tiles = kernelized.tiles(role, dtype, d, dv, options.get("MAP") == "exp")
     kind, precision = kernelized.arithmetic(dtype)
     precision = "ieee" if hip else precision
     segments = options.pop("segments", 1)

@@ -19,7 +19,7 @@ from .scan import scan
 INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False
 
 #: Numbers of a state's tile. Smaller ones spill fewer registers, and were slower on an H200 all the same (docs/gpu.md).
-_STATE = 128 * 128
+_STATE = 128 * 64
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,16 @@ def _padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def tiles(role: str, dtype: torch.dtype, d: int, dv: int) -> Tiles:
+def tiles(role: str, dtype: torch.dtype, d: int, dv: int, exponential: bool = False) -> Tiles:
     """The configuration for a role and widths."""
-    a, x = (_padded(dv), _padded(d)) if role in ("dq", "dk") else (_padded(d), _padded(dv))
-    columns = max(16, min(x, _STATE // a, 128))
+    of_keys = role in ("dq", "dk")
+    a, x = (_padded(dv), _padded(d)) if of_keys else (_padded(d), _padded(dv))
+    columns = max(16, min(x, _STATE // a, 64))
+    if exponential and of_keys:
+        # A row counts from its largest number.
+        columns = x
     half = dtype is torch.bfloat16
-    chunk = 64 if half else 32
-    warps = 8 if a * columns > 64 * 64 else 4
-    return Tiles(chunk, columns, warps, 2 if half else 1)
+    return Tiles(64 if half else 32, columns, 8 if a * columns > _STATE else 4, 2 if half else 1)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Launch:
         initial_exponent: Tensor | None = None, end: Tensor | None = None, end_exponent: Tensor | None = None,
     ) -> None:  # fmt: skip
         settings = self.settings
-        t = tiles(role, self.q.dtype, self.d, self.dv)
+        t = tiles(role, self.q.dtype, self.d, self.dv, self.exponential)
         reverse = role in ("dk", "dv")
         rows = self.kv_heads if reverse else self.heads
         width = self.d if role in ("dq", "dk") else self.dv
@@ -136,7 +138,7 @@ class Launch:
     ) -> Tensor:
         """The state of each segment."""
         records = torch.empty((self.sequences, segments, self.kv_heads, self.record), dtype=torch.float32, device=self.q.device)
-        own = tiles(role, self.q.dtype, self.d, self.dv)
+        own = tiles(role, self.q.dtype, self.d, self.dv, self.exponential)
         t = Tiles(chunk, own.columns, own.warps, own.stages)
         programs = self.kv_heads * -(-self.dv // t.columns)
         self._launch(role, True, t, segments, programs, records, None, denominators, delta, None, d_out, None, None, None, None)
