@@ -29,6 +29,21 @@ def _place(low, OF_KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BA: tl
 
 
 @triton.jit
+def store_marks(after, before, tokens, reference, count, EXPONENTIAL: tl.constexpr, INITIAL: tl.constexpr):
+    """What follows a state's sums: under ``exp`` the exponent that they are relative to, and how many tokens it has seen."""
+    mark = tl.arange(0, 32)
+    marks = tl.zeros([32], tl.float32)
+    if EXPONENTIAL:
+        marks = tl.where(mark == 0, tl.where(reference > NOTHING, reference, float("-inf")), 0.0)
+    seen = tokens + tl.zeros([], tl.int64)
+    if INITIAL:
+        seen += tl.load(before + 2).to(tl.int64) + _CARRY * tl.load(before + 3).to(tl.int64)
+    marks = tl.where(mark == 2, (seen % _CARRY).to(tl.float32), marks)
+    marks = tl.where(mark == 3, (seen // _CARRY).to(tl.float32), marks)
+    tl.store(after + mark, marks, mask=mark < count)
+
+
+@triton.jit
 def _of_state(
     a, state, z, delta, clock, age, gamma,
     ROLE: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, EXPONENTIAL: tl.constexpr, TYPE: tl.constexpr,
@@ -240,7 +255,7 @@ def _scan(
             if KEEP_Z and (CAUSAL or SUMS):
                 added = tl.sum(features * (plus * factor)[:, None], 0)
 
-            seen = (r[:, None] <= r[None, :]) if REVERSE else (r[:, None] >= r[None, :]) & is_key[None, :]
+            seen = (r[:, None] <= r[None, :]) if REVERSE else (r[:, None] >= r[None, :]) & there_s[None, :]
             if not SUMS:
                 if EXPONENTIAL and ROLE == "out":
                     own = tl.maximum(tl.max(tl.where(seen, u[None, :], NOTHING), 1), reference) if CAUSAL else reference + clock
@@ -348,20 +363,13 @@ def _scan(
             tl.store(after + at, state, mask=inside)
             if tile == 0:
                 tl.store(after + D * DV + z_at, z, mask=z_at < D)
-                mark = tl.arange(0, 32)
-                marks = tl.zeros([32], tl.float32)
-                if EXPONENTIAL and SUMS:
-                    marks = tl.where(mark == 0, reference, 0.0)
                 if END and not REVERSE:
-                    if EXPONENTIAL:
-                        marks = tl.where(mark == 0, tl.where(reference > NOTHING, reference, float("-inf")), 0.0)
-                    tokens = there + tl.zeros([], tl.int64)
-                    if INITIAL:
-                        counted = initial + whose * record + D * DV + D
-                        tokens += tl.load(counted + 2).to(tl.int64) + _CARRY * tl.load(counted + 3).to(tl.int64)
-                    marks = tl.where(mark == 2, (tokens % _CARRY).to(tl.float32), marks)
-                    marks = tl.where(mark == 3, (tokens // _CARRY).to(tl.float32), marks)
-                tl.store(after + D * DV + D + mark, marks, mask=mark < record - D * DV - D)
+                    store_marks(after + D * DV + D, initial + whose * record + D * DV + D if INITIAL else initial, there, reference,
+                                record - D * DV - D, EXPONENTIAL, INITIAL)  # fmt: skip
+                else:
+                    mark = tl.arange(0, 32)
+                    marks = tl.where(mark == 0, reference if EXPONENTIAL and SUMS else 0.0, 0.0)
+                    tl.store(after + D * DV + D + mark, marks, mask=mark < record - D * DV - D)
     return tl.min(tl.min((tl.abs(state) < float("inf")).to(tl.int32), 1), 0) == 0
 
 
