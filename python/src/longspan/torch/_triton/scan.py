@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .features import of_keys, of_queries, slope
-from .tiles import NOTHING, exp, inverse, load_rows, store_rows
+from .tiles import NOTHING, exp, inverse, load_rows, store_rows, within
 
 #: As `TOKENS_CARRY` in the kernels' `state.rs`: float32 counts no further than 2**24.
 _CARRY = tl.constexpr(1 << 20)
@@ -177,10 +177,10 @@ def _scan(
         chunk = (begin + stop - 1 - n) if REVERSE else n
         first = chunk * C
         token = first + r
-        is_key = (token >= 0) & (token < there)
+        is_key = within(token, there)
         if IGNORED:
             is_key = is_key & (tl.load(ignored + batch * keys + token, mask=is_key, other=1) == 0)
-        is_query = (token >= offset) & (token < n_queries + offset)
+        is_query = within(token - offset, n_queries)
         near, far = _clip(first, there), _clip(first + C, there)
         since = tl.full([], 1.0, tl.float32)
         if DECAY:
@@ -348,7 +348,7 @@ def _scan(
                     y = y * slope(x_k, phi_k, MAP)
                 y = tl.where(is_key[:, None], y, 0.0)
                 at_row = to + batch * to_b + kv_head * to_h + k_start * to_t
-                store_rows(y, at_row, first, to_t, (token >= 0) & (token < n_keys), low, WIDTH, C, BX)
+                store_rows(y, at_row, first, to_t, within(token, n_keys), low, WIDTH, C, BX)
 
     if SUMS or END:
         # The state of the segment, or of the whole sequence; of a gradient, that at its beginning.

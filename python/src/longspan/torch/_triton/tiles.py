@@ -16,6 +16,12 @@ def exp(x):
 
 
 @triton.jit
+def within(place, count):
+    """Whether ``0 <= place < count``, by one comparison."""
+    return place.to(tl.uint32, bitcast=True) < count.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def load_rows(start, first, stride, valid, low, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Columns ``low ..`` of the rows ``first ..``; 0 beyond ``WIDTH`` and where a row is not valid."""
     column = low + tl.arange(0, BLOCK)
