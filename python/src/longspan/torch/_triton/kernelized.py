@@ -43,13 +43,17 @@ def tiles(role: str, dtype: torch.dtype, d: int, dv: int, exponential: bool = Fa
     """The configuration for a role and widths."""
     of_keys = role in ("dq", "dk")
     a, x = (_padded(dv), _padded(d)) if of_keys else (_padded(d), _padded(dv))
+    half = dtype is torch.bfloat16
     columns = max(16, min(x, _STATE // a, 64))
+    chunk, warps = 64 if half else 32, 4 if half or a <= 64 else 8
+    if a > 128 and not half:
+        # With more, ptxas gives up on registers.
+        chunk, columns = 16, 16
     if exponential and of_keys:
         # A row counts from its largest number.
         columns = x
-    half = dtype is torch.bfloat16
     # For values' gradients a third stage leaves two programs on a multiprocessor, which it does not for the others.
-    return Tiles(64 if half else 32, columns, 8 if a * columns > _STATE else 4, 1 if not half else 3 if role == "dv" else 2)
+    return Tiles(chunk, columns, 8 if a * columns > _STATE else warps, 1 if not half else 3 if role == "dv" else 2)
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,9 @@ def _of_state(
             deltas = tl.where(of_delta < 2, -high[:, None], tl.where(of_delta == 2, (high - delta)[:, None], 0.0)).to(TYPE)
             parts = tl.where((of_z == 0) | (of_z == 2), high_z[None, :], tl.where(of_z == 1, (z - high_z)[None, :], 0.0)).to(TYPE)
             y = tl.dot(deltas, parts, acc=y, input_precision=PRECISION)
-        elif ROLE == "dk":
-            y += z[None, :]
+    if ROLE == "dk":
+        # Also of a result that is not divided: the gradient of the final state's sum of keys.
+        y += z[None, :]
     if DECAY:
         factor = tl.exp2(gamma * age.to(tl.float32))
         y, total = y * factor[:, None], total * factor
