@@ -115,7 +115,7 @@ def compiled(job):
 
 def compile_all(quick):
     # One of a library's configurations each, so that no process waits for long.
-    jobs = [("fla", heads, part, 6) for heads in (96, 16) for part in range(6)]
+    jobs = [("fla", heads, part, 6) for heads in (96, 16, 3) for part in range(6)]
     jobs += [("ours", (1, 300, 16, width), torch.bfloat16, segments, is_causal)
              for width in ((128,) if quick else (128, 64)) for segments in (1, 2) for is_causal in (True, False)]
     jobs += [("ours", (1, 300, 3, width), dtype, 1, True) for dtype in TOLERANCES for _, width in CONFORMANCE]

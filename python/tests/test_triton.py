@@ -264,5 +264,7 @@ def test_generate_keeps_its_states_there():
     torch.manual_seed(0)
     llama = model("longspan-decay").to(DEVICE)
     ids = torch.randint(2, 50, (2, 9), device=DEVICE)
-    got = llama.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=StateCache())
+    cache = StateCache()
+    got = llama.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
     assert torch.equal(got, greedy(llama, ids, 8))
+    assert all(layer.state.numbers.device.type == DEVICE for layer in cache.layers) and cache.nbytes > 0
