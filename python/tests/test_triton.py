@@ -63,8 +63,12 @@ def test_agrees_with_the_definition(case, dtype, monkeypatch):
     assert all(map(torch.equal, torch.autograd.grad(again, inputs, d_out), gradients))
 
 
-STATES = [Case(f"{name}, decay {d}, {n} tokens{', padded' * bool(p)}{', undivided' * (not w)}", batch=2, queries=n, keys=n, feature_map=name, decay=d, padding=p, segments=s, normalize=w)
-          for w in (True, False) for name in ("elu+1", "exp") for d in (None, (0.9,)) for n, p, s in ((1, "", 1), (70, "", 1), (70, "ends", 1), (300, "", 6))]  # fmt: skip
+STATES = [
+    Case(f"{name}, decay {d}, {n} tokens{', padded' * bool(p)}{', undivided' * (not w)}", batch=2, queries=n, keys=n, feature_map=name,
+         decay=d, padding=p, segments=s, normalize=w)
+    for w in (True, False) for name in ("elu+1", "exp") for d in (None, (0.9,))
+    for n, p, s in ((1, "", 1), (70, "", 1), (70, "ends", 1), (300, "", 6))
+]  # fmt: skip
 
 
 def native(function, *tensors, **options):

@@ -39,7 +39,7 @@ def _padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def tiles(role: str, dtype: torch.dtype, d: int, dv: int, exponential: bool = False) -> Tiles:
+def tiles(role: str, dtype: torch.dtype, d: int, dv: int, exponential: bool = False, hip: bool = torch.version.hip is not None) -> Tiles:
     """The configuration for a role and widths."""
     of_keys = role in ("dq", "dk")
     a, x = (_padded(dv), _padded(d)) if of_keys else (_padded(d), _padded(dv))
@@ -52,8 +52,8 @@ def tiles(role: str, dtype: torch.dtype, d: int, dv: int, exponential: bool = Fa
     if exponential and of_keys:
         # A row counts from its largest number.
         columns = x
-    # For values' gradients a third stage leaves two programs on a multiprocessor, which it does not for the others.
-    return Tiles(chunk, columns, 8 if a * columns > _STATE else warps, 1 if not half else 3 if role == "dv" else 2)
+    # For values' gradients a third stage leaves two programs on a multiprocessor, which it does not for the others. AMD's have no memory for it.
+    return Tiles(chunk, columns, 8 if a * columns > _STATE else warps, 1 if not half else 3 if role == "dv" and not hip else 2)
 
 
 @dataclass(frozen=True)
