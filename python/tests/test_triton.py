@@ -63,8 +63,12 @@ def test_agrees_with_the_definition(case, dtype, monkeypatch):
     assert all(map(torch.equal, torch.autograd.grad(again, inputs, d_out), gradients))
 
 
-STATES = [Case(f"{name}, decay {d}, {n} tokens{', padded' * bool(p)}", batch=2, queries=n, keys=n, feature_map=name, decay=d, padding=p, segments=s)
-          for name in ("elu+1", "exp") for d in (None, (0.9,)) for n, p, s in ((1, "", 1), (70, "", 1), (70, "ends", 1), (300, "", 6))]  # fmt: skip
+STATES = [
+    Case(f"{name}, decay {d}, {n} tokens{', padded' * bool(p)}{', undivided' * (not w)}", batch=2, queries=n, keys=n, feature_map=name,
+         decay=d, padding=p, segments=s, normalize=w)
+    for w in (True, False) for name in ("elu+1", "exp") for d in (None, (0.9,))
+    for n, p, s in ((1, "", 1), (70, "", 1), (70, "ends", 1), (300, "", 6))
+]  # fmt: skip
 
 
 def native(function, *tensors, **options):
@@ -209,3 +213,62 @@ def test_second_derivatives_take_the_formulation():
     out = chunked_attention(q, k, v, is_causal=True).square().sum()
     (expected,) = torch.autograd.grad(torch.autograd.grad(out, q, create_graph=True)[0].sum(), v)
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("feature_map", ["elu+1", "exp"])
+@pytest.mark.skipif(INTERPRETED, reason="a CUDA graph is a device's")
+def test_a_step_in_a_cuda_graph(feature_map):
+    q, k, v, _ = Case("", batch=2, heads=4, kv_heads=2, queries=9, keys=9, feature_map=feature_map, decay=(0.9, 0.8)).tensors(DEVICE)
+    options = {"feature_map": feature_map, "decay": [0.9, 0.8]}
+    with torch.no_grad():
+        whole = ops.kernelized_attention(q, k, v, is_causal=True, **options)
+        _, state = ops.kernelized_attention(q[:, :, :7], k[:, :, :7], v[:, :, :7], is_causal=True, output_final_state=True, **options)
+        token = [x[:, :, 7].clone() for x in (q, k, v)]
+        ops.kernelized_attention_step(*token, state, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, after = ops.kernelized_attention_step(*token, state, **options)
+            # The graph's own memory, so that a replay goes on where the last one ended.
+            state.numbers.copy_(after.numbers)
+        for i in (7, 8):
+            for held, x in zip(token, (q, k, v)):
+                held.copy_(x[:, :, i])
+            graph.replay()
+            assert error(out, whole[:, :, i]) < 3e-6
+
+
+def test_modules_move_to_a_device():
+    from longspan.torch import TransformerEncoderLayer
+
+    torch.manual_seed(0)
+    layer = TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True, num_kv_heads=2, decay=0.95)
+    x = torch.randn(2, 70, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_triton, "serves", lambda tensor: False)
+        expected = layer(x, is_causal=True)
+        wanted = torch.autograd.grad(expected.square().sum(), list(layer.parameters()))
+    layer, x = layer.to(DEVICE), x.to(DEVICE)
+    got = layer(x, is_causal=True)
+    # torch's own products take TF32 for float32 on some devices.
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(torch.autograd.grad(got.square().sum(), list(layer.parameters())), wanted):
+        assert error(ours, theirs) < 1e-3
+    layer.eval()
+    with torch.no_grad():
+        _, state = layer(x[:, :69], is_causal=True, output_final_state=True)
+        last, state = layer.step(x[:, 69], state)
+    torch.testing.assert_close(last, got[:, 69], rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_generate_keeps_its_states_there():
+    pytest.importorskip("transformers")
+    from test_transformers import StateCache, greedy, model
+
+    torch.manual_seed(0)
+    llama = model("longspan-decay").to(DEVICE)
+    ids = torch.randint(2, 50, (2, 9), device=DEVICE)
+    cache = StateCache()
+    got = llama.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
+    assert torch.equal(got, greedy(llama, ids, 8))
+    assert all(layer.state.numbers.device.type == DEVICE for layer in cache.layers) and cache.nbytes > 0

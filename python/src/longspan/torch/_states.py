@@ -91,6 +91,11 @@ class TensorState:
         """Key and value heads."""
         return self.numbers.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return self.numbers.nbytes
+
     def detach(self) -> State:
         """The plain state, without gradient: what truncated backpropagation carries on.
 

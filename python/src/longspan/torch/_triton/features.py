@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import NOTHING
+from .tiles import NOTHING, exp
 
 
 @triton.jit
@@ -18,16 +18,17 @@ def _within(x, D: tl.constexpr, BLOCK: tl.constexpr, other: tl.constexpr):
 @triton.jit
 def _mapped(x, MAP: tl.constexpr):
     if MAP == "elu+1":
-        x = tl.where(x > 0, x + 1, tl.exp(tl.where(x > 0, 0.0, x)))
+        # Infinite where x is large, which is not taken.
+        x = tl.where(x > 0, x + 1, exp(x))
     elif MAP == "relu":
         x = tl.where(x < 0, 0.0, x)
     elif MAP == "softplus":
         # log(1 + u) with all digits where u is small: u / ((1 + u) - 1) undoes the rounding of the sum.
-        u = tl.exp(-tl.abs(x))
+        u = exp(-tl.abs(x))
         log = tl.where(1.0 + u == 1.0, u, tl.log(1.0 + u) * (u / tl.where(1.0 + u == 1.0, 1.0, (1.0 + u) - 1.0)))
         x = tl.where(x > 0, x, 0.0) + tl.where(x == x, log, x)
     elif MAP == "exp":
-        x = tl.exp(x)
+        x = exp(x)
     return x
 
 
@@ -39,7 +40,7 @@ def slope(x, phi, MAP: tl.constexpr):
     elif MAP == "relu":
         x = tl.where(x > 0, 1.0, tl.where(x == x, 0.0, x))
     elif MAP == "softplus":
-        x = 1.0 / (1.0 + tl.exp(-x))
+        x = 1.0 / (1.0 + exp(-x))
     elif MAP == "exp":
         x = phi
     else:

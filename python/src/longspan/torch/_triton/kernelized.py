@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from ..._calls import Request
 from .scan import scan
+from .step import step
 
 INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else False
 
-#: Numbers of a state's tile. Smaller ones spill fewer registers, and were slower on an H200 all the same (docs/gpu.md).
-_STATE = 128 * 128
+#: Numbers of a state's tile. On an H100 half of the heads' columns with four warps, twice on a multiprocessor, was the fastest of
+#: eight shapes for every role (docs/gpu.md).
+_STATE = 128 * 64
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,21 @@ def _padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def tiles(role: str, dtype: torch.dtype, d: int, dv: int) -> Tiles:
+def tiles(role: str, dtype: torch.dtype, d: int, dv: int, exponential: bool = False, hip: bool = torch.version.hip is not None) -> Tiles:
     """The configuration for a role and widths."""
-    a, x = (_padded(dv), _padded(d)) if role in ("dq", "dk") else (_padded(d), _padded(dv))
-    columns = max(16, min(x, _STATE // a, 128))
+    of_keys = role in ("dq", "dk")
+    a, x = (_padded(dv), _padded(d)) if of_keys else (_padded(d), _padded(dv))
     half = dtype is torch.bfloat16
-    chunk = 64 if half else 32
-    warps = 8 if a * columns > 64 * 64 else 4
-    return Tiles(chunk, columns, warps, 2 if half else 1)
+    columns = max(16, min(x, _STATE // a, 64))
+    chunk, warps = 64 if half else 32, 4 if half or a <= 64 else 8
+    if a > 128 and not half:
+        # With more, ptxas gives up on registers.
+        chunk, columns = 16, 16
+    if exponential and of_keys:
+        # A row counts from its largest number.
+        columns = x
+    # For values' gradients a third stage leaves two programs on a multiprocessor, which it does not for the others. AMD's have no memory for it.
+    return Tiles(chunk, columns, 8 if a * columns > _STATE else warps, 1 if not half else 3 if role == "dv" and not hip else 2)
 
 
 @dataclass(frozen=True)
@@ -76,9 +86,7 @@ class Launch:
         # Farther away nothing changes but for a decay, which `unsupported` refuses there.
         self.offset = max(-self.queries, min(call.offset, self.keys)) if call.is_causal else 0
         self.exponential = settings.feature_map == "exp"
-        self.decay = None
-        if settings.decay is not None:
-            self.decay = torch.tensor([math.log2(gamma) for gamma in settings.decay], dtype=torch.float32, device=q.device)
+        self.decay = None if settings.decay is None else _logarithms(settings.decay, q.device)
         self.ignored = self.lengths = None
         if key_padding_mask is not None:
             self.ignored = key_padding_mask.contiguous().view(torch.uint8)
@@ -119,7 +127,7 @@ class Launch:
         initial_exponent: Tensor | None = None, end: Tensor | None = None, end_exponent: Tensor | None = None,
     ) -> None:  # fmt: skip
         settings = self.settings
-        t = tiles(role, self.q.dtype, self.d, self.dv)
+        t = tiles(role, self.q.dtype, self.d, self.dv, self.exponential)
         reverse = role in ("dk", "dv")
         rows = self.kv_heads if reverse else self.heads
         width = self.d if role in ("dq", "dk") else self.dv
@@ -136,7 +144,7 @@ class Launch:
     ) -> Tensor:
         """The state of each segment."""
         records = torch.empty((self.sequences, segments, self.kv_heads, self.record), dtype=torch.float32, device=self.q.device)
-        own = tiles(role, self.q.dtype, self.d, self.dv)
+        own = tiles(role, self.q.dtype, self.d, self.dv, self.exponential)
         t = Tiles(chunk, own.columns, own.warps, own.stages)
         programs = self.kv_heads * -(-self.dv // t.columns)
         self._launch(role, True, t, segments, programs, records, None, denominators, delta, None, d_out, None, None, None, None)
@@ -167,6 +175,21 @@ class Launch:
         )  # fmt: skip
 
 
+    def step(self, out: Tensor, denominators: Tensor, initial: Tensor | None, end: Tensor) -> None:
+        """One token: output, denominators and the state after it."""
+        # 16 KB of a state each: programs enough that few heads fill a device.
+        columns = max(16, min(_padded(self.dv), 4096 // _padded(self.d)))
+        grid = self.batch * self.kv_heads * -(-self.dv // columns)
+        if grid:
+            step[(grid,)](
+                self.q, self.k, self.v, out, denominators, initial, end, self.decay, self.kv_heads, self.record,
+                *[stride for x in (self.q, self.k, self.v, out) for stride in x.stride()[:2]],
+                MAP=self.settings.feature_map, NORMALIZE=self.settings.normalize, DECAY=self.decay is not None,
+                INITIAL=initial is not None, GROUP=self.heads // max(self.kv_heads, 1), D=self.d, DV=self.dv,
+                BD=_padded(self.d), BX=columns, num_warps=4,
+            )  # fmt: skip
+
+
 def arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
     """The type of products' factors, and how those of float32 are taken. float16 goes by TF32, whose mantissa is as long: sums
     over a long sequence exceed its largest number."""
@@ -180,6 +203,12 @@ def arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
     return tl.float32, "tf32" if dtype is torch.float16 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
+@functools.lru_cache(maxsize=64)
+def _logarithms(decay: tuple[float, ...], device: torch.device) -> Tensor:
+    """In base 2, copied to a device once: a graph of a device's work cannot hold such a copy."""
+    return torch.tensor([math.log2(gamma) for gamma in decay], dtype=torch.float32, device=device)
+
+
 def _laid_out(x: Tensor) -> Tensor:
     """With neighbours in the last axis, and the rows of a chunk within 2**31 numbers of each other."""
     return x if x.stride(3) == 1 and 0 <= x.stride(2) < 1 << 23 else x.contiguous()
@@ -190,8 +219,8 @@ def _strides(x: Tensor | None) -> Sequence[int]:
 
 
 def _programs(device: torch.device) -> int:
-    """Programs that run at once."""
-    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    """Programs that run at once: two on each multiprocessor, for their registers."""
+    return 8 if device.type == "cpu" else 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _exponents(numbers: Tensor, launch: Launch) -> Tensor:
@@ -213,7 +242,11 @@ def forward(
         end = torch.empty((launch.batch, launch.kv_heads, launch.record), dtype=torch.float32, device=q.device)
     if initial is not None:
         initial = initial.contiguous()
-        exponents = _exponents(initial, launch) if launch.exponential else None
+    if end is not None and launch.queries == launch.keys == 1 and launch.offset == 0 and key_padding_mask is None:
+        launch.step(out, denominators, initial, end)
+        return out, denominators, end
+    if initial is not None and launch.exponential:
+        exponents = _exponents(initial, launch)
     launch.scan("out", out, denominators, initial=initial, initial_exponent=exponents, end=end)
     return out, denominators, end
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .features import of_keys, of_queries, slope
-from .tiles import NOTHING, inverse, load_rows, store_rows
+from .tiles import NOTHING, exp, inverse, load_rows, store_rows, within
 
 #: As `TOKENS_CARRY` in the kernels' `state.rs`: float32 counts no further than 2**24.
 _CARRY = tl.constexpr(1 << 20)
@@ -18,43 +18,68 @@ def _clip(x, high):
 
 
 @triton.jit
-def _place(low, TRANSPOSED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BA: tl.constexpr, BX: tl.constexpr):
-    """Where a tile of a state ``[D, DV]``, or of its transpose, lies, and which of its numbers there are."""
-    a, x = tl.arange(0, BA)[:, None], (low + tl.arange(0, BX))[None, :]
-    if TRANSPOSED:
-        at, there = x * DV + a, (a < DV) & (x < D)
+def _place(low, OF_KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BA: tl.constexpr, BX: tl.constexpr):
+    """Where a tile of a state ``[D, DV]`` lies, and which of its numbers there are. Its rows here are the values' columns, whichever is cut
+    in tiles: so the first factor of the product that makes it is one that was read as it is, which goes to it from shared memory."""
+    if OF_KEYS:
+        of_value, feature = tl.arange(0, BA)[:, None], (low + tl.arange(0, BX))[None, :]
     else:
-        at, there = a * DV + x, (a < D) & (x < DV)
-    return at, there
+        of_value, feature = (low + tl.arange(0, BX))[:, None], tl.arange(0, BA)[None, :]
+    return feature * DV + of_value, (feature < D) & (of_value < DV)
+
+
+@triton.jit
+def store_marks(after, before, tokens, reference, count, EXPONENTIAL: tl.constexpr, INITIAL: tl.constexpr):
+    """What follows a state's sums: under ``exp`` the exponent that they are relative to, and how many tokens it has seen."""
+    mark = tl.arange(0, 32)
+    marks = tl.zeros([32], tl.float32)
+    if EXPONENTIAL:
+        marks = tl.where(mark == 0, tl.where(reference > NOTHING, reference, float("-inf")), 0.0)
+    seen = tokens + tl.zeros([], tl.int64)
+    if INITIAL:
+        seen += tl.load(before + 2).to(tl.int64) + _CARRY * tl.load(before + 3).to(tl.int64)
+    marks = tl.where(mark == 2, (seen % _CARRY).to(tl.float32), marks)
+    marks = tl.where(mark == 3, (seen // _CARRY).to(tl.float32), marks)
+    tl.store(after + mark, marks, mask=mark < count)
 
 
 @triton.jit
 def _of_state(
-    a, state, z, minus, clock, age, gamma,
+    a, state, z, delta, clock, age, gamma,
     ROLE: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, EXPONENTIAL: tl.constexpr, TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the state before a chunk gives to its rows and, with role ``out``, to their denominators."""
-    y = tl.dot(a, state.to(TYPE), input_precision=PRECISION)
+    y = tl.dot(a, state.to(TYPE) if (ROLE == "dq" or ROLE == "dk") else tl.trans(state.to(TYPE)), input_precision=PRECISION)
     total = tl.zeros([a.shape[0]], tl.float32)
     if NORMALIZE:
         if ROLE == "out":
-            total = tl.sum(a.to(tl.float32) * z[None, :], 1)
+            # As a product like that of the chunk's pairs, z in two parts that have all of its digits: so queries are laid out once.
+            part = tl.arange(0, a.shape[0])[:, None]
+            high = z.to(TYPE).to(tl.float32)
+            parts = tl.where(part == 0, high[None, :], tl.where(part == 1, (z - high)[None, :], 0.0)).to(TYPE)
+            total = tl.sum(tl.dot(a, tl.trans(parts), input_precision=PRECISION), 1)
         elif ROLE == "dq":
-            y += minus[:, None] * z[None, :]
-        elif ROLE == "dk":
-            y += z[None, :]
+            # Likewise: the sum of the products of both parts but for the two small ones.
+            of_delta, of_z = tl.arange(0, 16)[None, :], tl.arange(0, 16)[:, None]
+            high, high_z = delta.to(TYPE).to(tl.float32), z.to(TYPE).to(tl.float32)
+            deltas = tl.where(of_delta < 2, -high[:, None], tl.where(of_delta == 2, (high - delta)[:, None], 0.0)).to(TYPE)
+            parts = tl.where((of_z == 0) | (of_z == 2), high_z[None, :], tl.where(of_z == 1, (z - high_z)[None, :], 0.0)).to(TYPE)
+            y = tl.dot(deltas, parts, acc=y, input_precision=PRECISION)
+    if ROLE == "dk":
+        # Also of a result that is not divided: the gradient of the final state's sum of keys.
+        y += z[None, :]
     if DECAY:
         factor = tl.exp2(gamma * age.to(tl.float32))
         y, total = y * factor[:, None], total * factor
     if EXPONENTIAL:
-        factor = tl.exp(clock)
+        factor = exp(clock)
         y, total = y * factor[:, None], total * factor
     return y, total
 
 
 @triton.jit
-def scan(
+def _scan(
     q, k, v, out, d_out, denominators, delta, to,
     records, initial, initial_exponent, end, end_exponent,
     log_decay, ignored, lengths, bounds,
@@ -63,30 +88,20 @@ def scan(
     ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
     DECAY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
-    C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr, C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``y_r = sum_s w_rs (a_r b_s) x_s``, for a tile of the columns of ``x``. What they are says ``ROLE``:
-
-    ======= ======== ====== ====== ====== =========
-    role    rows     a      b      x      direction
-    ======= ======== ====== ====== ====== =========
-    out     queries  phi(q) phi(k) v      forward
-    dq      queries  d_out  v      phi(k) forward
-    dk      keys     v      d_out  phi(q) backward
-    dv      keys     phi(k) phi(q) d_out  backward
-    ======= ======== ====== ====== ====== =========
-
-    With ``SUMS`` it writes the state of each segment instead, ``sum_s b_s x_s``; who reads them does so of all segments before.
-    """
+    """See `scan`. Returns whether a sum was not finite, without which ``CAREFUL`` changes nothing."""
     REVERSE: tl.constexpr = ROLE == "dk" or ROLE == "dv"
     EXPONENTIAL: tl.constexpr = MAP == "exp"
     EACH: tl.constexpr = 2 if EXPONENTIAL else 1
-    # Whether columns of x are those of keys, and a state is read transposed.
+    # Whether columns of x are those of keys.
     OF_KEYS: tl.constexpr = ROLE == "dq" or ROLE == "dk"
     WIDTH: tl.constexpr = D if OF_KEYS else DV
     TILES: tl.constexpr = (WIDTH + BX - 1) // BX
     BA: tl.constexpr = BV if OF_KEYS else BD
     BZ: tl.constexpr = BX if OF_KEYS else BD
+    # Whether the sum of keys is asked for, or, of a gradient, that of rows' deltas.
+    KEEP_Z: tl.constexpr = SUMS or END or (NORMALIZE and ROLE != "dv")
     ROW_GROUP: tl.constexpr = 1 if (REVERSE or SUMS) else GROUP
     COLUMN_GROUP: tl.constexpr = GROUP if REVERSE else 1
 
@@ -128,7 +143,7 @@ def scan(
     # the other direction, ends.
     at, inside = _place(low, OF_KEYS, D, DV, BA, BX)
     z_at = z_low + tl.arange(0, BZ)
-    state = tl.zeros([BA, BX], tl.float32)
+    state = tl.zeros([BA, BX] if OF_KEYS else [BX, BA], tl.float32)
     z = tl.zeros([BZ], tl.float32)
     reference = tl.full([], NOTHING, tl.float32)
     whose = sequence * kv_heads + kv_head
@@ -155,7 +170,7 @@ def scan(
             if EXPONENTIAL:
                 exponent = tl.load(before + D * DV + D)
                 highest = tl.maximum(reference, exponent)
-                kept, joins = tl.exp(reference - highest), tl.exp(exponent - highest)
+                kept, joins = exp(reference - highest), exp(exponent - highest)
                 state, z, own, own_z, reference = state * kept, z * kept, own * joins, own_z * joins, highest
             state, z = state + own, z + own_z
 
@@ -163,56 +178,45 @@ def scan(
         chunk = (begin + stop - 1 - n) if REVERSE else n
         first = chunk * C
         token = first + r
-        is_key = (token >= 0) & (token < there)
+        is_key = within(token, there)
         if IGNORED:
             is_key = is_key & (tl.load(ignored + batch * keys + token, mask=is_key, other=1) == 0)
-        is_query = (token >= offset) & (token < n_queries + offset)
+        is_query = within(token - offset, n_queries)
         near, far = _clip(first, there), _clip(first + C, there)
         since = tl.full([], 1.0, tl.float32)
         if DECAY:
             since = tl.exp2(gamma * (far - near).to(tl.float32))
 
-        # The rows.
         row_q = (batch * kv_heads * GROUP + row_head) * queries + q_start + first - offset
         clock = tl.zeros([C], tl.float32)
-        minus = tl.zeros([C], tl.float32)
-        weight = tl.full([C], 1.0, tl.float32)
-        if not SUMS:
-            if ROLE == "out":
-                x_q = load_rows(q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t, is_query, 0, D, C, BD)
-                a = of_queries(x_q.to(tl.float32), MAP, NORMALIZE, D, BD).to(TYPE)
-            elif ROLE == "dq":
-                a = load_rows(d_out + batch * g_b + row_head * g_h + q_start * g_t, first - offset, g_t, is_query, 0, DV, C, BV)
-                weight = inverse(tl.load(denominators + (row_q + r) * EACH, mask=is_query, other=1.0))
-                if EXPONENTIAL:
-                    clock = -tl.load(denominators + (row_q + r) * EACH + 1, mask=is_query, other=0.0)
-                if NORMALIZE:
-                    y_q = load_rows(out + batch * o_b + row_head * o_h + q_start * o_t, first - offset, o_t, is_query, 0, DV, C, BV)
-                    minus = -tl.sum(y_q.to(tl.float32) * a.to(tl.float32), 1)
-                    if tile == 0:
-                        tl.store(delta + row_q + r, -minus, mask=is_query)
-                a = a.to(TYPE)
-            elif ROLE == "dk":
-                a = load_rows(v, first, v_t, is_key, 0, DV, C, BV).to(TYPE)
-                x_k = load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32)
-                phi_k, clock = of_keys(x_k, MAP, D, BX)
-            else:
-                a, clock = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
-                a = a.to(TYPE)
-
-        # The columns, by the heads that read a key.
+        of_row = tl.zeros([C], tl.float32)
         kept = since
         y = tl.zeros([C, BX], tl.float32)
         total = tl.zeros([C], tl.float32)
         if REVERSE and not SUMS:
-            y, total = _of_state(a, state, z, minus, reference + clock, tl.maximum(far - token, 0), gamma,
+            # The rows, and what all of them see.
+            if ROLE == "dk":
+                a = load_rows(v, first, v_t, is_key, 0, DV, C, BV).to(TYPE)
+                if EXPONENTIAL:
+                    _, clock = of_keys(load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32), MAP, D, BX)
+            else:
+                a, clock = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
+                a = a.to(TYPE)
+            y, total = _of_state(a, state, z, of_row, reference + clock, tl.maximum(far - token, 0), gamma,
                                  ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
+
+        # The columns, by the heads that read a key. What they add to z comes first, so that few registers are in use at once.
         for g in range(COLUMN_GROUP):
-            plus = tl.full([C], 1.0, tl.float32)
+            factor = tl.full([C], 1.0, tl.float32)
+            if DECAY:
+                factor = tl.exp2(gamma * tl.maximum((token - near) if REVERSE else (far - token), 0).to(tl.float32))
+            # Rows that are not there have features, but what they would be multiplied with is 0.
+            plus = is_key.to(tl.float32)
             if REVERSE:
                 q_head = kv_head * GROUP + g
                 column_q = (batch * kv_heads * GROUP + q_head) * queries + q_start + first - offset + r
                 # Queries before the first key see nothing.
+                plus = tl.zeros([C], tl.float32)
                 there_s = is_query & (token >= 0)
                 scale = inverse(tl.load(denominators + column_q * EACH, mask=there_s, other=1.0))
                 g_at = d_out + batch * g_b + q_head * g_h + q_start * g_t
@@ -220,82 +224,100 @@ def scan(
                 if EXPONENTIAL:
                     u = tl.load(denominators + column_q * EACH + 1, mask=there_s, other=NOTHING)
                     u = tl.where(u > NOTHING * 0.5, -u, tl.where(u == u, NOTHING, u))
-                if NORMALIZE:
+                if NORMALIZE and (KEEP_Z or ROLE == "dk"):
                     plus = -tl.load(delta + column_q, mask=there_s, other=0.0)
                 if ROLE == "dk":
-                    b = load_rows(g_at, first - offset, g_t, there_s, 0, DV, C, BV).to(TYPE)
                     x = load_rows(q_at, first - offset, q_t, there_s, low, D, C, BX).to(tl.float32)
-                    x = of_queries(x, MAP, NORMALIZE, D, BX) * scale[:, None]
-                    x = tl.where(there_s[:, None], x, 0.0).to(TYPE)
+                    features = of_queries(x, MAP, NORMALIZE, D, BX) * scale[:, None]
+                    x = features.to(TYPE)
+                    b = load_rows(g_at, first - offset, g_t, there_s, 0, DV, C, BV).to(TYPE)
                 else:
                     b = load_rows(q_at, first - offset, q_t, there_s, 0, D, C, BD).to(tl.float32)
-                    b = of_queries(b, MAP, NORMALIZE, D, BD) * scale[:, None]
-                    b = tl.where(there_s[:, None], b, 0.0).to(TYPE)
+                    features = of_queries(b, MAP, NORMALIZE, D, BD) * scale[:, None]
+                    b = features.to(TYPE)
                     x = load_rows(g_at, first - offset, g_t, there_s, low, DV, C, BX).to(TYPE)
             else:
                 there_s = is_key
                 if ROLE == "out":
-                    b, u = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
-                    b = tl.where(is_key[:, None], b, 0.0).to(TYPE)
+                    features, u = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
+                    b = features.to(TYPE)
                     x = load_rows(v, first, v_t, is_key, low, DV, C, BX).to(TYPE)
                 else:
+                    features, u = of_keys(load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32), MAP, D, BX)
+                    x = features.to(TYPE)
                     b = load_rows(v, first, v_t, is_key, 0, DV, C, BV).to(TYPE)
-                    x, u = of_keys(load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32), MAP, D, BX)
-                    x = tl.where(is_key[:, None], x, 0.0).to(TYPE)
                 if EXPONENTIAL:
                     u = tl.where(is_key, u, NOTHING)
+            highest = reference
+            if EXPONENTIAL:
+                highest = tl.maximum(reference, tl.max(u, 0))
+                factor = factor * exp(u - highest)
+            added = tl.zeros([BZ], tl.float32)
+            if KEEP_Z and (CAUSAL or SUMS):
+                added = tl.sum(features * (plus * factor)[:, None], 0)
 
-            seen = (r[:, None] <= r[None, :]) if REVERSE else (r[:, None] >= r[None, :])
+            seen = (r[:, None] <= r[None, :]) if REVERSE else (r[:, None] >= r[None, :]) & there_s[None, :]
             if not SUMS:
                 if EXPONENTIAL and ROLE == "out":
                     own = tl.maximum(tl.max(tl.where(seen, u[None, :], NOTHING), 1), reference) if CAUSAL else reference + clock
                     clock = -own
                 if not REVERSE:
-                    y, total = _of_state(a, state, z, minus, reference + clock, tl.maximum(token - near, 0), gamma,
+                    # The rows, and what all of them see.
+                    if ROLE == "out":
+                        a = load_rows(q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t, is_query, 0, D, C, BD)
+                        a = of_queries(a.to(tl.float32), MAP, NORMALIZE, D, BD).to(TYPE)
+                    else:
+                        a = load_rows(d_out + batch * g_b + row_head * g_h + q_start * g_t, first - offset, g_t, is_query, 0, DV, C, BV)
+                        if EXPONENTIAL:
+                            clock = -tl.load(denominators + (row_q + r) * EACH + 1, mask=is_query, other=0.0)
+                        if NORMALIZE:
+                            y_q = load_rows(out + batch * o_b + row_head * o_h + q_start * o_t, first - offset, o_t, is_query, 0, DV, C, BV)
+                            of_row = tl.sum(y_q.to(tl.float32) * a.to(tl.float32), 1)
+                            if tile == 0:
+                                tl.store(delta + row_q + r, of_row, mask=is_query)
+                        a = a.to(TYPE)
+                    y, total = _of_state(a, state, z, of_row, reference + clock, tl.maximum(token - near, 0), gamma,
                                          ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
                 if CAUSAL:
                     # What some see.
                     pairs = tl.dot(a, tl.trans(b), input_precision=PRECISION)
                     if ROLE == "dq" and NORMALIZE:
-                        pairs += minus[:, None]
+                        pairs -= of_row[:, None]
                     if ROLE == "dk" and NORMALIZE:
                         pairs += plus[None, :]
                     if DECAY:
                         pairs *= tl.exp2(gamma * tl.abs(r[:, None] - r[None, :]).to(tl.float32))
                     if EXPONENTIAL:
-                        pairs *= tl.exp(u[None, :] + clock[:, None])
+                        pairs *= exp(u[None, :] + clock[:, None])
                     pairs = tl.where(seen, pairs, 0.0)
                     if ROLE == "out" and NORMALIZE:
                         total += tl.sum(pairs, 1)
-                    so_far = y
-                    y = tl.dot(pairs.to(TYPE), x, acc=so_far, input_precision=PRECISION)
-                    if tl.max(tl.max((y != y).to(tl.int32), 1), 0) > 0:
+                    if CAREFUL:
                         # 0 times what a row does not see, where that is not finite, is NaN.
                         finite = tl.sum(x.to(tl.float32) * 0.0, 1) == 0.0
-                        y = tl.dot(pairs.to(TYPE), tl.where(finite[:, None], x, 0.0).to(TYPE), acc=so_far, input_precision=PRECISION)
+                        x_seen = tl.where(finite[:, None], x, 0.0).to(TYPE)
+                        y = tl.dot(pairs.to(TYPE), x_seen, acc=y, input_precision=PRECISION)
                         sees = tl.max((seen & (finite[None, :] == 0)).to(tl.int32), 1) > 0
                         y = tl.where(sees[:, None], float("nan"), y)
+                    else:
+                        y = tl.dot(pairs.to(TYPE), x, acc=y, input_precision=PRECISION)
 
             if CAUSAL or SUMS:
                 # The state after these columns.
-                factor = tl.full([C], 1.0, tl.float32)
-                if DECAY:
-                    factor = tl.exp2(gamma * tl.maximum((token - near) if REVERSE else (far - token), 0).to(tl.float32))
                 if EXPONENTIAL:
-                    highest = tl.maximum(reference, tl.max(u, 0))
-                    factor = factor * tl.exp(u - highest)
-                    kept = kept * tl.exp(reference - highest)
+                    kept = kept * exp(reference - highest)
                     reference = highest
                 if DECAY or EXPONENTIAL:
                     state, z = state * kept, z * kept
-                    b = (b.to(tl.float32) * factor[:, None]).to(TYPE)
-                state = tl.dot(tl.trans(b), x, acc=state, input_precision=PRECISION)
+                    if OF_KEYS:
+                        x = (x.to(tl.float32) * factor[:, None]).to(TYPE)
+                    else:
+                        b = (b.to(tl.float32) * factor[:, None]).to(TYPE)
                 if OF_KEYS:
-                    z += tl.sum(x.to(tl.float32) * (plus * factor)[:, None], 0)
-                elif REVERSE:
-                    z += tl.sum(b.to(tl.float32) * plus[:, None], 0)
+                    state = tl.dot(tl.trans(b), x, acc=state, input_precision=PRECISION)
                 else:
-                    z += tl.sum(b.to(tl.float32), 0)
+                    state = tl.dot(tl.trans(x), b, acc=state, input_precision=PRECISION)
+                z += added
                 kept = tl.full([], 1.0, tl.float32)
 
         if not SUMS:
@@ -305,9 +327,9 @@ def scan(
                 if NORMALIZE:
                     y = y * inverse(total)[:, None]
                 elif EXPONENTIAL:
-                    y, bottom = y * tl.exp(-clock)[:, None], tl.exp(clock)
+                    y, bottom = y * exp(-clock)[:, None], exp(clock)
                 else:
-                    bottom = weight
+                    bottom = tl.full([C], 1.0, tl.float32)
                 store_rows(y, at_row, first - offset, to_t, is_query, low, DV, C, BX)
                 if tile == 0:
                     tl.store(denominators + (row_q + r) * EACH, bottom, mask=is_query)
@@ -316,15 +338,18 @@ def scan(
             elif ROLE == "dq":
                 x_q = load_rows(q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t, is_query, low, D, C, BX)
                 x_q = x_q.to(tl.float32)
+                weight = inverse(tl.load(denominators + (row_q + r) * EACH, mask=is_query, other=1.0))
                 y = y * weight[:, None] * slope(x_q, of_queries(x_q, MAP, NORMALIZE, D, BX), MAP)
                 at_row = to + batch * to_b + row_head * to_h + q_start * to_t
                 store_rows(y, at_row, first - offset, to_t, is_query, low, D, C, BX)
             else:
                 if ROLE == "dk":
+                    x_k = load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32)
+                    phi_k, _ = of_keys(x_k, MAP, D, BX)
                     y = y * slope(x_k, phi_k, MAP)
                 y = tl.where(is_key[:, None], y, 0.0)
                 at_row = to + batch * to_b + kv_head * to_h + k_start * to_t
-                store_rows(y, at_row, first, to_t, (token >= 0) & (token < n_keys), low, WIDTH, C, BX)
+                store_rows(y, at_row, first, to_t, within(token, n_keys), low, WIDTH, C, BX)
 
     if SUMS or END:
         # The state of the segment, or of the whole sequence; of a gradient, that at its beginning.
@@ -334,22 +359,61 @@ def scan(
         if writes:
             after = records + ((sequence * segments + segment) * kv_heads + kv_head) * record if SUMS else end + whose * record
             if END and REVERSE and EXPONENTIAL:
-                kept = tl.exp(reference + tl.load(end_exponent + whose))
+                kept = exp(reference + tl.load(end_exponent + whose))
                 state, z = state * kept, z * kept
             tl.store(after + at, state, mask=inside)
             if tile == 0:
                 tl.store(after + D * DV + z_at, z, mask=z_at < D)
-                mark = tl.arange(0, 32)
-                marks = tl.zeros([32], tl.float32)
-                if EXPONENTIAL and SUMS:
-                    marks = tl.where(mark == 0, reference, 0.0)
                 if END and not REVERSE:
-                    if EXPONENTIAL:
-                        marks = tl.where(mark == 0, tl.where(reference > NOTHING, reference, float("-inf")), 0.0)
-                    tokens = there + tl.zeros([], tl.int64)
-                    if INITIAL:
-                        counted = initial + whose * record + D * DV + D
-                        tokens += tl.load(counted + 2).to(tl.int64) + _CARRY * tl.load(counted + 3).to(tl.int64)
-                    marks = tl.where(mark == 2, (tokens % _CARRY).to(tl.float32), marks)
-                    marks = tl.where(mark == 3, (tokens // _CARRY).to(tl.float32), marks)
-                tl.store(after + D * DV + D + mark, marks, mask=mark < record - D * DV - D)
+                    store_marks(after + D * DV + D, initial + whose * record + D * DV + D if INITIAL else initial, there, reference,
+                                record - D * DV - D, EXPONENTIAL, INITIAL)  # fmt: skip
+                else:
+                    mark = tl.arange(0, 32)
+                    marks = tl.where(mark == 0, reference if EXPONENTIAL and SUMS else 0.0, 0.0)
+                    tl.store(after + D * DV + D + mark, marks, mask=mark < record - D * DV - D)
+    return tl.min(tl.min((tl.abs(state) < float("inf")).to(tl.int32), 1), 0) == 0
+
+
+# A kernel is not compiled again for another length.
+@triton.jit(do_not_specialize=["queries", "keys", "offset", "first_chunk", "kv_heads", "segments", "record"])
+def scan(
+    q, k, v, out, d_out, denominators, delta, to,
+    records, initial, initial_exponent, end, end_exponent,
+    log_decay, ignored, lengths, bounds,
+    queries, keys, offset, first_chunk, kv_heads, segments, record,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
+    ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
+    DECAY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
+    C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows ``y_r = sum_s w_rs (a_r b_s) x_s``, for a tile of the columns of ``x``. What they are says ``ROLE``:
+
+    ======= ======== ====== ====== ====== =========
+    role    rows     a      b      x      direction
+    ======= ======== ====== ====== ====== =========
+    out     queries  phi(q) phi(k) v      forward
+    dq      queries  d_out  v      phi(k) forward
+    dk      keys     v      d_out  phi(q) backward
+    dv      keys     phi(k) phi(q) d_out  backward
+    ======= ======== ====== ====== ====== =========
+
+    What is not finite in a row of ``x`` shows in the sums over all rows, at the end: then the same again, with care for the rows that do
+    not see it.
+
+    With ``SUMS`` it writes the state of each segment instead, ``sum_s b_s x_s``; who reads them does so of all segments before.
+    """
+    bad = _scan(
+        q, k, v, out, d_out, denominators, delta, to, records, initial, initial_exponent, end, end_exponent, log_decay, ignored,
+        lengths, bounds, queries, keys, offset, first_chunk, kv_heads, segments, record, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
+        v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL, MAP, NORMALIZE, DECAY, INITIAL, END, IGNORED,
+        PACKED, GROUP, D, DV, BD, BV, BX, False, C, TYPE, PRECISION,
+    )  # fmt: skip
+    if CAUSAL and not SUMS:
+        if bad:
+            _scan(
+                q, k, v, out, d_out, denominators, delta, to, records, initial, initial_exponent, end, end_exponent, log_decay, ignored,
+                lengths, bounds, queries, keys, offset, first_chunk, kv_heads, segments, record, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
+                v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL, MAP, NORMALIZE, DECAY, INITIAL, END, IGNORED,
+                PACKED, GROUP, D, DV, BD, BV, BX, True, C, TYPE, PRECISION,
+            )  # fmt: skip

@@ -10,6 +10,18 @@ NOTHING = tl.constexpr(-1e30)
 
 
 @triton.jit
+def exp(x):
+    """By the device's base of 2, without what `tl.exp` spends on results below the least normal number."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def within(place, count):
+    """Whether ``0 <= place < count``, by one comparison."""
+    return place.to(tl.uint32, bitcast=True) < count.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def load_rows(start, first, stride, valid, low, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Columns ``low ..`` of the rows ``first ..``; 0 beyond ``WIDTH`` and where a row is not valid."""
     column = low + tl.arange(0, BLOCK)
