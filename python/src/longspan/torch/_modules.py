@@ -28,13 +28,9 @@ def call(module: Any, x: Tensor) -> Tensor:
 
 def drop(module: Any, x: Tensor) -> Tensor:
     """``module(x)`` of a dropout, without the call where it does nothing: that takes as long as a product of one token."""
-    out: Tensor = x if is_idle(module) else module(x)
+    idle = type(module) is nn.Dropout and not module.training and not _watched(module)
+    out: Tensor = x if idle else module(x)
     return out
-
-
-def is_idle(module: Any) -> bool:
-    """Whether a dropout does nothing and nobody sees it."""
-    return type(module) is nn.Dropout and not module.training and not _watched(module)
 
 
 def refuse_hooks(module: nn.Module) -> None:

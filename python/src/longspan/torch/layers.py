@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
-from ._modules import call, drop, is_idle, learned
+from ._modules import call, drop, learned
 from ._states import TensorState
 from .attention import Attention
 from .multi_head import MultiheadAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+_NAMES = {function: name for name, function in _ACTIVATIONS.items()}
 
 
 if TYPE_CHECKING:
@@ -205,12 +206,15 @@ class TransformerEncoderLayer(_Layer, _Encoder):
     def _step_at_once(self, token: Tensor, state: State | TensorState | None) -> tuple[Tensor, State] | None:
         """A step as one call of native code, where the layer is as it was made and nobody has to see a part of it."""
         modules = self._modules
-        activation = next((name for name, known in _ACTIVATIONS.items() if known is self.activation), None)
+        activation = _NAMES.get(self.activation)
         attention: Any = modules["self_attn"]
         if self.training or activation is None or torch.compiler.is_compiling() or not _is_plain(attention):
             return None
-        if not all(is_idle(modules[name]) for name in ("dropout", "dropout1", "dropout2")):
-            return None
+        # Written out: each call takes as long as a small product.
+        for dropout in (modules["dropout"], modules["dropout1"], modules["dropout2"]):
+            idle = type(dropout) is nn.Dropout and not dropout.training
+            if not idle or dropout._forward_hooks or dropout._forward_pre_hooks:
+                return None
         parameters, mechanism = attention._parameters, attention._modules["attention"]
         weights = [parameters.get("in_proj_weight"), parameters.get("in_proj_bias")]
         for module, kind in (
