@@ -327,8 +327,8 @@ fn by_states<T: Real>(
         let own = &mut d_logs[i * gates..][..gates];
         for n in 0..problem.operands() {
             let at = (n * CHUNK + i) * row;
-            let (x, d) = (&chunk.x[at..][..row], &d_operands[at..][..row]);
-            if problem.by_channel() { add_products(x, d, &mut all[..row]) } else { all[0] += dot(x, d) }
+            let (x, d) = (&chunk.x[at..][..width], &d_operands[at..][..width]);
+            if problem.by_channel() { add_products(x, d, &mut all[..width]) } else { all[0] += dot(x, d) }
         }
         own.copy_from_slice(&all[..gates]);
     }

@@ -83,48 +83,97 @@ operation!(WeighTile, |tile: &'a mut [T], decays: &'a [T], row: usize, rows: usi
     }
 });
 
-// Within a block of tokens: `tile[n]_ij = Σ_c x[n]_ic k_jc e^{g_{j+1} + … + g_i}` for two operands, up to the diagonal. `keys` begins
-// as the block's keys and ends as `k_jc` decayed to the end of the block.
+// Within a block of tokens: `tile[n]_ij = Σ_c x[n]_ic k_jc e^{g_{j+1} + … + g_i}` for two operands, up to the diagonal; what stands above
+// is 0. `keys_t` gets the keys decayed to the end of the block, a row a channel: a register holds a channel of several keys, so that no
+// sum runs across one.
 operation!(DiagonalTiles, |x: [&'a [T]; 2],
                            decays: &'a [T],
-                           keys: &'a mut [T],
+                           keys: &'a [T],
                            row: usize,
+                           width: usize,
                            rows: usize,
                            tiles: [&'a mut [T]; 2],
-                           tile_row: usize| {
-    assert!(row.is_multiple_of(V::LANES) && rows <= BLOCK && decays.len() >= rows * row && keys.len() >= rows * row);
-    assert!(
-        x.iter().all(|x| x.len() >= rows * row) && tiles.iter().all(|tile| tile.len() >= (rows - 1) * tile_row + rows)
-    );
+                           tile_row: usize,
+                           keys_t: &'a mut [T]| {
+    assert!(rows > 0 && rows <= BLOCK && width <= row && decays.len() >= rows * row && keys.len() >= rows * row);
+    assert!(keys_t.len() >= (width.max(1) - 1) * tile_row + BLOCK && x.iter().all(|x| x.len() >= rows * row));
+    assert!(tiles.iter().all(|tile| tile.len() >= (rows - 1) * tile_row + BLOCK));
     let [first, second] = tiles;
     for i in 0..rows {
-        for pair in (0..=i).step_by(2) {
-            // A row's own key twice where it is the last of an odd number; it has not decayed yet.
-            let other = (pair + 1).min(i);
-            // SAFETY: rows of whole registers by the assertions.
-            unsafe {
-                let mut sums = [V::splat(T::ZERO); 4];
-                for column in (0..row).step_by(V::LANES) {
-                    let a = V::load(x[0].as_ptr().add(i * row + column));
-                    let b = V::load(x[1].as_ptr().add(i * row + column));
-                    let decay = V::load(decays.as_ptr().add(i * row + column));
-                    let decayed = |j: usize| {
-                        let place = keys.as_ptr().add(j * row + column);
-                        if j == i { V::load(place) } else { V::load(place).mul(decay).normal_or_zero() }
-                    };
-                    let (one, two) = (decayed(pair), decayed(other));
-                    one.store(keys.as_mut_ptr().add(pair * row + column));
-                    two.store(keys.as_mut_ptr().add(other * row + column));
-                    sums = [
-                        a.mul_add(one, sums[0]),
-                        a.mul_add(two, sums[1]),
-                        b.mul_add(one, sums[2]),
-                        b.mul_add(two, sums[3]),
-                    ];
+        let own = i * row..i * row + width;
+        let (a, b, decay, key) = (&x[0][own.clone()], &x[1][own.clone()], &decays[own.clone()], &keys[own]);
+        // Numbers without full precision slow a processor down; now and then is often enough.
+        let flush = i % 4 == 3;
+        for part in (0..BLOCK).step_by(V::LANES) {
+            if part > i {
+                // SAFETY: whole registers of a block's columns.
+                unsafe {
+                    V::splat(T::ZERO).store(first.as_mut_ptr().add(i * tile_row + part));
+                    V::splat(T::ZERO).store(second.as_mut_ptr().add(i * tile_row + part));
                 }
-                let [a, b, c, d] = V::sums(sums);
-                (first[i * tile_row + pair], first[i * tile_row + other]) = (a, b);
-                (second[i * tile_row + pair], second[i * tile_row + other]) = (c, d);
+                continue;
+            }
+            let mut place = [T::ZERO; BLOCK];
+            if part + V::LANES > i {
+                place[i - part] = T::ONE;
+            }
+            // SAFETY: whole registers of a block's columns, of which each channel's row has as many.
+            unsafe {
+                let place = V::load(place.as_ptr());
+                let mut sums = [V::splat(T::ZERO); 4];
+                for c in 0..width {
+                    let at = keys_t.as_mut_ptr().add(c * tile_row + part);
+                    let before = if i == part { V::splat(T::ZERO) } else { V::load(at).mul(V::splat(decay[c])) };
+                    let before = if flush { before.normal_or_zero() } else { before };
+                    let found = place.mul_add(V::splat(key[c]), before);
+                    found.store(at);
+                    let odd = c % 2;
+                    sums[odd] = V::splat(a[c]).mul_add(found, sums[odd]);
+                    sums[2 + odd] = V::splat(b[c]).mul_add(found, sums[2 + odd]);
+                }
+                sums[0].add(sums[1]).store(first.as_mut_ptr().add(i * tile_row + part));
+                sums[2].add(sums[3]).store(second.as_mut_ptr().add(i * tile_row + part));
+            }
+        }
+    }
+    // Columns that no key came to.
+    for part in (0..BLOCK).step_by(V::LANES).filter(|&part| part >= rows) {
+        for c in 0..width {
+            // SAFETY: as above.
+            unsafe { V::splat(T::ZERO).store(keys_t.as_mut_ptr().add(c * tile_row + part)) };
+        }
+    }
+});
+
+// `block ← factors ⊙ block`, a factor a row, of rows of which whole registers count; numbers without full precision become 0.
+operation!(DecayRows, |block: &'a mut [T], row: usize, width: usize, factors: &'a [T]| {
+    assert!(width.is_multiple_of(V::LANES) && width <= row && block.len() >= factors.len() * row);
+    for (n, &factor) in factors.iter().enumerate() {
+        for column in (0..width).step_by(V::LANES) {
+            // SAFETY: rows of whole registers by the assertion.
+            unsafe {
+                let at = block.as_mut_ptr().add(n * row + column);
+                V::load(at).mul(V::splat(factor)).normal_or_zero().store(at);
+            }
+        }
+    }
+});
+
+// The gates of some tokens as factors, a channel a column: `e^{g_0 + … + g_i}`, and `e^{g_{j+1} + …}`. Sums are of one sign: nothing
+// cancels.
+operation!(Decays, |logs: &'a [T], row: usize, rows: usize, from_start: &'a mut [T], to_end: &'a mut [T]| {
+    assert!(row.is_multiple_of(V::LANES) && logs.len() >= rows * row);
+    assert!(from_start.len() >= rows * row && to_end.len() >= rows * row);
+    for column in (0..row).step_by(V::LANES) {
+        // SAFETY: rows of whole registers by the assertions.
+        unsafe {
+            let (mut before, mut after) = (V::splat(T::ZERO), V::splat(T::ZERO));
+            for i in 0..rows {
+                let (at, back) = (i * row + column, (rows - 1 - i) * row + column);
+                before = before.add(V::load(logs.as_ptr().add(at)));
+                before.exp_nonpositive().store(from_start.as_mut_ptr().add(at));
+                after.exp_nonpositive().store(to_end.as_mut_ptr().add(back));
+                after = after.add(V::load(logs.as_ptr().add(back)));
             }
         }
     }
@@ -281,16 +330,18 @@ operation!(ChangeState, |sum: &'a mut [T], factors: &'a [T], k: &'a [T], u: &'a 
 
 /// The gates of a chunk as factors: `e^{g_0 + … + g_i}` from before its first token to a row, and `e^{g_{j+1} + …}` from a key to
 /// after its last.
-pub(super) fn decays<T: Real>(logs: &[T], width: usize, rows: usize, from_start: &mut [T], to_end: &mut [T]) {
-    let len = padded::<T>(rows * width);
+pub(super) fn decays<T: Real>(logs: &[T], row: usize, rows: usize, from_start: &mut [T], to_end: &mut [T]) {
+    if row != 1 {
+        return dispatch(Decays { logs, row, rows, from_start, to_end });
+    }
+    let len = padded::<T>(rows);
     from_start[..len].fill(T::ZERO);
     to_end[..len].fill(T::ZERO);
-    // Neighbours' sums, all of one sign: nothing cancels.
-    for at in 0..rows * width {
-        from_start[at] = logs[at] + if at < width { T::ZERO } else { from_start[at - width] };
+    for at in 0..rows {
+        from_start[at] = logs[at] + if at == 0 { T::ZERO } else { from_start[at - 1] };
     }
-    for at in (width..rows * width).rev() {
-        to_end[at - width] = to_end[at] + logs[at];
+    for at in (1..rows).rev() {
+        to_end[at - 1] = to_end[at] + logs[at];
     }
     dispatch(Exp { to: &mut from_start[..len] });
     dispatch(Exp { to: &mut to_end[..len] });

@@ -1,9 +1,11 @@
 //! What a chunk's rows weigh its keys, and the way back: by a tile of decays, or channel by channel.
 
 use super::chunk::Chunk;
-use super::loops::{DecayTile, DiagonalKeys, DiagonalRows, DiagonalTiles, PairsAcross, Weigh, WeighColumns, WeighTile};
+use super::loops::{
+    DecayRows, DecayTile, DiagonalKeys, DiagonalRows, DiagonalTiles, PairsAcross, Weigh, WeighColumns, WeighTile,
+};
 use super::problem::{BLOCK, CHUNK, Problem};
-use crate::simd::block::{add_products, add_scaled, all_finite, decay_by, dot, multiply, transpose};
+use crate::simd::block::{add_products, add_scaled, all_finite, dot, multiply, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded, pieces};
 use crate::simd::{Real, dispatch};
@@ -66,7 +68,7 @@ fn back_by_head<T: Real>(problem: &Problem<'_, T>, chunk: &mut Chunk<'_, T>, gra
         let mut earlier = T::ZERO;
         for (n, log) in logs[..rows].iter_mut().enumerate() {
             *log += earlier;
-            earlier += dot(&keys.0[n * row..][..row], &d_keys[n * row..][..row]);
+            earlier += dot(&keys.0[n * row..][..width], &d_keys[n * row..][..width]);
         }
         for n in 0..problem.operands() {
             let (d_tile, tile) = (&d_tiles[n * TILE..][..TILE], &chunk.tiles[n * TILE..][..TILE]);
@@ -106,7 +108,7 @@ pub(super) fn add_transposed<T: Real>(
 fn by_channel<T: Real>(problem: &Problem<'_, T>, chunk: &mut Chunk<'_, T>) {
     let (row, rows, width) = (problem.row, chunk.rows, problem.dims.head_dim);
     let group = problem.dims.group();
-    let Chunk { x, within, steps, tiles, keys_t, block, block_keys, .. } = chunk;
+    let Chunk { x, within, steps, tiles, keys_t, block, .. } = chunk;
     for (first, count) in pieces(0..rows, BLOCK) {
         let from = first * row;
         let own = |n: usize| &x[n * CHUNK * row + from..][..count * row];
@@ -118,10 +120,12 @@ fn by_channel<T: Real>(problem: &Problem<'_, T>, chunk: &mut Chunk<'_, T>) {
                 let to = (&mut tile[first * CHUNK..], CHUNK);
                 Product::of((block, row), (keys_t, CHUNK), to, [count, first, width]).compute();
             }
-            tile[first * CHUNK..].chunks_exact_mut(CHUNK).take(count).for_each(|line| line[first..].fill(T::ZERO));
+            let beyond = first + BLOCK;
+            tile[first * CHUNK..].chunks_exact_mut(CHUNK).take(count).for_each(|line| line[beyond..].fill(T::ZERO));
         }
+        let total = &within[from + (count - 1) * row..][..width];
+        dispatch(DecayRows { block: keys_t, row: CHUNK, width: first, factors: total });
         for n in (0..problem.operands()).step_by(2) {
-            block_keys[..count * row].copy_from_slice(own(group));
             let (one, two) = tiles[n * TILE..][..2 * TILE].split_at_mut(TILE);
             let at = first * CHUNK + first;
             // Where operands are odd the last is weighed twice, the second time into a tile of nobody's.
@@ -129,22 +133,19 @@ fn by_channel<T: Real>(problem: &Problem<'_, T>, chunk: &mut Chunk<'_, T>) {
             dispatch(DiagonalTiles {
                 x: [own(n), own(second)],
                 decays: &steps[from..],
-                keys: block_keys,
+                keys: own(group),
                 row,
+                width,
                 rows: count,
                 tiles: [&mut one[at..], &mut two[at..]],
                 tile_row: CHUNK,
+                keys_t: &mut keys_t[first..],
             });
         }
         if problem.attention.is_delta() {
             let tile = &mut tiles[group * TILE..][..TILE];
             (first..first + count).for_each(|i| tile[i * CHUNK + i] = T::ZERO);
         }
-        let total = &within[from + (count - 1) * row..][..width];
-        for (line, &factor) in keys_t.chunks_exact_mut(CHUNK).zip(total) {
-            decay_by(&mut line[..first], factor);
-        }
-        transpose((block_keys, row), (count, width), (&mut keys_t[first..], CHUNK));
     }
 }
 
