@@ -202,6 +202,13 @@ impl<T: Task> Session<T> {
         let mut step = first;
         // Until the length of a run in minutes is known, as long as it takes.
         while self.config.known_steps().is_none_or(|steps| step < steps) {
+            // Asked before a step, so that a run that was killed after this checkpoint ends here too.
+            if self.is_stale(step) {
+                progress.note(format_args!("stopped early: no checkpoint since step {} did better", self.kept()));
+                self.config.steps = Some(step);
+                self.folder.save_config(&self.config)?;
+                break;
+            }
             let step_started = Instant::now();
             let steps = self.config.known_steps().unwrap_or(usize::MAX);
             let rate = self.config.learning_rate * relative_rate(step, self.config.warmup_steps, steps);
@@ -255,11 +262,6 @@ impl<T: Task> Session<T> {
                 if fitted && self.minutes.is_some_and(|minutes| minutes > SHORT) {
                     self.fit(step, started.elapsed().as_secs_f64() / (step - first) as f64, before, false)?;
                 }
-            }
-            if self.is_stale() {
-                progress.note(format_args!("stopped early: no checkpoint since step {} did better", self.kept()));
-                self.config.steps = Some(step);
-                self.folder.save_config(&self.config)?;
             }
         }
         drop(progress);
@@ -351,11 +353,12 @@ impl<T: Task> Session<T> {
         self.saved.best.map_or(self.step(), |best| best.step)
     }
 
-    /// Whether the model corrects a simple method, and has not done better for long.
-    fn is_stale(&self) -> bool {
-        let patience =
-            (PATIENCE * self.config.checkpoint_steps).max(self.config.known_steps().unwrap_or(usize::MAX) / 3);
-        self.config.base && self.step() >= self.kept().saturating_add(patience)
+    /// Whether the model corrects a simple method, and at the checkpoint of this step has not done better for long.
+    fn is_stale(&self, step: usize) -> bool {
+        let every = self.config.checkpoint_steps;
+        let patience = (PATIENCE * every).max(self.config.known_steps().unwrap_or(usize::MAX) / 3);
+        let at_checkpoint = step == self.step() && step.is_multiple_of(every);
+        self.config.base && at_checkpoint && step >= self.kept().saturating_add(patience)
     }
 
     fn diverged(&self, step: usize, what: &str, value: f64) -> anyhow::Error {
