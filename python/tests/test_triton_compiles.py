@@ -84,7 +84,9 @@ def test_compiles(target, tmp_path):
     failures = []
 
     def build(number, kernel, shape, call):
-        made, options = source(*kernel, *shape, isinstance(target, str), **CALLS[call])
+        # `unsupported` sends grouped heads on such a device elsewhere.
+        group = {"GROUP": 1} if target == 100 else {}
+        made, options = source(*kernel, *shape, isinstance(target, str), **{**CALLS[call], **group})
         compiled = triton.compile(made, target=device, options=options)
         where = f"{kernel}, {shape}, {call}"
         if compiled.metadata.shared > TARGETS[target]:

@@ -30,8 +30,10 @@ def _numpy_arrays(
     operation: str, name: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...]
 ) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
     """NumPy arrays as the kernels take them, and the bfloat16 of another package that they came in, if any."""
-    plain = type(q) is type(k) is type(v) is np.ndarray and all([type(parameter) is np.ndarray for parameter in parameters])
-    if plain and q.dtype in _NATIVE_DTYPES:
+    if type(q) is np.ndarray and q.dtype in _NATIVE_DTYPES:
+        for given, array in zip(_calls.names(name, parameters), (q, k, v, *parameters)):
+            if type(array) is not np.ndarray:
+                _expect_unmasked(operation, given, array)
         return q, k, v, parameters, None
     (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), _calls.names(name, parameters))
     return q, k, v, tuple(rest), other

@@ -476,9 +476,13 @@ def _packed_with_states(
         raise ValueError(f"{operation}: cu_seqlens: expected numbers that rise from 0 to {q.shape[1]}, got {bounds[0]}")
     outs, states = [], []
     for n, (start, end) in enumerate(zip(bounds[0], bounds[0][1:])):
-        own = [None if x is None else x[:, start:end] for x in (q, k, v, g, beta)]
+        part = slice(start, end)
         before = None if initial_state is None else initial_state[n : n + 1]
-        out, after = _run(operation, mechanism, *own, scale, before, True, l2_norm, None)  # type: ignore[arg-type]
+        out, after = _run(
+            operation, mechanism, q[:, part], k[:, part], v[:, part], None if g is None else g[:, part],
+            None if beta is None else beta[:, part], scale, before, True, l2_norm, None,
+        )  # fmt: skip
+        assert after is not None
         outs.append(out)
         states.append(after)
-    return torch.cat(outs, dim=1), torch.cat(states) if output_final_state else None  # type: ignore[arg-type]
+    return torch.cat(outs, dim=1), torch.cat(states) if output_final_state else None

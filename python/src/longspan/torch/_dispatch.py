@@ -58,7 +58,9 @@ def attend(
         return _attend_watched(call, tensors, key_padding_mask, cu_seqlens, with_state)
     if with_state and not simple and _autocast(q.device):
         # As the operator does, whatever else is asked for.
-        tensors = q, k, v, *parameters = [tensor.float() if tensor.dtype in _HALVES else tensor for tensor in tensors]
+        tensors = tuple([tensor.float() if tensor.dtype in _HALVES else tensor for tensor in tensors])
+        q, k, v, *_ = tensors
+        parameters = tensors[3:]
     if with_state and (_unreal(tensors) or _learning(tensors, initial_state)):
         call = Request(mechanism, options, operation, is_causal, offset)
         return _attend_with_states(call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)

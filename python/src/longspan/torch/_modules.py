@@ -34,8 +34,10 @@ def drop(module: Any, x: Tensor) -> Tensor:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """A step is no call of the module, so hooks of its calls would be passed over."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    """A step is no call of the module, so hooks of its calls would be passed over. Those of `longspan.torch.distributed` concern whole
+    sequences."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if any(not getattr(hook, "__module__", "").startswith("longspan.") for hook in hooks):
         raise RuntimeError(f"{type(module).__name__}.step: forward hooks: expected none, because a step is no call of forward, got "
                            "some; remove them, or call the module on the whole sequence")  # fmt: skip
 

@@ -211,7 +211,8 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         if self.training or activation is None or torch.compiler.is_compiling() or not _is_plain(attention):
             return None
         # Written out: each call takes as long as a small product.
-        for dropout in (modules["dropout"], modules["dropout1"], modules["dropout2"]):
+        dropouts: Any = modules["dropout"], modules["dropout1"], modules["dropout2"]
+        for dropout in dropouts:
             idle = type(dropout) is nn.Dropout and not dropout.training
             if not idle or dropout._forward_hooks or dropout._forward_pre_hooks:
                 return None

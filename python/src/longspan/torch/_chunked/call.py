@@ -47,7 +47,7 @@ class Call:
         before = torch.cat([lost.new_zeros((*lost.shape[:2], 1), dtype=torch.long), lost.cumsum(2)], 2)
         token = torch.arange(self.q.shape[2], device=k.device) + self.offset
         keys = k.shape[2]
-        last = (token + 1 if self.is_causal else token + window).clamp(0, keys)
+        last = (token + (1 if self.is_causal else int(window or 0))).clamp(0, keys)
         first = torch.zeros_like(last) if window is None else (token - window + 1).clamp(0, keys)
         rows = (before[:, :, last] > before[:, :, first]).repeat_interleave(self.group, 1)[..., None]
         return replace(self, k=k.masked_fill(lost[..., None], 0), v=v.masked_fill(lost[..., None], 0)), rows

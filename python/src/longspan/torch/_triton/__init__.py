@@ -76,8 +76,12 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
     q, k, v = tensors[:3]
     if any(tensor.dtype is torch.float64 for tensor in tensors):
         return "float64"
-    if q.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(q.device)[0] >= 10 and _triton_version() < (3, 9):
-        return "this device by a Triton before 3.9"
+    if q.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(q.device)[0] >= 10:
+        if _triton_version() < (3, 9):
+            return "this device by a Triton before 3.9"
+        if q.shape[1] != k.shape[1]:
+            # Triton 3.9 fails to compile the gradients of keys and values.
+            return "grouped heads on this device"
     widest = WIDEST_EXP if is_exponential(call.options) else WIDEST
     if not (0 < q.shape[3] <= widest and 0 < v.shape[3] <= widest):
         return f"heads wider than {widest}, or of width 0"
