@@ -126,7 +126,8 @@ def chunked_attention(
 
 def _unseen_apart(formulation: Callable[[Call], Tensor], call: Call) -> Tensor:
     """What is no number reaches the rows that see it, and no others."""
-    call, rows = call.apart()
+    # A short convolution weighs only the rows within its width.
+    call, rows = (call, None) if formulation is short_convolution else call.apart()
     out = formulation(call)
     return out if rows is None else out.masked_fill(rows, torch.nan)
 

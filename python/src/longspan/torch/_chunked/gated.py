@@ -11,7 +11,7 @@ from .call import Call
 def gated(call: Call) -> Tensor:
     """`longspan.ops.gated_attention` and `longspan.ops.delta_attention`."""
     settings, gate = call.settings, call.settings.get("gate", "head")
-    q, (k, v, present) = call.q, call.without_padding()
+    q, (k, v, _) = call.q, call.without_padding()
     given = list(call.parameters)
     decay = None if gate == "none" else given.pop(0).exp()
     beta = given[0] if given else None
