@@ -15,7 +15,7 @@ ATTENTIONS = pytest.mark.parametrize(
     [{}, {"feature_map": "hedgehog"}, {"decay": 0.9}, {"attention": "shaw", "radius": 3}, {"attention": "fourier"},
      {"attention": "toeplitz", "radius": 3}, {"attention": "aft-full", "length": 16, "rank": 2},
      {"attention": "aft-local", "length": 16, "window": 2}, {"attention": "aft-simple"},
-     {"attention": "short-convolution", "width": 3},
+     {"attention": "short-convolution", "width": 3}, {"attention": "gated"}, {"attention": "gated-delta", "gate": "channel"},
      {"attention": "aft-conv", "taps": 3}, {"attention": "softmax"}, {"gated_attention": True},
      {"attention": "aft-conv", "taps": 3, "gated_attention": True}],
     ids=str,

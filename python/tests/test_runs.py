@@ -40,7 +40,8 @@ RUNS = [
     ("toeplitz", "bias = {kind = 'table', reach = 40}"), ("toeplitz", "bias = {kind = 'grid', height = 5, width = 6}"),
     ("toeplitz", "bias = {kind = 'buckets', buckets = 8, max_distance = 20, bidirectional = true}"), ("aft-full", None),
     ("aft-full", "length = 40, rank = 3"), ("aft-local", "window = 3"), ("aft-simple", None), ("aft-conv", None),
-    ("aft-conv", "taps = 4, normalized = false"), ("short-convolution", "width = 3"), ("softmax", None),
+    ("aft-conv", "taps = 4, normalized = false"), ("short-convolution", "width = 3"),
+    ("gated", "gate = 'channel'"), ("delta", "beta_max = 2.0"), ("gated-delta", None), ("softmax", None),
     ("softmax-window", "window = 4"),
 ]  # fmt: skip
 

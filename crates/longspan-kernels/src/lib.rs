@@ -33,7 +33,7 @@ pub use convolution::ShortConvolution;
 pub use error::Error;
 pub use feature_map::{FeatureMap, HedgehogNorm, RandomFeatures};
 pub use fourier::{Fourier, FourierNormalizer, Positions, Wave};
-pub use gated::{Gate, GatedAttention, Update};
+pub use gated::{Gate, GatedAttention, LearnedGates, Update};
 pub use kernelized::{KernelizedAttention, Score};
 pub use plan::{Algorithm, Estimate, Plan, Purpose, Rate, Work};
 pub use shaw::{RelativeMap, Shaw};

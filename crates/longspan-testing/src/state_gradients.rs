@@ -211,6 +211,11 @@ fn sums_and_values(state: &State<f64>, value_dim: usize) -> Vec<bool> {
         return sums_and_tokens(state, value_dim);
     }
     let [sum, keys, marks, row, ring, _] = state.shape().parts;
+    if ["gated", "delta"].contains(&state.shape().mechanism) {
+        // A sum of log decays may not rise above 0.
+        let heads = state.numbers().chunks_exact(state.shape().head_len().max(1));
+        return heads.flat_map(|head| (0..head.len()).map(|n| n < sum)).collect();
+    }
     let mut moves = Vec::with_capacity(state.numbers().len());
     for head in state.numbers().chunks_exact(state.shape().head_len().max(1)) {
         // An exponent of −∞ means that the sums over keys are empty.

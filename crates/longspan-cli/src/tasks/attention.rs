@@ -63,7 +63,7 @@ pub fn of_layers(config: &RunConfig, positions: usize) -> Result<Vec<AttentionCo
 
 /// Refuses to split sequences of mechanisms that have no sum of states to read and learn through.
 pub fn check_split(config: &RunConfig) -> Result<()> {
-    const SPLIT: [&str; 4] = ["kernelized", "shaw", "fourier", "short-convolution"];
+    const SPLIT: [&str; 5] = ["kernelized", "shaw", "fourier", "short-convolution", "gated"];
     let other = config.attention.split(',').map(str::trim).find(|name| !SPLIT.contains(name));
     if let (true, Some(name)) = (config.split_sequence, other) {
         let why = match name {

@@ -261,6 +261,12 @@ impl<'a, T> ViewMut<'a, T> {
         Some(unsafe { std::slice::from_raw_parts_mut(self.rows.data, len) })
     }
 
+    /// The same tensor, to be written by a part of the work that this view outlives.
+    pub(crate) fn reborrow(&mut self) -> ViewMut<'_, T> {
+        let reach = self.reach;
+        ViewMut { rows: self.shared(), reach }
+    }
+
     /// A handle from which tasks write disjoint rows at the same time.
     pub(crate) fn shared(&mut self) -> SharedRows<'_, T> {
         SharedRows { lifetime: std::marker::PhantomData, ..self.rows }

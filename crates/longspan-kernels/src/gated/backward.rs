@@ -230,6 +230,9 @@ fn back<T: Real>(
         scale_rows((&mut *d_u, wide), wide, &[-T::ONE; CHUNK][..rows]);
     } else {
         d_operands[group * CHUNK * row..][..rows * row].fill(T::ZERO);
+        if group == 0 {
+            d_tiles[..tile].fill(T::ZERO);
+        }
     }
     let logs = places.log_decay.as_ref().map(|_| {
         by_states(problem, cotangent, unit, chunk, d_operands, (before, d_after), d_logs);

@@ -49,7 +49,7 @@ pub(super) fn forward<T: Real>(
         for (first, rows) in problem.chunks(&unit, false) {
             threads::check();
             // Nobody reads the state after the last chunk unless it is asked for.
-            let goes_on = first + rows < unit.sequence.queries || final_state.is_some();
+            let goes_on = first + rows < unit.tokens() || final_state.is_some();
             one_chunk(problem, sink, &unit, &mut worker, (first, rows), goes_on);
         }
         if let Some(places) = &final_state {

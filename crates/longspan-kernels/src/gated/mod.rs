@@ -9,20 +9,23 @@
 mod backward;
 mod chunk;
 mod forward;
+mod learned;
 mod loops;
 mod pairs;
 mod problem;
 mod reference;
+mod reversed;
 mod solve;
 mod state;
 mod step;
 
-use problem::Problem;
+pub use learned::LearnedGates;
+use problem::{Problem, check_gates};
 
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Order, Output, Parameter, Parameters,
-    Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, fingerprint,
-    kernels,
+    Reference, Scratch, Sequence, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes,
+    fingerprint, kernels,
 };
 use crate::error::{Error, expect};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
@@ -101,6 +104,35 @@ impl GatedAttention {
         fingerprint([self.is_delta().into(), gate, self.l2_norm.into()])
     }
 
+    /// What so many passes over the tokens would cost.
+    fn estimate(&self, dims: &Dims, passes: f64) -> Estimate {
+        let [heads, d, dv] = [dims.batch * dims.heads, dims.head_dim, dims.value_dim].map(|n| n as f64);
+        let tokens = dims.keys as f64;
+        let within = problem::CHUNK as f64 / 2.0 * (d + dv);
+        let corrected = if self.is_delta() { d * dv + within } else { 0.0 };
+        let flops = passes * 2.0 * tokens * (2.0 * d * dv + within + corrected);
+        Estimate {
+            algorithm: Algorithm::Chunked,
+            flops: heads * flops,
+            published_elements: tokens * d * dv,
+            scratch_bytes: 4.0 * (d * dv + problem::CHUNK as f64 * (4.0 * d + 3.0 * dv)),
+            work: Work::new(
+                heads,
+                Rate::ChunkedCall,
+                [(Rate::ChunkedNumber, passes * 2.0 * tokens * (d + dv)), (Rate::ChunkedFlop, flops)],
+            ),
+            automatic: true,
+        }
+    }
+
+    /// Refuses sequences that have not as many queries as keys, in a call that has queries at all.
+    fn check_sequences(&self, dims: &Dims, sequences: &[Sequence<'_>]) -> Result<(), Error> {
+        let uneven = sequences.iter().find(|s| dims.queries > 0 && s.queries != s.keys + s.absent);
+        let expected = || "sequences of as many queries as keys".into();
+        let got = || uneven.map_or(String::new(), |s| format!("{} and {}", s.queries, s.keys));
+        expect(uneven.is_none(), self.name(), "packed boundaries", expected, got)
+    }
+
     fn check_options(&self, dims: &Dims, mask: &Mask<'_>) -> Result<(), Error> {
         let operation = self.name();
         let expected = || "a finite number".into();
@@ -113,8 +145,9 @@ impl GatedAttention {
                 help: "use a causal mask with offset 0",
             });
         }
-        let expected = || format!("as many as keys, {}: each token brings both", dims.keys);
-        expect(dims.queries == dims.keys, operation, "queries", expected, || dims.queries.to_string())
+        let expected = || format!("as many as keys, {}, since each token brings both; or none, for a state", dims.keys);
+        let holds = dims.queries == dims.keys || dims.queries == 0;
+        expect(holds, operation, "queries", expected, || dims.queries.to_string())
     }
 }
 
@@ -144,24 +177,7 @@ impl Mechanism for GatedAttention {
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
         check_sizes(self, dims, mask)?;
         self.check_options(dims, mask)?;
-        let [heads, d, dv] = [dims.batch * dims.heads, dims.head_dim, dims.value_dim].map(|n| n as f64);
-        let tokens = dims.keys as f64;
-        let within = problem::CHUNK as f64 / 2.0 * (d + dv);
-        let corrected = if self.is_delta() { d * dv + within } else { 0.0 };
-        let flops = 2.0 * tokens * (2.0 * d * dv + within + corrected);
-        let estimate = Estimate {
-            algorithm: Algorithm::Chunked,
-            flops: heads * flops,
-            published_elements: tokens * d * dv,
-            scratch_bytes: 4.0 * (d * dv + problem::CHUNK as f64 * (4.0 * d + 3.0 * dv)),
-            work: Work::new(
-                heads,
-                Rate::ChunkedCall,
-                [(Rate::ChunkedNumber, 2.0 * tokens * (d + dv)), (Rate::ChunkedFlop, flops)],
-            ),
-            automatic: true,
-        };
-        Ok(Plan::new(Algorithm::Auto, vec![estimate]))
+        Ok(Plan::new(Algorithm::Auto, vec![self.estimate(dims, 1.0)]))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
@@ -212,7 +228,19 @@ impl Compute for GatedAttention {
     }
 
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
+        let StateShape { batch, kv_heads, .. } = state.shape();
+        let head_dim = token.k.len() / (batch * kv_heads).max(1);
+        let mut given = token.parameters.iter().copied();
+        let log_decay = if self.gate == Gate::None { None } else { given.next() };
+        let beta = if self.is_delta() { given.next() } else { None };
+        check_gates(self.name(), log_decay, beta)?;
+        let gates = |unit: usize, logs: &mut [T]| {
+            if let Some(given) = log_decay {
+                logs.copy_from_slice(&given[unit * logs.len()..][..logs.len()]);
+            }
+            beta.map(|beta| beta[unit])
+        };
+        step::step(self, self, head_dim, token, gates, state, out)
     }
 
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _: &[&[T]]) -> Result<State<T>, Error> {

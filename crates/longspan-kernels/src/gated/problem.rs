@@ -40,7 +40,7 @@ pub(super) struct Unit<'a> {
 impl<'a, T: Real> Problem<'a, T> {
     /// Checks everything but the outputs.
     pub fn new(attention: &'a GatedAttention, call: &'a Call<'a, T>) -> Result<Self, Error> {
-        let (operation, dims) = (attention.name(), call.dims);
+        let (operation, mut dims) = (attention.name(), call.dims);
         check_call(attention, call)?;
         attention.check_options(&dims, &call.mask)?;
         check_initial_state(attention, call)?;
@@ -49,10 +49,11 @@ impl<'a, T: Real> Problem<'a, T> {
         let beta = if attention.is_delta() { given.next() } else { None };
         check_gates(operation, log_decay, beta)?;
         let sequences = call.mask.sequences(&dims);
-        let lengths = sequences.iter().find(|sequence| sequence.queries != sequence.keys + sequence.absent);
-        let expected = || "sequences of as many queries as keys".into();
-        let got = || lengths.map_or(String::new(), |s| format!("{} and {}", s.queries, s.keys));
-        expect(lengths.is_none(), operation, "packed boundaries", expected, got)?;
+        attention.check_sequences(&dims, &sequences)?;
+        if dims.queries == 0 {
+            // For a state alone no head compares anything.
+            dims.heads = 0;
+        }
         let (row, wide) = (padded::<T>(dims.head_dim), padded::<T>(dims.value_dim));
         let scale = T::from_f64(attention.scale(dims.head_dim));
         Ok(Self { attention, call, dims, sequences, row, wide, scale, log_decay, beta })
@@ -68,9 +69,10 @@ impl<'a, T: Real> Problem<'a, T> {
         Unit { sequence: self.sequences[index / kv_heads], kv_head: index % kv_heads }
     }
 
-    /// Blocks of rows that a chunk compares with its keys: those of the query heads, and its keys under the delta rule.
+    /// Blocks of rows that a chunk compares with its keys: those of the query heads, and its keys under the delta rule. One at least:
+    /// decays of keys are formed on the way.
     pub fn operands(&self) -> usize {
-        self.dims.group() + usize::from(self.attention.is_delta())
+        (self.dims.group() + usize::from(self.attention.is_delta())).max(1)
     }
 
     /// Whether each channel of a key has a decay of its own.
@@ -133,7 +135,7 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn chunks(&self, unit: &Unit<'_>, gradient: bool) -> Vec<(usize, usize)> {
         let mut chunks = Vec::new();
         let mut lost = false;
-        for (first, count) in pieces(0..unit.sequence.queries, CHUNK) {
+        for (first, count) in pieces(0..unit.tokens(), CHUNK) {
             let mut from = first;
             if !lost && !self.brings_numbers(unit, first, count) {
                 for token in (first..first + count).filter(|&token| !self.brings_numbers(unit, token, 1)) {
@@ -153,6 +155,11 @@ impl<'a, T: Real> Problem<'a, T> {
 }
 
 impl Unit<'_> {
+    /// Its tokens, with ignored ones after the last key.
+    pub fn tokens(&self) -> usize {
+        self.sequence.keys + self.sequence.absent
+    }
+
     /// Whether a token brings nothing to the state.
     pub fn ignores(&self, token: usize) -> bool {
         token >= self.sequence.keys || self.sequence.padding.is_some_and(|ignored| ignored[token])

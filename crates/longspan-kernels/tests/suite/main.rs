@@ -10,6 +10,7 @@ mod gated;
 mod instruction_sets;
 mod kernelized;
 mod layers;
+mod learned_gates;
 mod limits;
 mod properties;
 mod softmax;

@@ -12,6 +12,7 @@ mod by_name;
 mod convolution;
 mod feature_map;
 mod fourier;
+mod gated;
 mod heads;
 mod kernelized;
 mod mask;
@@ -30,6 +31,7 @@ pub use aft::{AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, Aft
 pub use convolution::{ShortConvolution, ShortConvolutionOptions};
 pub use feature_map::LearnedMap;
 pub use fourier::{FourierAttention, FourierNormalizerConfig, FourierOptions};
+pub use gated::{DeltaOptions, GateConfig, GatedAttention, GatedDeltaOptions, GatedOptions};
 pub use heads::Heads;
 pub use kernelized::{
     KernelConfig, KernelizedAttention, KernelizedAttentionConfig, KernelizedOptions, RelativeConfig, ShawOptions,

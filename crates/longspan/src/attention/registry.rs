@@ -12,9 +12,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     AftAttention, AftConvOptions, AftFullOptions, AftLocalOptions, AftSimpleOptions, AttentionMask, AttentionState,
-    FourierAttention, FourierOptions, Heads, KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions,
-    ShortConvolution, ShortConvolutionOptions, SoftmaxAttention, SoftmaxOptions, SoftmaxWindowOptions, StoredState,
-    ToeplitzAttention, ToeplitzOptions, index_tensor,
+    DeltaOptions, FourierAttention, FourierOptions, GatedAttention, GatedDeltaOptions, GatedOptions, Heads,
+    KernelizedAttention, KernelizedOptions, KeyMask, ShawOptions, ShortConvolution, ShortConvolutionOptions,
+    SoftmaxAttention, SoftmaxOptions, SoftmaxWindowOptions, StoredState, ToeplitzAttention, ToeplitzOptions,
+    index_tensor,
 };
 use crate::backend::{self, AnyKernel, Layer, Total};
 use crate::error::{Result, argument};
@@ -167,6 +168,12 @@ mechanisms! {
     AftConv = aft_conv "aft-conv" (AftConvOptions) -> AftAttention;
     /// Gated short convolution: a few taps over the latest tokens, to stand between layers of attention.
     ShortConvolution = short_convolution "short-convolution" (ShortConvolutionOptions) -> ShortConvolution;
+    /// Linear attention whose state decays by what each token says (GLA, Mamba-2's SSD).
+    Gated = gated "gated" (GatedOptions) -> GatedAttention;
+    /// The delta rule: a token corrects what the state holds for its key (DeltaNet).
+    Delta = delta "delta" (DeltaOptions) -> GatedAttention;
+    /// The delta rule on a state that decays by what each token says (gated DeltaNet, KDA).
+    GatedDelta = gated_delta "gated-delta" (GatedDeltaOptions) -> GatedAttention;
     /// Scaled dot-product attention without positions: the baseline, of quadratic cost.
     Softmax = softmax "softmax" (SoftmaxOptions) -> SoftmaxAttention;
     /// The same over the keys within a window: sliding-window attention, of linear cost.
@@ -181,17 +188,19 @@ impl AttentionConfig {
     pub fn sees_order(&self) -> bool {
         match self {
             Self::Kernelized(_) | Self::AftSimple(_) | Self::Softmax(_) | Self::SoftmaxWindow(_) => false,
+            // Read from both ends they see distances, but not which side a token stands on.
+            Self::Gated(_) | Self::Delta(_) | Self::GatedDelta(_) => false,
             Self::Shaw(_) | Self::Fourier(_) | Self::Toeplitz(_) => true,
             Self::AftFull(_) | Self::AftLocal(_) | Self::AftConv(_) | Self::ShortConvolution(_) => true,
         }
     }
 
     /// The mechanism for the cross-attention of a decoder whose self-attention this is: the same one, except for those
-    /// that cannot look anything up, such as AFT, whose weights do not depend on the query: there it is `shaw`.
+    /// that cannot look anything up in another sequence, such as AFT, whose weights do not depend on the query: there it is `shaw`.
     pub fn cross_attention(&self) -> Self {
         match self {
             Self::AftFull(_) | Self::AftLocal(_) | Self::AftSimple(_) | Self::AftConv(_) => Self::shaw(),
-            Self::ShortConvolution(_) => Self::shaw(),
+            Self::ShortConvolution(_) | Self::Gated(_) | Self::Delta(_) | Self::GatedDelta(_) => Self::shaw(),
             // Places within a window mean nothing in another sequence.
             Self::SoftmaxWindow(_) => Self::softmax(),
             Self::Kernelized(_) | Self::Shaw(_) | Self::Fourier(_) | Self::Toeplitz(_) | Self::Softmax(_) => {

@@ -55,6 +55,18 @@ impl Running {
         }
     }
 
+    /// Before the first token of a mechanism whose state is one sum, `[batch, heads, head_dim, value_dim]` for queries such as `like`.
+    pub(crate) fn of_sum(like: &Tensor<4>, value_dim: usize) -> Self {
+        let [batch, heads, _, dim] = like.dims();
+        let sum = Tensor::zeros([batch, heads, dim, value_dim], (&like.device(), widen(like.clone()).dtype()));
+        Self { batch, heads, value_dim, content: Some(sum), shift: None, recent: None, plain: None, tokens: 0 }
+    }
+
+    /// Changes such a sum.
+    pub(crate) fn after<R>(&mut self, change: impl FnOnce(&mut Tensor<4>) -> R) -> R {
+        change(self.content.as_mut().expect("a state of one sum"))
+    }
+
     /// Batch, heads and width of a value.
     pub(crate) fn shape(&self) -> [usize; 3] {
         [self.batch, self.heads, self.value_dim]

@@ -15,6 +15,7 @@ from .._native import use_openmp_of as _use_openmp_of
 from ._chunked import chunked_attention
 from ._states import TensorState
 from .aft import AftConv, AftFull, AftLocal, AftSimple
+from .gated import DeltaAttention, GatedAttention, GatedDeltaAttention
 from .gated_norm import GatedRMSNorm
 from .layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .mechanisms import (
@@ -39,7 +40,10 @@ __all__ = [
     "AftFull",
     "AftLocal",
     "AftSimple",
+    "DeltaAttention",
     "FourierAttention",
+    "GatedAttention",
+    "GatedDeltaAttention",
     "GatedRMSNorm",
     "KernelizedAttention",
     "MultiheadAttention",

@@ -62,6 +62,7 @@ def _by_position(settings: Settings) -> dict[str, Any]:
 _OPTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "kernelized": _kernel, "shaw": _shaw, "fourier": _fourier, "toeplitz": _toeplitz, "aft-full": _by_position,
     "aft-local": _by_position, "aft-simple": _as_they_are, "aft-conv": _as_they_are, "short-convolution": _as_they_are,
+    "gated": _as_they_are, "delta": _as_they_are, "gated-delta": _as_they_are,
     "softmax": _softmax, "softmax-window": lambda settings: {"window": 256, **_as_they_are(settings)},
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from ._modules import refuse_hooks
 from ._states import TensorState
 
 #: Mechanisms that do not see the order of tokens by themselves.
-WITHOUT_ORDER = ("kernelized", "aft-simple", "softmax", "softmax-window")
+WITHOUT_ORDER = ("kernelized", "aft-simple", "softmax", "softmax-window", "gated", "delta", "gated-delta")
 
 
 class Attention(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import _calls, _options
 from .aft import AftConv, AftFull, AftLocal, AftSimple
 from .attention import Attention
+from .gated import DeltaAttention, GatedAttention, GatedDeltaAttention
 
 
 def _of_heads(decay: float | Sequence[float] | None, heads: int) -> Sequence[float] | None:
@@ -352,9 +353,9 @@ MODULES: dict[str, type[Attention]] = {
     module.mechanism: module
     for module in (
         KernelizedAttention, ShawAttention, FourierAttention, ToeplitzAttention, AftFull, AftLocal, AftSimple, AftConv,
-        ShortConvolution, SoftmaxAttention,
+        ShortConvolution, GatedAttention, DeltaAttention, SoftmaxAttention,
     )
-}  # fmt: skip
+} | {"gated-delta": GatedDeltaAttention}  # fmt: skip
 
 
 def build(attention: str | Callable[..., nn.Module], num_heads: int, head_dim: int, **options: Any) -> nn.Module:

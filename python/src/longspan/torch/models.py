@@ -406,9 +406,10 @@ class Seq2Seq(nn.Module):
         self.target_embedding = nn.Embedding(target_vocab, width)
 
         def cross() -> Attention:
-            # AFT's queries only gate a mean that all of them share, and those of a convolution what stands near: they cannot select
-            # anything from a memory. A window is a place in the own sequence.
-            other = "shaw" if name.startswith("aft-") or name == "short-convolution" else "softmax" if name == "softmax-window" else None
+            # AFT's queries only gate a mean that all of them share, those of a convolution what stands near, and states that decay take
+            # token after token of one sequence: they cannot select anything from a memory. A window is a place in the own sequence.
+            alone = name.startswith("aft-") or name in ("short-convolution", "gated", "delta", "gated-delta")
+            other = "shaw" if alone else "softmax" if name == "softmax-window" else None
             if other is None:
                 return attention(settings, name)
             return attention({"heads": settings["heads"], "d_model": width, "attention": other}, other)

@@ -36,12 +36,13 @@ aft-full        ``w`` and ``z`` ``[length, rank]``, here ``u`` and ``z``; dense:
 aft-local       ``w`` ``[length, 2 window - 1]``
 aft-conv        ``w`` ``[heads, taps]``, ``gamma`` and ``beta`` ``[heads]``; ``query_key_value`` is ``2 d_model + heads`` wide
 short-conv.     ``taps`` ``[heads, width, d]``
+gated, delta    ``rate`` ``[heads]`` and ``bias`` ``[heads, 1]`` or ``[heads, d]`` where there is a gate
 others          nothing
 hedgehog        in every mechanism ``map.queries`` and ``map.keys`` ``[heads, width, d]``, here ``map_queries``, ``map_keys``
 ==============  =======================================================================================================
 
-A decoder with AFT or a short convolution attends to the encoder's output with Shaw's attention of default options, all others with
-the mechanism itself. Mechanisms that do not see the order of tokens (kernelized, aft-simple, softmax, softmax-window) get sines and cosines.
+A decoder with AFT, a short convolution, or a state that decays or corrects itself attends to the encoder's output with Shaw's attention of default options, all others with
+the mechanism itself. Mechanisms that do not see the order of tokens (kernelized, aft-simple, softmax, softmax-window, gated, delta) get sines and cosines.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ fn growth(kernel: &dyn Kernel<f32>, mask: Mask<'_>) -> String {
 /// Whether the mechanism takes sequences of this length.
 fn has_room(kernel: &dyn Kernel<f32>, dims: Dims, mask: Mask<'_>) -> bool {
     // One row of zeros, read again for every row.
-    let zeros = vec![0.0; dims.head_dim];
+    let zeros = vec![0.0; dims.head_dim.max(kernel.key_dim(&dims))];
     let rows = || View::strided(&zeros, [0; 3]);
     let parameters: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(|p| vec![0.0; p.len()]).collect();
     let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
