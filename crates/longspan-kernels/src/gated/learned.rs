@@ -9,8 +9,10 @@ use crate::call::{
 };
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
+use crate::feature_map::elementwise::{PullBackFeatures, load_features};
 use crate::plan::{Algorithm, Plan};
-use crate::simd::Real;
+use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::threads;
 
 /// [`GatedAttention`] whose gates are made of more numbers in each key: `[k | x | y]`, where `x` has as many numbers as a gate, and
@@ -51,14 +53,48 @@ struct Head<'a, T> {
     bias: &'a [T],
 }
 
+/// Memory for the gate of one token.
+struct Row<T> {
+    /// What the softplus is taken of.
+    x: Vec<T>,
+    /// The softplus, or the gradient of its argument; whole cache lines.
+    y: Vec<T>,
+    /// The softplus beside its gradient.
+    phi: Vec<T>,
+}
+
+impl<T: Real> Row<T> {
+    fn new(len: usize) -> Self {
+        let wide = || vec![T::ZERO; padded::<T>(len)];
+        Self { x: vec![T::ZERO; len], y: wide(), phi: wide() }
+    }
+}
+
 impl<T: Real> Head<'_, T> {
-    fn log_decay(&self, n: usize, x: T) -> T {
-        -self.rate * FeatureMap::Softplus.apply(x + self.bias[n])
+    /// `−e^rate · softplus(x + bias)`.
+    fn log_decays(&self, x: &[T], row: &mut Row<T>, to: &mut [T]) {
+        let Row { x: shifted, y, .. } = row;
+        self.softplus(x, shifted, y);
+        to.iter_mut().zip(&*y).for_each(|(to, &y)| *to = -self.rate * y);
     }
 
-    /// The derivative of a log decay by `x`.
-    fn slope(&self, n: usize, x: T) -> T {
-        -self.rate * sigmoid(x + self.bias[n])
+    fn softplus(&self, x: &[T], shifted: &mut [T], to: &mut [T]) {
+        shifted.iter_mut().zip(x).zip(self.bias).for_each(|((to, &x), &bias)| *to = x + bias);
+        let (stride, to_row) = (shifted.len(), to.len());
+        load_features((FeatureMap::Softplus, T::ZERO), Rows { data: shifted, stride }, (1, stride), None, (to, to_row));
+    }
+
+    /// The gradient of `x` from that of its log decays, where that is not 0: an ignored token may hold anything.
+    fn pull_back(&self, x: &[T], d: &[T], row: &mut Row<T>, to: &mut [T]) {
+        let Row { x: shifted, y, phi } = row;
+        self.softplus(x, shifted, phi);
+        y[..d.len()].copy_from_slice(d);
+        let (stride, row_length) = (shifted.len(), y.len());
+        let x = Rows { data: &**shifted, stride };
+        dispatch(PullBackFeatures { map: FeatureMap::Softplus, x, phi, d: y, count: 1, width: stride, row_length });
+        for ((to, &y), &d) in to.iter_mut().zip(&*y).zip(d) {
+            *to = if d == T::ZERO { T::ZERO } else { -self.rate * y };
+        }
     }
 }
 
@@ -100,10 +136,10 @@ impl LearnedGates {
         threads::share_many(batch * kv_heads * keys * (len + delta), units, |((unit, logs), betas)| {
             let (batch, kv_head) = (unit / kv_heads, unit % kv_heads);
             let (head, rows) = (self.head(call.parameters, kv_head, len), call.k.rows(batch, kv_head));
+            let mut row = Row::new(len);
             for token in 0..keys {
                 let (x, y) = rows.row(token, head_dim + len + delta)[head_dim..].split_at(len);
-                let logs = &mut logs[token * len..][..len];
-                logs.iter_mut().zip(x).enumerate().for_each(|(n, (to, &x))| *to = head.log_decay(n, x));
+                head.log_decays(x, &mut row, &mut logs[token * len..][..len]);
                 y.iter().for_each(|&y| betas[token] = self.beta(y));
             }
         });
@@ -161,20 +197,20 @@ impl LearnedGates {
         threads::share_many(batch * kv_heads * keys * (len + delta), heads, |((kv_head, d_rate), d_bias)| {
             let head = self.head(call.parameters, kv_head, len);
             // Sums over all tokens, which single precision would round.
-            let mut sums = vec![0.0; 2 * len];
-            let (by_rate, by_bias) = sums.split_at_mut(len);
+            let (mut by_rate, mut by_bias) = (0.0, vec![0.0; len]);
+            let mut row = Row::new(len);
             for (batch, token) in (0..batch).flat_map(|batch| (0..keys).map(move |token| (batch, token))) {
                 let at = (batch * kv_heads + kv_head) * keys + token;
                 let given = call.k.rows(batch, kv_head).row(token, width);
                 // SAFETY: each (batch, head, token) belongs to one task.
                 let to = unsafe { dk.row(batch, kv_head, token, width) };
-                for n in 0..len {
-                    let d = d_gates[0][at * len + n];
-                    // An ignored token may hold anything.
-                    let own = if d == T::ZERO { T::ZERO } else { d * head.slope(n, given[head_dim + n]) };
-                    to[head_dim + n] = own;
-                    by_bias[n] += own.to_f64();
-                    by_rate[n] += if d == T::ZERO { 0.0 } else { (d * gates[0][at * len + n]).to_f64() };
+                let (x, own) = (&given[head_dim..][..len], &mut to[head_dim..][..len]);
+                if len > 0 {
+                    let at = at * len..(at + 1) * len;
+                    head.pull_back(x, &d_gates[0][at.clone()], &mut row, own);
+                    by_bias.iter_mut().zip(&*own).for_each(|(sum, x)| *sum += x.to_f64());
+                    let both = d_gates[0][at.clone()].iter().zip(&gates[0][at]).filter(|(d, _)| **d != T::ZERO);
+                    both.for_each(|(&d, &g)| by_rate += (d * g).to_f64());
                 }
                 if delta == 1 {
                     let (beta, d) = (gates[gates.len() - 1][at], d_gates[gates.len() - 1][at]);
@@ -182,8 +218,8 @@ impl LearnedGates {
                     to[width - 1] = if d == T::ZERO { T::ZERO } else { d * beta * share };
                 }
             }
-            d_rate.iter_mut().for_each(|to| *to = T::from_f64(by_rate.iter().sum()));
-            d_bias.iter_mut().zip(by_bias).for_each(|(to, sum)| *to = T::from_f64(*sum));
+            d_rate.iter_mut().for_each(|to| *to = T::from_f64(by_rate));
+            d_bias.iter_mut().zip(&by_bias).for_each(|(to, sum)| *to = T::from_f64(*sum));
         });
     }
 }
@@ -349,7 +385,8 @@ impl Compute for LearnedGates {
             let given = &token.k[unit * (head_dim + len + delta)..][head_dim..][..len + delta];
             let (x, y) = given.split_at(len);
             let head = self.head(token.parameters, unit % kv_heads, len);
-            logs.iter_mut().zip(x).enumerate().for_each(|(n, (to, &x))| *to = head.log_decay(n, x));
+            let softplus = |x| FeatureMap::Softplus.apply(x);
+            logs.iter_mut().zip(x).zip(head.bias).for_each(|((to, &x), &bias)| *to = -head.rate * softplus(x + bias));
             y.first().map(|&y| self.beta(y))
         };
         step::step(self, &self.attention, head_dim, token, gates, state, out)

@@ -287,7 +287,7 @@ impl Layer for GatedAttention {
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {
-        let rate = self.rate.iter().map(|x| x.val());
+        let rate = self.rate.iter().map(|x| flattened(x.val()));
         rate.chain(self.bias.iter().map(|x| flattened(x.val()))).collect()
     }
 
