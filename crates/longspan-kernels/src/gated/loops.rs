@@ -1,8 +1,9 @@
 //! The loops over registers that gates ask for.
 
 use super::problem::BLOCK;
+use crate::simd::product::by_whole_registers;
 use crate::simd::rows::padded;
-use crate::simd::{Real, dispatch, operation};
+use crate::simd::{Real, Vector, dispatch, operation};
 
 // `to = e^to` for numbers that are at most 0; whole registers.
 operation!(Exp, |to: &'a mut [T]| {
@@ -305,28 +306,107 @@ operation!(SolveBlock, |a: &'a [T], a_row: usize, rows: usize, transposed: bool,
     }
 });
 
-// A token's change of a state of adjacent rows: `S_c ← f_c S_c + k_c u`.
-operation!(ChangeState, |sum: &'a mut [T], factors: &'a [T], k: &'a [T], u: &'a [T]| {
-    let width = u.len();
-    assert!(sum.len() >= k.len() * width && (factors.len() == 1 || factors.len() >= k.len()));
+/// A token as it meets a state.
+#[derive(Clone, Copy)]
+pub(super) struct Arriving<'a, T> {
+    /// `f`: what a row of the state decays by, one for all or one each.
+    pub factors: &'a [T],
+    pub k: &'a [T],
+    /// `−f ⊙ k` and `β` under the delta rule.
+    pub known: Option<(&'a [T], T)>,
+    pub v: &'a [T],
+    /// Rows of queries, so far apart.
+    pub q: &'a [T],
+    pub q_row: usize,
+}
+
+impl<T: Real> Arriving<'_, T> {
+    #[inline(always)]
+    fn factor(&self, channel: usize) -> T {
+        self.factors[if self.factors.len() == 1 { 0 } else { channel }]
+    }
+}
+
+// A token's change of a state of adjacent rows, `S_c ← f_c S_c + k_c u`, and what its queries, one at least, read then. Some columns after
+// the other, so that the state comes from memory once.
+operation!(TakeToken, |sum: &'a mut [T], token: Arriving<'a, T>, out: &'a mut [T]| {
+    let width = token.v.len();
+    let queries = out.len().checked_div(width).unwrap_or(1);
+    assert!(
+        queries > 0
+            && sum.len() >= token.k.len() * width
+            && (token.factors.len() == 1 || token.factors.len() >= token.k.len())
+    );
+    assert!(token.known.is_none_or(|(known, _)| known.len() >= token.k.len()));
+    assert!(token.q.len() >= (queries - 1) * token.q_row + token.k.len());
     let whole = width / V::LANES * V::LANES;
-    for (channel, &k) in k.iter().enumerate() {
-        let line = &mut sum[channel * width..][..width];
-        let f = factors[if factors.len() == 1 { 0 } else { channel }];
-        // SAFETY: `whole` numbers lie in both slices.
-        unsafe {
-            for column in (0..whole).step_by(V::LANES) {
-                let at = line.as_mut_ptr().add(column);
-                let decayed = V::load(at).mul(V::splat(f)).normal_or_zero();
-                V::splat(k).mul_add(V::load(u.as_ptr().add(column)), decayed).store(at);
-            }
+    // SAFETY: as many columns of rows as the assertions say.
+    unsafe { by_whole_registers!(0, whole, 4, take_columns(sum, &token, out)) };
+    for column in whole..width {
+        let value = |row: usize, sum: &[V::Element]| sum[row * width + column];
+        let mut u = token.v[column];
+        if let Some((known, beta)) = token.known {
+            u = beta * (known.iter().enumerate().map(|(row, &x)| x * value(row, sum)).sum::<V::Element>() + u);
         }
-        for column in whole..width {
-            let decayed = line[column] * f;
-            line[column] = k * u[column] + if decayed.vanishes() { T::ZERO } else { decayed };
+        for (row, &k) in token.k.iter().enumerate() {
+            let decayed = value(row, sum) * token.factor(row);
+            sum[row * width + column] = k * u + if decayed.vanishes() { T::ZERO } else { decayed };
+        }
+        for (query, out) in out.chunks_exact_mut(width).enumerate() {
+            let q = &token.q[query * token.q_row..][..token.k.len()];
+            out[column] = q.iter().enumerate().map(|(row, &q)| q * value(row, sum)).sum::<V::Element>();
         }
     }
 });
+
+#[inline(always)]
+unsafe fn take_columns<V: Vector, const N: usize>(
+    sum: &mut [V::Element],
+    token: &Arriving<'_, V::Element>,
+    out: &mut [V::Element],
+    column: usize,
+) {
+    let width = token.v.len();
+    // SAFETY: the caller has `N` registers from `column` in every row of the state, in `v` and in each row of `out`.
+    unsafe {
+        let zero = || [V::splat(V::Element::ZERO); N];
+        let place = |row: usize, n: usize| row * width + column + n * V::LANES;
+        let mut u = zero();
+        if let Some((known, beta)) = token.known {
+            for (row, &known) in known.iter().enumerate() {
+                let known = V::splat(known);
+                for (n, u) in u.iter_mut().enumerate() {
+                    *u = known.mul_add(V::load(sum.as_ptr().add(place(row, n))), *u);
+                }
+            }
+            for (n, u) in u.iter_mut().enumerate() {
+                *u = V::splat(beta).mul(u.add(V::load(token.v.as_ptr().add(column + n * V::LANES))));
+            }
+        } else {
+            u.iter_mut().enumerate().for_each(|(n, u)| *u = V::load(token.v.as_ptr().add(column + n * V::LANES)));
+        }
+        for (query, out) in out.chunks_exact_mut(width).enumerate() {
+            let q = &token.q[query * token.q_row..][..token.k.len()];
+            let mut total = zero();
+            for (row, (&k, &q)) in token.k.iter().zip(q).enumerate() {
+                let (f, k, q) = (V::splat(token.factor(row)), V::splat(k), V::splat(q));
+                for (n, total) in total.iter_mut().enumerate() {
+                    let at = sum.as_mut_ptr().add(place(row, n));
+                    // The first query finds the state as it was.
+                    let own = if query == 0 {
+                        let own = k.mul_add(u[n], V::load(at).mul(f).normal_or_zero());
+                        own.store(at);
+                        own
+                    } else {
+                        V::load(at)
+                    };
+                    *total = q.mul_add(own, *total);
+                }
+            }
+            total.iter().enumerate().for_each(|(n, total)| total.store(out.as_mut_ptr().add(column + n * V::LANES)));
+        }
+    }
+}
 
 /// The gates of a chunk as factors: `e^{g_0 + … + g_i}` from before its first token to a row, and `e^{g_{j+1} + …}` from a key to
 /// after its last.
