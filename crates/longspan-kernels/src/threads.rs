@@ -134,14 +134,14 @@ pub(crate) fn count() -> usize {
     }
 }
 
-/// Calls `work` once on each of up to `members` threads at once, at least on one.
-fn on_members(members: usize, work: impl Fn() + Sync) {
+/// Calls `work` once on each of up to `members` threads at once, at least on one. Compiled once, not for every piece of work.
+fn on_members(members: usize, work: &(dyn Fn() + Sync)) {
     let threads = THREADS.get();
     if members <= 1 || matches!(threads, Threads::Alone) {
         return work();
     }
     let stop = current_stop();
-    let work = || with_stop(stop.clone(), &work);
+    let work = || with_stop(stop.clone(), work);
     match threads {
         Threads::Alone => work(),
         // What else rayon runs on this thread while it waits is not to be stopped.
@@ -203,7 +203,7 @@ pub(crate) fn share_with<I: Send, M>(
     let items = Mutex::new(items);
     // Only the iterator's own code runs under the lock.
     let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
-    on_members(members, || {
+    on_members(members, &|| {
         let mut memory = memory();
         while let Some(item) = next() {
             check();
@@ -227,7 +227,7 @@ pub(crate) fn share_memory<I: Send, T: Send>(
     let members = count().min(items.len()).min(memory.len() / piece);
     let (items, pieces) = (Mutex::new(items), Mutex::new(memory.chunks_exact_mut(piece)));
     let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
-    on_members(members, || {
+    on_members(members, &|| {
         let own = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
         let Some(own) = own else { return };
         while let Some(item) = next() {
@@ -273,6 +273,11 @@ pub(crate) fn parallel<T: Real>(
     per_worker: usize,
     body: impl Fn(usize, &mut [T]) + Sync,
 ) {
+    run_tasks(tasks, scratch, per_worker, &body);
+}
+
+/// [`parallel`], compiled once for each number type.
+fn run_tasks<T: Real>(tasks: usize, scratch: &mut [T], per_worker: usize, body: &(dyn Fn(usize, &mut [T]) + Sync)) {
     let next = AtomicUsize::new(0);
     let work = |scratch: &mut [T]| {
         loop {
@@ -290,7 +295,7 @@ pub(crate) fn parallel<T: Real>(
         work(scratch);
     } else {
         let parts = Mutex::new(scratch.chunks_exact_mut(per_worker));
-        on_members(workers, || {
+        on_members(workers, &|| {
             let part = parts.lock().unwrap_or_else(PoisonError::into_inner).next();
             part.into_iter().for_each(&work);
         });
@@ -430,7 +435,7 @@ mod tests {
         on_team(&TEAM, || {
             assert_eq!(count(), 3);
             let counts = Mutex::new(Vec::new());
-            on_members(3, || counts.lock().unwrap().push(count()));
+            on_members(3, &|| counts.lock().unwrap().push(count()));
             assert_eq!(counts.into_inner().unwrap(), [1, 1, 1]);
             assert_eq!(count(), 3);
             alone(|| assert_eq!(count(), 1));
@@ -476,7 +481,7 @@ mod tests {
         let both = std::sync::Barrier::new(2);
         let ended = until(stop, || {
             on_team(&TEAM, || {
-                on_members(2, || {
+                on_members(2, &|| {
                     both.wait();
                     while thread::current().id() != caller {
                         check();

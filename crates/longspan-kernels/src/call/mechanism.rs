@@ -337,11 +337,48 @@ pub(crate) trait Compute: Mechanism {
     }
 }
 
+/// What calls in `f64` end with in a build without them.
+#[cfg(not(feature = "f64"))]
+pub(crate) fn no_f64<R>() -> Result<R, Error> {
+    let known = "f32; f64 with the feature `f64` of longspan-kernels".to_owned();
+    Err(Error::UnknownName { kind: "number type", got: "f64".to_owned(), known })
+}
+
 /// Implements [`Kernel`] of both number types for a mechanism that is [`Compute`].
 macro_rules! kernels {
     ($mechanism:ty) => {
         $crate::call::kernels!($mechanism, f32);
+        #[cfg(feature = "f64")]
         $crate::call::kernels!($mechanism, f64);
+        // Half of the time that this crate takes to compile; definitions and checks stay.
+        #[cfg(not(feature = "f64"))]
+        impl $crate::Kernel<f64> for $mechanism {
+            fn check(&self, _: &Call<'_, f64>) -> Result<(), Error> {
+                $crate::call::no_f64()
+            }
+
+            fn forward(&self, _: &Call<'_, f64>, _: Output<'_, f64>, _: &mut Scratch<f64>) -> Result<(), Error> {
+                $crate::call::no_f64()
+            }
+
+            fn backward(
+                &self,
+                _: &Call<'_, f64>,
+                _: &Cotangent<'_, f64>,
+                _: Gradients<'_, '_, f64>,
+                _: &mut Scratch<f64>,
+            ) -> Result<(), Error> {
+                $crate::call::no_f64()
+            }
+
+            fn empty_state(&self, _: &Dims) -> Result<State<f64>, Error> {
+                $crate::call::no_f64()
+            }
+
+            fn step(&self, _: &Token<'_, f64>, _: &mut State<f64>, _: &mut [f64]) -> Result<(), Error> {
+                $crate::call::no_f64()
+            }
+        }
     };
     ($mechanism:ty, $t:ty) => {
         impl $crate::Kernel<$t> for $mechanism {

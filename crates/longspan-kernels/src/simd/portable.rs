@@ -9,9 +9,20 @@ pub struct Array<T>([T; 8]);
 macro_rules! portable {
     ($t:ident, $bits:ident, $mantissa:literal, $bias:literal) => {
         impl Array<$t> {
+            // Loops: each array made by a closure would be compiled as functions of its own first.
             #[inline(always)]
-            fn zip(self, other: Self, f: impl Fn($t, $t) -> $t) -> Self {
-                Self(std::array::from_fn(|lane| f(self.0[lane], other.0[lane])))
+            fn zip(mut self, other: Self, f: impl Fn($t, $t) -> $t) -> Self {
+                for lane in 0..8 {
+                    self.0[lane] = f(self.0[lane], other.0[lane]);
+                }
+                self
+            }
+            #[inline(always)]
+            fn map(mut self, f: impl Fn($t) -> $t) -> Self {
+                for lane in 0..8 {
+                    self.0[lane] = f(self.0[lane]);
+                }
+                self
             }
         }
 
@@ -51,15 +62,16 @@ macro_rules! portable {
                 self.zip(other, |a, b| a / b)
             }
             #[inline(always)]
-            unsafe fn mul_add(self, factor: Self, term: Self) -> Self {
-                Self(std::array::from_fn(|lane| {
+            unsafe fn mul_add(mut self, factor: Self, term: Self) -> Self {
+                for lane in 0..8 {
                     // Without the instruction a fused product is a call into the C library.
-                    if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
+                    self.0[lane] = if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
                         self.0[lane].mul_add(factor.0[lane], term.0[lane])
                     } else {
                         self.0[lane] * factor.0[lane] + term.0[lane]
-                    }
-                }))
+                    };
+                }
+                self
             }
             #[inline(always)]
             unsafe fn max(self, other: Self) -> Self {
@@ -70,20 +82,23 @@ macro_rules! portable {
                 self.zip(other, |a, b| if a < b { a } else { b })
             }
             #[inline(always)]
-            unsafe fn if_positive(self, then: Self, otherwise: Self) -> Self {
-                Self(std::array::from_fn(|lane| if self.0[lane] > 0.0 { then.0[lane] } else { otherwise.0[lane] }))
+            unsafe fn if_positive(mut self, then: Self, otherwise: Self) -> Self {
+                for lane in 0..8 {
+                    self.0[lane] = if self.0[lane] > 0.0 { then.0[lane] } else { otherwise.0[lane] };
+                }
+                self
             }
             #[inline(always)]
             unsafe fn abs(self) -> Self {
-                Self(self.0.map($t::abs))
+                self.map($t::abs)
             }
             #[inline(always)]
             unsafe fn sqrt(self) -> Self {
-                Self(self.0.map($t::sqrt))
+                self.map($t::sqrt)
             }
             #[inline(always)]
             unsafe fn power_of_two(self) -> Self {
-                Self(self.0.map(|x| $t::from_bits(x.to_bits().wrapping_add($bias) << $mantissa)))
+                self.map(|x| $t::from_bits(x.to_bits().wrapping_add($bias) << $mantissa))
             }
             #[inline(always)]
             unsafe fn sum(self) -> $t {
