@@ -95,7 +95,8 @@ macro_rules! by_registers {
         let (mut column, width) = (0, $width);
         while column < width {
             let $left = width - column;
-            if $left >= $most * V::LANES {
+            // Several registers of arrays are no quicker, and most of what the compiler would be busy with.
+            if const { V::BLOCK_COLUMNS > 1 } && $left >= $most * V::LANES {
                 by_registers!(@body column, $most, true, $n, $whole, $column, $body);
             } else if $left >= V::LANES {
                 by_registers!(@body column, 1, true, $n, $whole, $column, $body);

@@ -1,5 +1,7 @@
 //! Which keys a query sees: the order of time, and which keys are there at all.
 
+use std::ops::Range;
+
 use super::Dims;
 use crate::error::{Error, expect};
 
@@ -189,6 +191,32 @@ pub(crate) struct Sequence<'a> {
     pub absent: usize,
     /// `true` means ignored; one entry a key. `None` where no key is ignored.
     pub padding: Option<&'a [bool]>,
+}
+
+impl<'a> Sequence<'a> {
+    /// Whether key `j` is ignored.
+    pub fn ignores(&self, key: usize) -> bool {
+        self.padding.is_some_and(|padding| padding[key])
+    }
+
+    /// Whether there is a key `j` that is not ignored.
+    pub fn has(&self, key: usize) -> bool {
+        key < self.keys && !self.ignores(key)
+    }
+
+    /// The entries of the padding mask for some keys.
+    pub fn padding(&self, keys: Range<usize>) -> Option<&'a [bool]> {
+        self.padding.map(|padding| &padding[keys])
+    }
+
+    /// Whether something holds for all of some keys that are not ignored; `holds` is asked of a first key and how many follow.
+    pub fn all(&self, keys: Range<usize>, holds: impl Fn(usize, usize) -> bool) -> bool {
+        match self.padding {
+            _ if keys.is_empty() => true,
+            None => holds(keys.start, keys.len()),
+            Some(padding) => keys.filter(|&key| !padding[key]).all(|key| holds(key, 1)),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::problem::{Problem, ROWS, is_there};
+use super::problem::{Problem, ROWS};
 use super::taps::{convolve, convolve_back, silu, tap_sums};
 use crate::call::{Arena, Cotangent, GradientSink, Scratch, Sequence, SharedRows, State};
 use crate::simd::Real;
@@ -180,7 +180,7 @@ fn piece<T: Real>(
         }
         // SAFETY: each (batch, head, token) belongs to one position, so to one task.
         let (dk, dv) = unsafe { places.sink.key([sequence.batch, kv_head, sequence.key_start + key], dims) };
-        if matters && is_there(sequence, key) {
+        if matters && sequence.has(key) {
             set_products(d, values.row(key, width), dk);
             set_products(d, keys.row(key, width), dv);
         } else {

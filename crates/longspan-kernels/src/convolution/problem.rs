@@ -57,7 +57,7 @@ impl<'a, T: Real> Problem<'a, T> {
         for (position, to) in positions.zip(block.chunks_exact_mut(row.max(1))) {
             let to = &mut to[..width];
             match (usize::try_from(position), past) {
-                (Ok(key), _) if is_there(sequence, key) => {
+                (Ok(key), _) if sequence.has(key) => {
                     set_products(keys.row(key, width), values.row(key, width), to);
                 }
                 (Err(_), Some(past)) if position >= -before => {
@@ -72,9 +72,4 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn query(&self, sequence: &Sequence<'_>, position: isize) -> Option<usize> {
         usize::try_from(position - self.call.mask.offset).ok().filter(|&row| row < sequence.queries)
     }
-}
-
-/// Whether a sequence has this key, and does not ignore it.
-pub(super) fn is_there(sequence: &Sequence<'_>, key: usize) -> bool {
-    key < sequence.keys && sequence.padding.is_none_or(|ignored| !ignored[key])
 }

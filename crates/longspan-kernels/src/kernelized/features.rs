@@ -87,7 +87,7 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// Keys from key `first` of the sequence on, and where they stand.
     fn key_rows<'x>(&self, unit: &'x Unit<'_, T>, first: usize, count: usize) -> (TokenRange<'x>, RawRows<'x, T>) {
-        let ignored = unit.padding(first, first + count);
+        let ignored = unit.sequence.padding(first..first + count);
         let range = TokenRange {
             side: Side::Key,
             batch: unit.sequence.batch,

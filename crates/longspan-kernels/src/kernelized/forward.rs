@@ -169,7 +169,7 @@ pub(super) fn forward<T: Real>(
     let memory = Memory::new(problem, false);
     let mut arena = Arena::new(scratch.take(problem.table_len() + memory.visit_len(problem)));
     let table = problem.table(&mut arena);
-    visit_rows(problem, memory, table, &|_, _| sink, places.as_deref(), arena.rest());
+    visit_rows(problem, memory, table, &|_, _| sink, places.as_deref(), 0, arena.rest());
     if let Some(state) = afterwards {
         final_state(problem, state, scratch);
     }

@@ -130,7 +130,7 @@ impl<'a, T: Real> Problem<'a, T> {
                 // Packed sequences share one batch entry and ignore nothing.
                 let ignored = |batch: usize, key: usize| {
                     let sequence: Option<&Sequence<'_>> = sequences.get(batch).filter(|_| !call.mask.is_packed());
-                    sequence.is_some_and(|s| key >= s.keys || s.padding.is_some_and(|padding| padding[key]))
+                    sequence.is_some_and(|sequence| !sequence.has(key))
                 };
                 rotation::check_positions(&fourier, operation, &dims, call.parameters, ignored)?;
                 Some(Rotations::new(fourier, dims, layout.mapped, call.parameters))
@@ -416,16 +416,6 @@ impl<T: Real> Unit<'_, T> {
         state.head(self.sequence.batch, self.kv_head).into()
     }
 
-    /// Whether key `j` is ignored.
-    pub fn ignores(&self, key: usize) -> bool {
-        self.sequence.padding.is_some_and(|padding| padding[key])
-    }
-
-    /// The entries of the padding mask for keys `from..to`.
-    pub fn padding(&self, from: usize, to: usize) -> Option<&[bool]> {
-        self.sequence.padding.map(|padding| &padding[from..to])
-    }
-
     /// `γⁿ`.
     pub fn decay(&self, tokens: usize) -> T {
         if self.gamma == 1.0 { T::ONE } else { T::from_f64(self.gamma.powf(tokens as f64)) }
@@ -438,19 +428,15 @@ impl<T: Real> Unit<'_, T> {
 
     /// Whether the keys `from..to` that are not ignored, and their values, are finite.
     pub fn is_finite(&self, problem: &Problem<'_, T>, from: usize, to: usize) -> bool {
-        let finite = |from: usize, count: usize| {
+        self.sequence.all(from..to, |from, count| {
             all_finite(self.v.skip(from), count, problem.dims.value_dim)
                 && (!problem.content || problem.mapping.all_finite(self.k.skip(from), count))
-        };
-        match self.sequence.padding {
-            None => finite(from, to - from),
-            Some(_) => (from..to).filter(|&key| !self.ignores(key)).all(|key| finite(key, 1)),
-        }
+        })
     }
 
     /// The largest finite exponent of the keys `from..to`, at least `before`.
     pub fn highest(&self, problem: &Problem<'_, T>, from: usize, to: usize, before: T) -> T {
-        (from..to).filter(|&key| !self.ignores(key)).fold(before, |highest, key| {
+        (from..to).filter(|&key| !self.sequence.ignores(key)).fold(before, |highest, key| {
             let top = problem.key_max(self, key);
             if top.is_finite() { highest.max(top) } else { highest }
         })
@@ -462,7 +448,7 @@ impl<T: Real> Unit<'_, T> {
         let mut highest = before;
         let mut limit = None;
         for key in from..to {
-            if self.ignores(key) {
+            if self.sequence.ignores(key) {
                 continue;
             }
             let top = problem.key_max(self, key);

@@ -329,7 +329,7 @@ pub(super) fn store_state<T: Real>(
     for (slot, to) in head.ring.chunks_exact_mut(entry).enumerate() {
         to.fill(T::ZERO);
         let key = (keys + slot) as isize - radius as isize;
-        if key >= 0 && !unit.ignores(key as usize) {
+        if key >= 0 && !unit.sequence.ignores(key as usize) {
             to[..entry - 1].copy_from_slice(unit.v.row(key as usize, entry - 1));
             to[entry - 1] = T::ONE;
         } else if let Some(row) = ring.and_then(|before| before.ring_row(-key as usize, entry))

@@ -261,7 +261,7 @@ impl<'s, T: Real> Buffers<'s, T> {
         let before = ((from as isize - piece.window).max(0) as usize).min(piece.window_len);
         let there = to - from;
         self.v[..before * width].fill(T::ZERO);
-        let padding = unit.padding(from, to);
+        let padding = unit.sequence.padding(from..to);
         copy_rows(unit.v.skip(from), (there, value_dim), padding, (&mut self.v[before * width..], width));
         // Products and transposes take whole registers of rows.
         let filled = (before + there) * width;

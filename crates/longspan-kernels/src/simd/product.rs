@@ -89,7 +89,7 @@ impl<T: Real> Product<'_, T> {
     /// Computes it.
     #[inline]
     pub fn compute(self) {
-        dispatch(self)
+        self.compute_with(None, &[]);
     }
 
     /// Computes it with what else is done on the way, as [`ProductWith`].
@@ -134,17 +134,18 @@ impl Band {
 }
 
 /// Calls `$body::<V, N>(arguments, column)` for the columns from `$from` on up to `$to`, in registers of which the last may reach
-/// beyond, at most `$most` and 4 at a time: as many sums in flight hide the latency of the fused products. A body may stand there
-/// itself, in which `$n` is a constant.
+/// beyond, at most `$most` and 4 at a time: as many sums in flight hide the latency of the fused products. Arrays come one at a time.
+/// A body may stand there itself, in which `$n` is a constant; it is compiled for the numbers of registers that there can be.
 macro_rules! by_whole_registers {
     ($from:expr, $to:expr, $most:expr, $n:ident, |$column:ident| $body:block) => {{
         let (mut column, to) = ($from, $to);
         while column < to {
-            let registers = (to - column).div_ceil(V::LANES).min($most);
+            let most = const { if V::BLOCK_COLUMNS == 1 { 1 } else { $most } };
+            let registers = (to - column).div_ceil(V::LANES).min(most);
             match registers {
-                4 => by_whole_registers!(@body 4, $n, $column, column, $body),
-                3 => by_whole_registers!(@body 3, $n, $column, column, $body),
-                2 => by_whole_registers!(@body 2, $n, $column, column, $body),
+                4 if const { V::BLOCK_COLUMNS > 1 && $most >= 4 } => by_whole_registers!(@body 4, $n, $column, column, $body),
+                3 if const { V::BLOCK_COLUMNS > 1 && $most >= 3 } => by_whole_registers!(@body 3, $n, $column, column, $body),
+                2 if const { V::BLOCK_COLUMNS > 1 && $most >= 2 } => by_whole_registers!(@body 2, $n, $column, column, $body),
                 _ => by_whole_registers!(@body 1, $n, $column, column, $body),
             }
             column += registers * V::LANES;
@@ -162,11 +163,6 @@ macro_rules! by_whole_registers {
 
 pub(crate) use by_whole_registers;
 
-operation!(Product, |mut product| {
-    // SAFETY: forwarded to the caller.
-    unsafe { multiply::<V>(&mut product, None, &[]) }
-});
-
 /// A number for each row and a line of numbers for the columns, whose products are added to a matrix product, if any.
 pub(crate) type Outer<'a, T> = Option<(&'a [T], &'a [T])>;
 
@@ -179,16 +175,7 @@ struct ProductWith<'a, T> {
 }
 
 operation!(ProductWith, |Self { mut product, outer, ahead }| {
-    // SAFETY: forwarded to the caller.
-    unsafe { multiply::<V>(&mut product, outer, ahead) }
-});
-
-#[inline(always)]
-unsafe fn multiply<V: Vector>(
-    p: &mut Product<'_, V::Element>,
-    outer: Outer<'_, V::Element>,
-    ahead: &[Ahead<V::Element>],
-) {
+    let p = &mut product;
     let columns = p.columns.next_multiple_of(V::LANES);
     if p.rows == 0 || columns == 0 {
         return;
@@ -200,13 +187,13 @@ unsafe fn multiply<V: Vector>(
     // Narrow products take twice as many rows, for as many accumulators.
     // SAFETY: forwarded to the caller.
     unsafe {
-        if 2 * columns <= V::BLOCK_COLUMNS * V::LANES {
+        if const { V::BLOCK_COLUMNS > 1 } && 2 * columns <= V::BLOCK_COLUMNS * V::LANES {
             blocks::<V, { 2 * BLOCK_ROWS }>(p, columns, outer, ahead);
         } else {
             blocks::<V, BLOCK_ROWS>(p, columns, outer, ahead);
         }
     }
-}
+});
 
 /// Bytes of B in a block of the depth, which stay in the first cache while rows of A and C pass by. With 64 kB in one piece, from the
 /// second cache, products were a fifth to a third slower; with all of a small first cache those of depth 256 are 4 to 7 % slower.
@@ -232,7 +219,7 @@ unsafe fn blocks<V: Vector, const ROWS: usize>(
         let mut next = 0;
         while next < p.rows {
             let row = next;
-            let tall = ROWS == BLOCK_ROWS && V::BLOCK_COLUMNS > 1 && p.rows - row >= TALL_ROWS;
+            let tall = const { ROWS == BLOCK_ROWS && V::BLOCK_COLUMNS > 1 } && p.rows - row >= TALL_ROWS;
             next = p.rows.min(row + if tall { TALL_ROWS } else { ROWS });
             for ahead in ahead {
                 // SAFETY: forwarded to the caller.
@@ -254,7 +241,7 @@ unsafe fn blocks<V: Vector, const ROWS: usize>(
             // SAFETY: rows, columns and depth lie in the slices by the caller's assertions.
             unsafe {
                 by_whole_registers!(from, to, V::BLOCK_COLUMNS, N, |column| {
-                    if tall {
+                    if const { ROWS == BLOCK_ROWS && V::BLOCK_COLUMNS > 1 } && tall {
                         tile::<V, N, TALL_ROWS>(p, outer, (row, last), depth, begun, column);
                     } else {
                         tile::<V, N, ROWS>(p, outer, (row, last), depth, begun, column);

@@ -1,17 +1,55 @@
 //! The gradient: weights formed anew from the largest scores and the sums of the forward, tile by tile.
 //!
 //! A task takes one key/value head of one sequence with all its query heads, so that the gradients of keys and values
-//! have one writer and sums run in one order, whatever the number of threads.
+//! have one writer and sums run in one order, whatever the number of threads. Heads that would leave threads idle are cut into parts,
+//! rows of queries or keys, which form seven products for five.
+
+use std::ops::Range;
 
 use super::KEPT;
-use super::problem::{Block, KEYS, Problem, ROWS, against, clear_unseen, right_side};
+use super::problem::{Block, KEYS, Problem, ROWS, Segment, against, clear_unseen, right_side};
 use super::tile::{ExpColumns, SoftmaxPullBack};
-use crate::call::{Arena, Cotangent, Dims, GradientSink, Scratch, SharedRows, State};
+use crate::call::{Arena, Cotangent, GradientSink, Scratch, SharedRows, State};
 use crate::simd::block::{add_scaled, all_finite, dot, store};
 use crate::simd::product::Product;
 use crate::simd::rows::{padded, pieces};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
+
+/// Queries or keys of a part.
+const PART: usize = 512;
+
+/// What a task writes the gradients of.
+#[derive(Clone)]
+enum Part {
+    /// All of a unit, a key/value head of a sequence.
+    Unit,
+    /// Some rows of a query head.
+    Queries(usize, Range<usize>),
+    /// Some keys, counted from the first of the initial state.
+    Keys(Range<usize>),
+}
+
+/// The tasks of a call on so many threads: units as whole rounds of threads, and the others in parts where these are several and end
+/// sooner.
+fn parts<T: Real>(problem: &Problem<'_, T>, threads: usize) -> Vec<(usize, Part)> {
+    let dims = &problem.dims;
+    let units = problem.sequences.len() * dims.kv_heads;
+    let rest = units % threads;
+    let long = problem.sequences.iter().any(|sequence| sequence.queries.max(sequence.keys) > PART);
+    let whole = if long && 7 * rest < 5 * threads { units - rest } else { units };
+    let cut = |len: usize| pieces(0..len, PART).map(|(first, count)| first..first + count);
+    let mut all: Vec<_> = (0..whole).map(|unit| (unit, Part::Unit)).collect();
+    for unit in whole..units {
+        let (sequence, kv_head) = (&problem.sequences[unit / dims.kv_heads], unit % dims.kv_heads);
+        let keys: usize = problem.segments(sequence, kv_head).iter().map(|segment| segment.keys).sum();
+        // There is a task for the keys where there are none too.
+        all.extend(cut(keys).chain((keys == 0).then_some(0..0)).map(|keys| (unit, Part::Keys(keys))));
+        let queries = |head: usize| cut(sequence.queries).map(move |rows| (unit, Part::Queries(head, rows)));
+        all.extend(dims.heads_of(kv_head).flat_map(queries));
+    }
+    all
+}
 
 /// Computes every gradient of a call: with `p_ij = e^{s·q_i·k_j − m_i} / Σ_i`, `dv_j = Σ_i p_ij G_i`,
 /// `dS_ij = p_ij (G_i·v_j − G_i·A_i)`, `dq_i = s Σ_j dS_ij k_j` and `dk_j = s Σ_i dS_ij q_i`.
@@ -26,20 +64,23 @@ pub(super) fn backward<T: Real>(
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let most_keys = problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0);
     let past = problem.call.initial_state.map_or(0, |_| problem.attention.rows());
+    let parts = parts(problem, threads::count());
+    let whole = parts.iter().any(|(_, part)| matches!(part, Part::Unit));
+    let held = if whole { past + most_keys } else { PART };
     let per_worker = Arena::measure(|arena| Block::new(problem, arena))
-        + (past + most_keys) * (head_width + value_width)
+        + held * (head_width + value_width)
         + ROWS * (KEYS + value_width + head_width)
         + KEYS * head_width
         + ROWS;
-    let units = problem.sequences.len() * dims.kv_heads;
-    let workers = threads::count().min(units);
+    let workers = threads::count().min(parts.len());
     let entry = d_initial.as_ref().map_or(0, |state| state.shape().head_len());
     if let Some(state) = &mut d_initial {
         state.numbers_mut().fill(T::ZERO);
     }
     // A state's numbers belong to batch entries and key/value heads one after the other, as units do.
-    let d_initial = d_initial.map(|state| SharedRows::new(state.numbers_mut(), [entry, 0, 0]));
-    parallel(units, scratch.take(workers * per_worker), per_worker, |unit, scratch| {
+    let d_initial = d_initial.map(|state| SharedRows::new(state.numbers_mut(), [entry, 0, 1]));
+    parallel(parts.len(), scratch.take(workers * per_worker), per_worker, |task, scratch| {
+        let (unit, part) = parts[task].clone();
         let mut arena = Arena::new(scratch);
         let block = Block::new(problem, &mut arena);
         let (sequence, kv_head) = (&problem.sequences[unit / dims.kv_heads], unit % dims.kv_heads);
@@ -47,18 +88,24 @@ pub(super) fn backward<T: Real>(
         let past = segments[0].keys + segments[1].keys;
         let firsts = [0, segments[0].keys, past];
         let all = past + sequence.keys;
-        let (dk, dv) = (arena.take(all * head_width), arena.take(all * value_width));
+        let (heads, rows_of_part, held) = match &part {
+            Part::Unit => (dims.heads_of(kv_head), 0..sequence.queries, 0..all),
+            Part::Queries(head, rows) => (*head..head + 1, rows.clone(), 0..0),
+            Part::Keys(keys) => (dims.heads_of(kv_head), 0..sequence.queries, keys.clone()),
+        };
+        let (of_queries, of_keys) = (!matches!(part, Part::Keys(_)), !matches!(part, Part::Queries(..)));
+        let (dk, dv) = (arena.take(held.len() * head_width), arena.take(held.len() * value_width));
         let (d_tile, o_columns) = (arena.take(ROWS * KEYS), arena.take(ROWS * value_width));
         let (dq, k_block, dots) = (arena.take(ROWS * head_width), arena.take(KEYS * head_width), arena.take(ROWS));
         dk.fill(T::ZERO);
         dv.fill(T::ZERO);
-        for head in dims.heads_of(kv_head) {
+        for head in heads {
             let queries = problem.call.q.rows(sequence.batch, head).skip(sequence.query_start);
             let [out, d_out] =
                 [cotangent.out, cotangent.d_out].map(|view| view.rows(sequence.batch, head).skip(sequence.query_start));
-            let mut row = 0;
-            while row < sequence.queries {
-                let rows = (sequence.queries - row).min(ROWS);
+            let mut row = rows_of_part.start;
+            while row < rows_of_part.end {
+                let rows = (rows_of_part.end - row).min(ROWS);
                 let finite = |row: usize, rows: usize| {
                     all_finite(queries.skip(row), rows, dims.head_dim)
                         && all_finite(d_out.skip(row), rows, dims.value_dim)
@@ -69,6 +116,16 @@ pub(super) fn backward<T: Real>(
                 });
                 let rows = if whole { rows } else { 1 };
                 let columns = padded::<T>(rows);
+                let seen = |segment: &Segment<'_, T>, first: usize| {
+                    let seen = problem.seen_by_any(segment, row, rows);
+                    let within =
+                        |key: usize| key.clamp(held.start.saturating_sub(first), held.end.saturating_sub(first));
+                    if of_queries { seen } else { within(seen.start)..within(seen.end) }
+                };
+                if segments.iter().zip(firsts).all(|(segment, first)| seen(segment, first).is_empty()) && !of_queries {
+                    row += rows;
+                    continue;
+                }
 
                 let transposed = (&mut *block.q_columns, columns);
                 problem.load_block(queries.skip(row), (rows, dims.head_dim), problem.scale, block.q, transposed);
@@ -89,8 +146,7 @@ pub(super) fn backward<T: Real>(
                 dq[..rows * head_width].fill(T::ZERO);
 
                 for (segment, first) in segments.iter().zip(firsts) {
-                    let seen = problem.seen_by_any(segment, row, rows);
-                    for (key, keys) in pieces(seen, KEYS) {
+                    for (key, keys) in pieces(seen(segment, first), KEYS) {
                         threads::check();
                         let band = problem.band(segment, row, key);
                         let k = (segment.k.skip(key), dims.head_dim);
@@ -117,13 +173,19 @@ pub(super) fn backward<T: Real>(
                         }
                         let into = |a: &[T], (b, width): (&[T], usize), to: &mut [T]| {
                             let sizes = [keys, width, rows];
-                            Product::of((a, columns), (b, width), (&mut to[(first + key) * width..], width), sizes)
+                            let to = &mut to[(first + key - held.start) * width..];
+                            Product::of((a, columns), (b, width), (to, width), sizes)
                                 .accumulate(true)
                                 .a_band(band)
                                 .compute();
                         };
-                        into(block.tile, (block.o, value_width), dv);
-                        into(d_tile, (block.q, head_width), dk);
+                        if of_keys {
+                            into(block.tile, (block.o, value_width), dv);
+                            into(d_tile, (block.q, head_width), dk);
+                        }
+                        if !of_queries {
+                            continue;
+                        }
                         let (k, k_row) = right_side(k, keys, ignored, k_block);
                         let sizes = [rows, dims.head_dim, keys];
                         Product::of_transposed((d_tile, columns), (k, k_row), (dq, head_width), sizes)
@@ -132,9 +194,9 @@ pub(super) fn backward<T: Real>(
                             .compute();
                     }
                 }
-                for at in 0..rows {
+                for at in 0..if of_queries { rows } else { 0 } {
                     let token = sequence.query_start + row + at;
-                    // SAFETY: each (batch, head, token) belongs to one unit, so to one task.
+                    // SAFETY: each (batch, head, token) belongs to one task.
                     let to = unsafe { sink.dq.row(sequence.batch, head, token, dims.head_dim) };
                     if block.sums[at] == T::ZERO {
                         to.fill(T::ZERO);
@@ -144,6 +206,9 @@ pub(super) fn backward<T: Real>(
                 }
                 row += rows;
             }
+        }
+        if !of_keys {
+            return;
         }
 
         let d_final = cotangent.final_state.map(|state| state.head(sequence.batch, kv_head));
@@ -155,42 +220,39 @@ pub(super) fn backward<T: Real>(
             }
         };
         let [older, newer, own] = &segments;
-        for key in 0..own.keys + sequence.absent {
-            // SAFETY: all of a unit's keys belong to its task.
+        let is_held = |key: usize| held.contains(&key) || (key >= all && held.end == all);
+        for key in (0..own.keys + sequence.absent).filter(|key| is_held(past + key)) {
+            // SAFETY: each key belongs to one task.
             let (to_k, to_v) = unsafe { sink.key([sequence.batch, kv_head, sequence.key_start + key], dims) };
             if key < own.keys && !own.ignores(key) {
-                store(&dk[(past + key) * head_width..], T::ONE, to_k);
-                store(&dv[(past + key) * value_width..], T::ONE, to_v);
+                store(&dk[(past + key - held.start) * head_width..], T::ONE, to_k);
+                store(&dv[(past + key - held.start) * value_width..], T::ONE, to_v);
             } else {
                 to_k.fill(T::ZERO);
                 to_v.fill(T::ZERO);
             }
         }
-        for (key, row) in problem.kept(own, sequence, kv_head) {
+        for (key, row) in problem.kept(own, sequence, kv_head).filter(|(key, _)| is_held(past + key)) {
             // SAFETY: as above.
             let (to_k, to_v) = unsafe { sink.key([sequence.batch, kv_head, sequence.key_start + key], dims) };
             add_final([to_k, to_v], row);
         }
         let Some(d_initial) = &d_initial else { return };
-        // SAFETY: each unit's part of the state is one task's own.
-        let to = unsafe { d_initial.row(unit, 0, 0, entry) };
-        let (to_k, to_v) = to.split_at_mut(problem.attention.rows() * dims.head_dim);
+        let values = problem.attention.rows() * dims.head_dim;
+        // SAFETY: each row of the cache belongs to one key, which belongs to one task.
+        let rows_at = |row: usize| unsafe {
+            let to_k = d_initial.row(unit, 0, row * dims.head_dim, dims.head_dim);
+            [to_k, d_initial.row(unit, 0, values + row * dims.value_dim, dims.value_dim)]
+        };
         for (segment, first) in [older, newer].into_iter().zip(firsts) {
-            let rows = (0..segment.keys).filter(|&key| !segment.ignores(key));
-            for key in rows {
-                let row = segment.row.unwrap_or(0) + key;
-                let [to_k, to_v] = rows_at([to_k, to_v], row, dims);
-                store(&dk[(first + key) * head_width..], T::ONE, to_k);
-                store(&dv[(first + key) * value_width..], T::ONE, to_v);
+            for key in (0..segment.keys).filter(|&key| is_held(first + key) && !segment.ignores(key)) {
+                let [to_k, to_v] = rows_at(segment.row.unwrap_or(0) + key);
+                store(&dk[(first + key - held.start) * head_width..], T::ONE, to_k);
+                store(&dv[(first + key - held.start) * value_width..], T::ONE, to_v);
             }
-            for (_, row) in problem.kept(segment, sequence, kv_head) {
-                add_final(rows_at([to_k, to_v], row, dims), row);
+            for (_, row) in problem.kept(segment, sequence, kv_head).filter(|(key, _)| is_held(first + key)) {
+                add_final(rows_at(row), row);
             }
         }
     });
-}
-
-/// One row of a cache's keys and one of its values.
-fn rows_at<'t, T>([keys, values]: [&'t mut [T]; 2], row: usize, dims: &Dims) -> [&'t mut [T]; 2] {
-    [&mut keys[row * dims.head_dim..][..dims.head_dim], &mut values[row * dims.value_dim..][..dims.value_dim]]
 }

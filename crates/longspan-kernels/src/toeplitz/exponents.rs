@@ -284,7 +284,7 @@ impl<T: Real> Problem<'_, T> {
     /// The largest exponent of a key that counts, under an exponential map.
     pub fn key_max(&self, unit: &Unit<'_, T>, key: isize) -> Option<T> {
         match usize::try_from(key) {
-            Ok(key) if unit.ignores(key) => None,
+            Ok(key) if unit.sequence.ignores(key) => None,
             Ok(key) if self.mapping.rows.is_none() => top(unit.k.row(key, self.dims.head_dim)),
             Ok(key) => {
                 let place = (unit.sequence.batch, unit.kv_head, unit.sequence.key_start + key);

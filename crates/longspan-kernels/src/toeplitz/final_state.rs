@@ -43,7 +43,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
             piecewise::add_past(problem, &unit, &mut sum);
             piecewise::add_keys(problem, &unit, (unit.begin(), start as isize), (&mut keys, &mut map), &mut sum);
             let there = |key: isize| match usize::try_from(key) {
-                Ok(key) => !unit.ignores(key),
+                Ok(key) => !unit.sequence.ignores(key),
                 Err(_) => unit.past.is_some_and(|past| !past.ignores(key)),
             };
             let any = writer.head.marks[EXPONENT] > T::NEG_INFINITY || (unit.begin()..start as isize).any(there);
@@ -62,7 +62,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
             }
             problem.load_keys(&unit, (first, count), Shift::Each(&exponents), block, &mut map);
             for (key, row) in (first..first + count).zip(block.chunks_exact(width.max(1))) {
-                let (v, present) = match unit.ignores(key) {
+                let (v, present) = match unit.sequence.ignores(key) {
                     true => (&*none, T::ZERO),
                     false => (unit.v.row(key, value_dim), T::ONE),
                 };

@@ -289,11 +289,11 @@ impl<T: Real> KeyPass<'_, '_, T> {
         }
         let (start, rows) = ((keys.from + kept as isize) as usize, keys.count - kept);
         let seen = problem.seen(unit);
-        let counts = |key: usize| !unit.ignores(key) && ((key as isize) < seen || chunk.last.is_some());
+        let counts = |key: usize| !unit.sequence.ignores(key) && ((key as isize) < seen || chunk.last.is_some());
         let pairs = (&mut keys.k[kept * head_width..], &mut dk[kept * head_width..]);
         let (dv, map, sums) = (&dv[kept * value_width..], &mut buffers.map, &mut *chunk.map_sums);
         problem.write_keys(unit, (start, rows), counts, pairs, Some(dv), sums, map, call.sink);
-        for key in (start..start + rows).filter(|&key| !unit.ignores(key)) {
+        for key in (start..start + rows).filter(|&key| !unit.sequence.ignores(key)) {
             let Some((d_keys, d_values)) = ring(key as isize) else { continue };
             // The ring's key counts from an exponent of its own.
             let (phi, d_phi) = buffers.rows.q.split_at_mut(head_width);

@@ -200,7 +200,7 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// Whether some row sees key `key` of the call.
     pub fn is_seen(&self, unit: &Unit<'_, T>, key: usize) -> bool {
-        (key as isize) < self.seen(unit) && !unit.ignores(key)
+        (key as isize) < self.seen(unit) && !unit.sequence.ignores(key)
     }
 
     /// Segments of the keys of a unit, for the gradients of keys.
@@ -249,16 +249,6 @@ impl<'a, T: Real> Unit<'a, T> {
         [self.sequence.batch, self.kv_head, self.sequence.key_start + key]
     }
 
-    /// Whether key `j` is ignored.
-    pub fn ignores(&self, key: usize) -> bool {
-        self.sequence.padding.is_some_and(|padding| padding[key])
-    }
-
-    /// The entries of the padding mask for `count` keys from `first` on.
-    pub fn padding(&self, first: usize, count: usize) -> Option<&'a [bool]> {
-        self.sequence.padding.map(|padding| &padding[first..first + count])
-    }
-
     /// Whether there are tokens beyond the ring of an initial state.
     pub fn has_far(&self) -> bool {
         self.past.is_some_and(|past| !past.head.keys.is_empty())
@@ -266,16 +256,10 @@ impl<'a, T: Real> Unit<'a, T> {
 
     /// Whether the keys `from..to` that are not ignored, and their values, are finite.
     pub fn is_finite(&self, problem: &Problem<'_, T>, from: isize, to: isize) -> bool {
-        let finite = |from: usize, count: usize| {
+        self.sequence.all(from.max(0) as usize..to.max(0) as usize, |from, count| {
             problem.mapping.all_finite(self.k.skip(from), count)
                 && all_finite(self.v.skip(from), count, problem.dims.value_dim)
-        };
-        let (from, to) = (from.max(0) as usize, to.max(0) as usize);
-        match self.sequence.padding {
-            _ if from >= to => true,
-            None => finite(from, to - from),
-            Some(_) => (from..to).filter(|&key| !self.ignores(key)).all(|key| finite(key, 1)),
-        }
+        })
     }
 }
 

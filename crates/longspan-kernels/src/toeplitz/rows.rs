@@ -37,14 +37,15 @@ impl<T: Real> Problem<'_, T> {
         to: &mut [T],
         map: &mut MapBuffers<'_, T>,
     ) {
-        let (side, from, ignored) = (Side::Key(unit.kv_head), unit.k.skip(first), unit.padding(first, count));
+        let (side, from, ignored) =
+            (Side::Key(unit.kv_head), unit.k.skip(first), unit.sequence.padding(first..first + count));
         self.mapping.write(RawRows { side, from, count, ignored }, shift, to, self.head_width, map.work);
     }
 
     /// Loads the values of keys from `first` on; 0 for those ignored.
     pub fn load_values(&self, unit: &Unit<'_, T>, (first, count): (usize, usize), to: &mut [T]) {
         let sizes = (count, self.dims.value_dim);
-        copy_rows(unit.v.skip(first), sizes, unit.padding(first, count), (to, self.value_width));
+        copy_rows(unit.v.skip(first), sizes, unit.sequence.padding(first..first + count), (to, self.value_width));
     }
 
     /// The gradients of at most [`TILE`] raw rows, and the length of a row in them, from their features and the gradients

@@ -62,7 +62,7 @@ impl<'s, T: Real> Last<'s, T> {
         let mut exponent = unit.past.map_or(T::NEG_INFINITY, |past| past.head.marks[EXPONENT]);
         for key in unit.begin()..ring_from.max(unit.begin()) {
             exponent = exponent.max(match (problem.mapping.exponential, usize::try_from(key)) {
-                (_, Ok(key)) if unit.ignores(key) => T::NEG_INFINITY,
+                (_, Ok(key)) if unit.sequence.ignores(key) => T::NEG_INFINITY,
                 (true, Ok(_)) => problem.key_piece(unit, key, key + 1).1,
                 (true, Err(_)) => unit.past.and_then(|past| past.exponent(key)).unwrap_or(T::NEG_INFINITY),
                 _ => T::ZERO,

@@ -36,12 +36,16 @@ longspan_testing::tests! { over;
     threads_do_not_matter:
         grid::kernelized(39, 40, &LENGTHS) => threads::threads_do_not_matter::<f32>,
         grid::kernelized(40, 20, &LENGTHS) => threads::threads_do_not_matter::<f64>;
-    threads_do_not_matter_for_long_sequences: long() => threads::threads_do_not_matter::<f32>;
+    threads_do_not_matter_for_long_sequences:
+        long() => threads::threads_do_not_matter::<f32>,
+        odd_heads(true) => threads::threads_do_not_matter::<f32>,
+        odd_heads(false) => threads::threads_do_not_matter::<f32>;
     poison_does_not_matter_for_long_sequences: long() => memory::poison_does_not_matter::<f32>;
     long_sequences_stream: long_and_whole(true) => streaming::pieces_make_the_whole::<f32>;
     gradients_of_long_sequences_pass_through_states:
         long_and_whole(true) => state_gradients::gradients_pass_through_states::<f32>,
-        long_and_whole(true) => state_gradients::threads_do_not_matter_to_state_gradients::<f32>;
+        long_and_whole(true) => state_gradients::threads_do_not_matter_to_state_gradients::<f32>,
+        odd_heads(true) => state_gradients::threads_do_not_matter_to_state_gradients::<f32>;
 }
 
 longspan_testing::tests! { over_mechanisms;
@@ -141,6 +145,16 @@ fn long() -> Vec<(KernelizedAttention, Case)> {
                 (attention.clone(), case),
             ]);
         }
+    }
+    cases
+}
+
+/// Heads of which two threads take a round whole and the rest in segments.
+fn odd_heads(causal: bool) -> Vec<(KernelizedAttention, Case)> {
+    let mut cases = long_and_whole(causal);
+    for (attention, case) in &mut cases {
+        case.dims = Dims { heads: 3, kv_heads: 3, ..case.dims };
+        attention.decay.iter_mut().for_each(|decay| decay.push(0.99));
     }
     cases
 }

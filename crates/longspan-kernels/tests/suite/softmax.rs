@@ -49,6 +49,39 @@ longspan_testing::tests! { over;
         streams(45, 30) => state_gradients::threads_do_not_matter_to_state_gradients::<f32>;
 }
 
+/// Threads that take whole heads, and heads in parts, which a NaN, ignored keys and a window reach across.
+#[test]
+fn threads_do_not_matter_for_long_sequences() {
+    for window in [None, Some(700)] {
+        let assumptions = Assumptions { content: true, positive_weights: true, ..Default::default() };
+        let softmax = SoftmaxAttention { capacity: 2400, window, ..Default::default() };
+        let subject = Subject::new(softmax, assumptions);
+        for ((heads, kv_heads), queries, causal) in [
+            ((3, 1), 1100, true),
+            ((3, 3), 1100, false),
+            ((5, 5), 1100, true),
+            ((2, 1), 70, true),
+            ((2, 1), 1100, true),
+        ] {
+            let dims = Dims { batch: 1, heads, kv_heads, queries, keys: 1100, head_dim: 4, value_dim: 3 };
+            let offset = if causal { 1100 - queries as isize } else { 0 };
+            let case = Case { offset, ..Case::new(dims, causal) };
+            let ignored = (0..1100).map(|key| key % 7 == 3 || (500..650).contains(&key)).collect();
+            let padded = Case { keys: KeyMask::Padding(ignored), ..case.clone() };
+            for case in [&case, &padded] {
+                let mut inputs = execute::random(&subject, case).cast::<f32>();
+                threads::threads_do_not_matter_of(&subject, case, &inputs).expect("the same bits");
+                inputs.overwrite_key(&dims, 0, 700, f32::NAN, f32::INFINITY);
+                threads::threads_do_not_matter_of(&subject, case, &inputs).expect("the same bits");
+            }
+            if causal && queries == 1100 {
+                let same = state_gradients::threads_do_not_matter_to_state_gradients::<f32>(&subject, &case);
+                same.expect("the same bits");
+            }
+        }
+    }
+}
+
 /// Calls over signed numbers.
 pub fn signed(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
     grid::kernelized(seed, count, lengths).into_iter().map(|(_, case)| Case { positive: false, ..case }).collect()

@@ -108,7 +108,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         for (key, keys) in pieces(0..unit.sequence.keys, buffers.chunk) {
             buffers.dv[..keys * width].fill(T::ZERO);
             self.run_before(lag(key), keys, radius, far, true, buffers);
-            for n in (0..keys).filter(|&n| !unit.ignores(key + n)) {
+            for n in (0..keys).filter(|&n| !unit.sequence.ignores(key + n)) {
                 let token = unit.sequence.key_start + key + n;
                 // SAFETY: all of a unit's keys belong to the task that calls.
                 let dv =

@@ -75,7 +75,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
         if content {
             let rows = padded::<T>(keys);
-            let padding = unit.padding(key, key + keys);
+            let padding = unit.sequence.padding(key..key + keys);
             problem.load_keys(unit, key, keys, Shift::One(key_shift), buffers.k, &mut buffers.lift);
             buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
             if problem.causal && met {
@@ -313,7 +313,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let batch = unit.sequence.batch;
             // SAFETY: each (batch, key/value head, key) belongs to one unit, segment and piece, so to one task.
             let (to_k, to_v) = unsafe { self.sink.rows.key([batch, unit.kv_head, token], &problem.dims) };
-            match (unit.ignores(key + n), self.rows) {
+            match (unit.sequence.ignores(key + n), self.rows) {
                 (true, true) => {
                     to_k.fill(T::ZERO);
                     to_v.fill(T::ZERO);

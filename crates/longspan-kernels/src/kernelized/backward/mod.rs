@@ -30,7 +30,7 @@ use stages::KeyMemory;
 
 use super::features::PositionSink;
 use super::problem::{Problem, Unit};
-use super::row_pass::{Memory, cut_count, first_row, visit_rows, visit_unit};
+use super::row_pass::{Memory, cut_count, first_row, visit_rows, visit_unit, whole_units};
 use super::summary::places;
 use crate::call::{self, Arena, Cotangent, Scratch, SharedRows, State};
 use crate::simd::Real;
@@ -65,7 +65,8 @@ pub(super) fn backward<T: Real>(
     let walks_len = memory.visit_len(problem).max(keys.len(problem, workers));
     let most_stages = KeyMemory::most_stages(problem);
     let per_unit_sums = most_stages * problem.sums_len();
-    let row_sums = RowSums::new(problem, most_segments, !memory.split(problem));
+    let whole = whole_units(problem);
+    let row_sums = RowSums::new(problem, most_segments, whole);
     let shared_len = units * (per_unit_table + per_unit_shifts + per_unit_sums + row_sums.len());
     let [query_positions, key_positions] = problem.position_lens();
     let shared_len = shared_len + query_positions + key_positions + 6 * padded::<T>(1);
@@ -120,21 +121,20 @@ pub(super) fn backward<T: Real>(
             d_final: cotangent.final_state.map(|state| unit.head(state)),
         }
     };
-    if memory.split(problem) || KeyMemory::split(problem) {
-        visit_rows(problem, memory, table, &visitor, None, scratch);
-        for index in 0..units {
+    // One task takes the rows and then the keys of a unit, and finds them in its cache.
+    let per_worker = memory.worker_len(problem).max(keys.per_worker);
+    parallel(whole, scratch, per_worker, |index, scratch| {
+        visit_unit(problem, memory, table, &visitor, index, scratch);
+        keys.unit(&walk(index), scratch);
+    });
+    if whole < units {
+        visit_rows(problem, memory, table, &visitor, None, whole, scratch);
+        for index in whole..units {
             // SAFETY: no visitor is left.
             let sums = unsafe { row_places.row(index, 0, 0, row_sums.len()) };
             row_sums.join(problem, &problem.unit(index), row_segments(index), sums);
         }
-        keys.run(problem, &walk, scratch);
-    } else {
-        // One task takes the rows and then the keys of a unit, and finds them in its cache.
-        let per_worker = memory.worker_len(problem).max(keys.per_worker);
-        parallel(units, scratch, per_worker, |index, scratch| {
-            visit_unit(problem, memory, table, &visitor, index, scratch);
-            keys.unit(&walk(index), scratch);
-        });
+        keys.run(problem, &walk, whole, scratch);
     }
     let query_sums = |index: usize, n: usize| {
         let unit = &table_gradients[index * per_unit_table..][..per_unit_table];
@@ -198,7 +198,7 @@ pub(super) fn add_final_state<T: Real>(
             d_final,
         }
     };
-    keys.run(problem, &walk, arena.rest());
+    keys.run(problem, &walk, 0, arena.rest());
     let key_sums =
         |index: usize| (0..stages).map(|n| &key_sums[(index * stages + n) * sums_len..][..sums_len]).collect();
     problem.write_feature_gradients(&|_, _| Vec::new(), &key_sums, [&[], key_positions], true, parameters);

@@ -33,20 +33,20 @@ pub(super) fn absorb<T: Real>(
 }
 
 /// The memory of one unit's sums: their total, what rounding took from it, and the sums of each segment, or of one after the
-/// other where segments come in turn.
+/// other where segments come in turn, as those of the first units do.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowSums {
     layout: Layout,
     summary: usize,
     segments: usize,
-    in_turn: bool,
+    in_turn: usize,
 }
 
 impl RowSums {
-    /// For units of at most `segments`, that come in turn or side by side; empty where keys form the sums themselves.
-    pub fn new<T: Real>(problem: &Problem<'_, T>, segments: usize, in_turn: bool) -> Self {
+    /// For units of at most `segments`, that come in turn in the first `in_turn` units; empty where keys form the sums themselves.
+    pub fn new<T: Real>(problem: &Problem<'_, T>, segments: usize, in_turn: usize) -> Self {
         let layout = Layout::new(problem);
-        let segments = if in_turn { 1 } else { segments };
+        let segments = if in_turn == problem.units() { 1 } else { segments };
         let wanted = problem.content && !problem.causal;
         Self { layout, summary: layout.len::<T>(), segments: if wanted { segments } else { 0 }, in_turn }
     }
@@ -82,8 +82,8 @@ impl RowSums {
         }
         // SAFETY: the caller's promise; the units' numbers do not overlap.
         let (total, sums) = unsafe {
-            if self.in_turn {
-                let (total, sums) = units.row(unit, 0, 0, self.len()).split_at_mut(2 * self.summary);
+            if unit < self.in_turn {
+                let (total, sums) = units.row(unit, 0, 0, 3 * self.summary).split_at_mut(2 * self.summary);
                 (Some(total), sums)
             } else {
                 (None, units.row(unit, 0, (2 + segment) * self.summary, self.summary))
@@ -94,9 +94,9 @@ impl RowSums {
         Some(Place { total, sums })
     }
 
-    /// Adds up the segments of a unit that were visited side by side.
+    /// Adds up the segments of a unit, which were visited side by side.
     pub fn join<T: Real>(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, segments: usize, memory: &mut [T]) {
-        if self.in_turn || self.segments == 0 {
+        if self.segments == 0 {
             return;
         }
         let (total, rest) = memory.split_at_mut(2 * self.summary);

@@ -1,7 +1,7 @@
 //! The walk over the keys in stages, one after the other or side by side.
 
 use super::super::problem::Problem;
-use super::super::row_pass::{cut, cut_count};
+use super::super::row_pass::{cut, cut_count, whole_units};
 use super::super::summary::{Carry, Layout, Summary, SummaryRef};
 use super::super::tile::Sizes;
 use super::key_buffers::KeyBuffers;
@@ -9,7 +9,7 @@ use super::key_pass::{Stage, Work};
 use super::key_walk::KeyWalk;
 use crate::call::{Arena, SharedRows};
 use crate::simd::Real;
-use crate::threads::{self, parallel};
+use crate::threads::parallel;
 
 /// The stages of a unit in the order of the walk: rows that every key must know of first, then the keys, last to first.
 fn stages<T: Real>(walk: &KeyWalk<'_, '_, T>) -> Vec<Stage> {
@@ -97,14 +97,9 @@ impl KeyMemory {
         problem.sequences.iter().map(|s| count(s.queries) + 4 + count(s.keys)).max().unwrap_or(0)
     }
 
-    /// Whether stages of a unit are walked side by side.
-    pub fn split<T: Real>(problem: &Problem<'_, T>) -> bool {
-        problem.units() < threads::count() && Self::most_stages(problem) > 6
-    }
-
     pub fn len<T: Real>(&self, problem: &Problem<'_, T>, workers: usize) -> usize {
-        let shared = if Self::split(problem) { problem.units() * Self::most_stages(problem) * self.summary } else { 0 };
-        shared + workers * self.per_worker
+        let cut = problem.units() - whole_units(problem);
+        cut * Self::most_stages(problem) * self.summary + workers * self.per_worker
     }
 
     /// Walks over the keys of a unit whose stages come one after the other.
@@ -124,22 +119,27 @@ impl KeyMemory {
         walk.finish(&mut buffers);
     }
 
-    /// Walks over the keys of all units.
+    /// Walks over the keys of the units from `from` on; none is left out that [`whole_units`] does not count.
     pub fn run<'w, 'a, T: Real>(
         &self,
         problem: &'w Problem<'a, T>,
         walk: &(impl Fn(usize) -> KeyWalk<'w, 'a, T> + Sync),
+        from: usize,
         scratch: &mut [T],
     ) {
         let &Self { layout, summary, chunk, per_worker } = self;
-        let units = problem.units();
-        if !Self::split(problem) {
-            parallel(units, scratch, per_worker, |index, scratch| self.unit(&walk(index), scratch));
+        let whole = whole_units(problem);
+        let most = Self::most_stages(problem);
+        let (shared, scratch) = scratch.split_at_mut((problem.units() - whole) * most * summary);
+        parallel(whole - from, scratch, per_worker, |n, scratch| self.unit(&walk(from + n), scratch));
+
+        // The units that are left; `n` counts them.
+        let units = problem.units() - whole;
+        if units == 0 {
             return;
         }
-        let most = Self::most_stages(problem);
-        let (shared, scratch) = scratch.split_at_mut(units * most * summary);
-        let plans: Vec<Vec<Stage>> = (0..units).map(|index| stages(&walk(index))).collect();
+        let walk = |n: usize| walk(whole + n);
+        let plans: Vec<Vec<Stage>> = (0..units).map(|n| stages(&walk(n))).collect();
         let tasks: Vec<(usize, usize)> =
             plans.iter().enumerate().flat_map(|(unit, plan)| (0..plan.len()).map(move |n| (unit, n))).collect();
         {
@@ -153,19 +153,20 @@ impl KeyMemory {
                 let mut local = Summary::new(layout, unsafe { states.row(index, 0, n, summary) });
                 walk.visit(plans[index][n], None, &mut local, &mut buffers);
             });
-        }
-        for (index, states) in shared.chunks_exact_mut(most * summary).enumerate() {
-            let mut arena = Arena::new(&mut *scratch);
-            let mut carry = Carry::new(layout, arena.take(summary), arena.take(summary));
-            let local = arena.take(summary);
-            let walk = walk(index);
-            for (n, &stage) in plans[index].iter().enumerate() {
-                carry.pass(&walk.unit, stage.idle);
-                let state = &mut states[n * summary..][..summary];
-                local.copy_from_slice(state);
-                state.copy_from_slice(carry.high.numbers);
-                walk.leave(stage, n + 1 == plans[index].len(), &mut carry, SummaryRef::new(layout, local));
-            }
+            parallel(units, scratch, per_worker, |index, scratch| {
+                let mut arena = Arena::new(scratch);
+                let mut carry = Carry::new(layout, arena.take(summary), arena.take(summary));
+                let local = arena.take(summary);
+                let walk = walk(index);
+                for (n, &stage) in plans[index].iter().enumerate() {
+                    carry.pass(&walk.unit, stage.idle);
+                    // SAFETY: each unit's states are one task's own.
+                    let state = unsafe { states.row(index, 0, n, summary) };
+                    local.copy_from_slice(state);
+                    state.copy_from_slice(carry.high.numbers);
+                    walk.leave(stage, n + 1 == plans[index].len(), &mut carry, SummaryRef::new(layout, local));
+                }
+            });
         }
         let shared = &*shared;
         let tasks: Vec<(usize, usize)> = tasks.into_iter().filter(|&(index, n)| plans[index][n].writes()).collect();

@@ -230,7 +230,7 @@ pub(in super::super) fn backward<T: Real>(
             }
             let (all, place) =
                 (sequence.keys + sequence.absent, |key| [sequence.batch, unit.kv_head, sequence.key_start + key]);
-            let counts = |key: &usize| *key < end && !unit.ignores(*key);
+            let counts = |key: &usize| *key < end && !unit.sequence.ignores(*key);
             let mut key = 0;
             while key < all {
                 let run = (key..all).take(most_rows).take_while(counts).count();

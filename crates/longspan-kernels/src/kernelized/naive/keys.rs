@@ -142,14 +142,14 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             present: arena.take(if problem.taylor.is_some() { whole } else { usize::from(padding.is_some()) * keys }),
             powers: arena.take(if unit.gamma == 1.0 { 0 } else { keys }),
             tile_width,
-            first: (0..keys).find(|&key| !unit.ignores(key)).unwrap_or(keys),
+            first: (0..keys).find(|&key| !unit.sequence.ignores(key)).unwrap_or(keys),
         };
         all.load(lift);
         for (n, power) in all.powers.iter_mut().rev().enumerate() {
             *power = unit.decay(n);
         }
         for (key, present) in all.present.iter_mut().enumerate() {
-            *present = if key >= keys || unit.ignores(key) { T::ZERO } else { T::ONE };
+            *present = if key >= keys || unit.sequence.ignores(key) { T::ZERO } else { T::ONE };
         }
         for key in (0..keys).step_by(tile_width.max(1)) {
             let (k, k_to) = (&all.k[(key * width).min(all.k.len())..], &mut *all.k_columns);
@@ -180,7 +180,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         }
         let mut highest = T::NEG_INFINITY;
         for (key, (top, shift)) in self.row_max.iter_mut().zip(&mut *self.shifts).enumerate() {
-            if unit.ignores(key) {
+            if unit.sequence.ignores(key) {
                 *top = T::NEG_INFINITY;
             } else if top.is_finite() {
                 highest = highest.max(*top);

@@ -4,7 +4,7 @@ use super::super::problem::Problem;
 use super::super::summary::Layout;
 use super::super::tile::{Buffers, Sizes};
 use super::far_sums::FarMemory;
-use super::segments::segment_count;
+use super::segments::{segment_count, whole_units};
 use crate::call::Arena;
 use crate::simd::Real;
 use crate::simd::rows::padded;
@@ -59,19 +59,13 @@ impl Memory {
         }
     }
 
-    /// Whether segments of a unit run side by side: only where the units alone would leave threads idle, since forming
-    /// the states first costs the products `φ(k) vᵀ` a second time.
-    pub fn split<T: Real>(&self, problem: &Problem<'_, T>) -> bool {
-        problem.units() < threads::count() && self.segments > 1
-    }
-
     pub fn states_len(&self) -> usize {
         (self.segments + 1) * self.summary
     }
 
-    /// Numbers shared between the tasks of a unit.
-    pub fn unit_len(&self, split: bool) -> usize {
-        if split { self.states_len() + self.far_len() } else { 0 }
+    /// Numbers shared between the tasks of a unit whose segments run side by side.
+    pub fn unit_len(&self) -> usize {
+        self.states_len() + self.far_len()
     }
 
     fn far_len(&self) -> usize {
@@ -84,8 +78,8 @@ impl Memory {
 
     /// Numbers of scratch that [`visit_rows`](super::visit_rows) takes beside the table's.
     pub fn visit_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        let workers = threads::count();
-        problem.units() * self.unit_len(self.split(problem)) + workers * self.worker_len(problem)
+        let cut = problem.units() - whole_units(problem);
+        cut * self.unit_len() + threads::count() * self.worker_len(problem)
     }
 
     pub fn far<'s, T: Real>(&self, arena: &mut Arena<'s, T>) -> FarMemory<'s, T> {

@@ -19,77 +19,81 @@ use crate::simd::Real;
 use crate::threads::parallel;
 pub(super) use far_sums::{FarSums, accumulate};
 pub(super) use memory::{Memory, Worker};
-pub(super) use segments::{Segment, cut, cut_count, first_row, segments};
+pub(super) use segments::{Segment, cut, cut_count, first_row, segments, whole_units};
 pub(super) use walk::{Scales, Scene, Visitor, Walk};
 
-/// Shows every row of a call to the visitor that `make` gives for its unit and segment, and leaves the state after the
-/// last row in `last`, one place a unit.
+/// Shows every row of the units from `from` on to the visitor that `make` gives for its unit and segment, and leaves the state after
+/// the last row in `last`, one place a unit. No unit is left out that [`whole_units`] does not count.
 pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
     problem: &Problem<'_, T>,
     memory: Memory,
     table: Option<Table<'_, T>>,
     make: &(impl Fn(usize, usize) -> V + Sync),
     last: Option<&[Place<'_, T>]>,
+    from: usize,
     scratch: &mut [T],
 ) {
-    let units = problem.units();
-    let split = memory.split(problem);
-    let states_len = memory.states_len();
-    let (per_unit, per_worker) = (memory.unit_len(split), memory.worker_len(problem));
-    let (shared, scratch) = scratch.split_at_mut(units * per_unit);
+    let whole = whole_units(problem);
+    let (per_unit, per_worker) = (memory.unit_len(), memory.worker_len(problem));
+    let (shared, scratch) = scratch.split_at_mut((problem.units() - whole) * per_unit);
     let call = Visit { problem, memory, table, make, last };
+    parallel(whole - from, scratch, per_worker, |n, scratch| call.unit(from + n, scratch));
 
-    if !split {
-        parallel(units, scratch, per_worker, |index, scratch| call.unit(index, scratch));
+    // The units that are left; `n` counts them.
+    let units = whole..problem.units();
+    if units.is_empty() {
         return;
     }
-    let plans: Vec<Vec<Segment>> = (0..units).map(|index| segments(problem, &problem.unit(index))).collect();
+    let states_len = memory.states_len();
+    let plans: Vec<Vec<Segment>> = units.clone().map(|index| segments(problem, &problem.unit(index))).collect();
     let tasks: Vec<(usize, usize)> =
         plans.iter().enumerate().flat_map(|(unit, plan)| (0..plan.len()).map(move |s| (unit, s))).collect();
     {
         let states = SharedRows::new(&mut *shared, [per_unit, 0, memory.summary]);
         parallel(tasks.len(), scratch, per_worker, |task, scratch| {
             let mut worker = memory.worker(problem, &mut Arena::new(scratch));
-            let (index, segment) = tasks[task];
+            let (n, segment) = tasks[task];
             // SAFETY: each (unit, segment) is one task's own.
-            let numbers = unsafe { states.row(index, 0, segment, memory.summary) };
-            call.summarize(index, plans[index][segment], numbers, &mut worker);
+            let numbers = unsafe { states.row(n, 0, segment, memory.summary) };
+            call.summarize(whole + n, plans[n][segment], numbers, &mut worker);
+        });
+        parallel(units.len(), scratch, per_worker, |n, scratch| {
+            let mut worker = memory.worker(problem, &mut Arena::new(scratch));
+            // SAFETY: each unit's states are one task's own.
+            let states = unsafe { states.row(n, 0, 0, per_unit) };
+            call.chain(whole + n, &plans[n], states, &mut worker);
         });
     }
-    for (index, shared) in shared.chunks_exact_mut(per_unit).enumerate() {
-        let mut worker = memory.worker(problem, &mut Arena::new(scratch));
-        call.chain(index, &plans[index], shared, &mut worker);
-    }
     let shared = &*shared;
-    let tasks: Vec<(usize, usize, Segment)> = (0..units)
-        .flat_map(|index| {
+    let tasks: Vec<(usize, usize, Segment)> = (0..units.len())
+        .flat_map(|n| {
             let rows = if problem.causal {
-                plans[index].clone()
+                plans[n].clone()
             } else {
-                cut(problem, 0, problem.unit(index).sequence.queries, problem.offset, true)
+                cut(problem, 0, problem.unit(whole + n).sequence.queries, problem.offset, true)
             };
-            rows.into_iter().enumerate().map(move |(n, segment)| (index, n, segment))
+            rows.into_iter().enumerate().map(move |(at, segment)| (n, at, segment))
         })
         .filter(|(_, _, segment)| segment.writes)
         .collect();
-    (0..units).for_each(|index| call.visit_unseen_rows(index));
+    units.for_each(|index| call.visit_unseen_rows(index));
     parallel(tasks.len(), scratch, per_worker, |task, scratch| {
         let mut worker = memory.worker(problem, &mut Arena::new(scratch));
-        let (index, n, segment) = tasks[task];
-        let states = &shared[index * per_unit..][..per_unit];
-        let state = |n: usize| SummaryRef::new(memory.layout, &states[n * memory.summary..][..memory.summary]);
+        let (n, at, segment) = tasks[task];
+        let (index, plan) = (whole + n, &plans[n]);
+        let states = &shared[n * per_unit..][..per_unit];
+        let state = |at: usize| SummaryRef::new(memory.layout, &states[at * memory.summary..][..memory.summary]);
         let walk = call.walk(index);
         worker.buffers.start(problem, &walk.unit);
         let Worker { buffers, running, local, checkpoints, .. } = &mut worker;
         let mut visitor = make(index, segment.number);
         if problem.causal {
             let mut local = Summary::new(memory.layout, local);
-            walk.causal(segment, state(n), (&mut local, false), running, Some(&mut visitor), buffers);
+            walk.causal(segment, state(at), (&mut local, false), running, Some(&mut visitor), buffers);
         } else {
-            let segments = plans[index].len();
+            let segments = plan.len();
             let (prefix, suffix) = memory.far_totals(&states[states_len..]);
-            let far =
-                FarSums { segment: segment_step(&plans[index]), width: problem.value_width, prefix, suffix, segments };
+            let far = FarSums { segment: segment_step(plan), width: problem.value_width, prefix, suffix, segments };
             let rows = (segment.from, segment.to);
             walk.bidirectional_rows(rows, state(segments), &far, &mut visitor, buffers, checkpoints);
             visitor.end(problem, &walk.unit);
@@ -97,7 +101,7 @@ pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
     });
 }
 
-/// The same of one unit alone, where segments do not run side by side.
+/// The same of one unit alone, its segments one after the other.
 pub(super) fn visit_unit<T: Real, V: Visitor<T>>(
     problem: &Problem<'_, T>,
     memory: Memory,

@@ -2,6 +2,7 @@
 
 use super::super::problem::{Problem, Unit};
 use crate::simd::Real;
+use crate::threads;
 
 /// A range of rows of one unit that forms its state from zero.
 #[derive(Debug, Clone, Copy)]
@@ -55,6 +56,20 @@ pub(super) fn segment_count<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T
         .map_or(0, |(first, before, _)| cut_count(problem, before) + cut_count(problem, unit.sequence.queries - first))
 }
 
+/// How many units, the first ones, are walked from end to end, one thread each: whole rounds of threads. The segments of the others
+/// run side by side where that ends sooner.
+pub(in crate::kernelized) fn whole_units<T: Real>(problem: &Problem<'_, T>) -> usize {
+    let tokens = problem.sequences.iter().map(|sequence| sequence.queries.max(sequence.keys)).max();
+    whole_of(problem.units(), tokens.map_or(0, |tokens| cut_count(problem, tokens)), threads::count())
+}
+
+/// The same of units of so many segments: to form their states first costs the products `φ(k) vᵀ`, a third of the work, a second time.
+fn whole_of(units: usize, segments: usize, threads: usize) -> usize {
+    let rest = units % threads;
+    let rounds = (rest * segments).div_ceil(threads);
+    if 4 * rounds < 3 * segments { units - rest } else { units }
+}
+
 /// How many segments [`cut`] makes of so many rows.
 pub(in crate::kernelized) fn cut_count<T: Real>(problem: &Problem<'_, T>, rows: usize) -> usize {
     rows.div_ceil(problem.segment(rows))
@@ -79,4 +94,49 @@ pub(in crate::kernelized) fn cut<T: Real>(
 /// The first row that stands at a key, or the number of rows.
 pub(in crate::kernelized) fn first_row<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
     if problem.causal { (-problem.offset).max(0).min(unit.sequence.queries as isize) as usize } else { 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The work of a call on one thread over `threads` times how long it takes on them, with units of equal length. A unit is one in
+    /// time, the state of all of its segments a third.
+    fn efficiency(units: usize, segments: usize, threads: usize) -> f64 {
+        let rounds = |tasks: usize| tasks.div_ceil(threads) as f64;
+        let whole = whole_of(units, segments, threads);
+        let cut = rounds((units - whole) * segments) / segments as f64;
+        units as f64 / threads as f64 / (rounds(whole) + cut * 4.0 / 3.0)
+    }
+
+    #[test]
+    fn heads_beyond_whole_rounds_are_shared_out() {
+        // Heads, thousands of tokens, threads; what whole heads alone gave.
+        for (units, segments, threads, before, least) in [
+            (8usize, 4, 6, 0.67, 0.80),
+            (9, 4, 8, 0.56, 0.84),
+            (12, 4, 8, 0.75, 0.90),
+            (32, 4, 6, 0.89, 0.94),
+            (9, 16, 8, 0.56, 0.96),
+            (1, 4, 2, 0.50, 0.75),
+            (1, 64, 64, 0.02, 0.75),
+            (8, 64, 64, 0.125, 0.75),
+        ] {
+            let alone = units as f64 / (threads * units.div_ceil(threads)) as f64;
+            assert!((alone - before).abs() < 0.005, "{units} on {threads}: {alone}");
+            let now = efficiency(units, segments, threads);
+            assert!(now > least - 0.005, "{units} on {threads}: {now}");
+        }
+    }
+
+    #[test]
+    fn no_number_of_threads_is_worse_than_whole_heads() {
+        for units in [1usize, 2, 4, 8, 9, 12, 32] {
+            for (segments, threads) in (1..=64).flat_map(|segments| (1..=64).map(move |threads| (segments, threads))) {
+                let alone = units as f64 / (threads * units.div_ceil(threads)) as f64;
+                let now = efficiency(units, segments, threads);
+                assert!(now > alone - 1e-9, "{units} of {segments} segments on {threads}: {now} for {alone}");
+            }
+        }
+    }
 }

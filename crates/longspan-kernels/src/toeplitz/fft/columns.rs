@@ -124,7 +124,7 @@ impl<'s> Keys<'s> {
             self.v.put(rows, (block, problem.value_width), value_dim);
         }
         for key in 0..keys {
-            self.v.numbers[value_dim * keys + key] = if unit.ignores(key) { 0.0 } else { 1.0 };
+            self.v.numbers[value_dim * keys + key] = if unit.sequence.ignores(key) { 0.0 } else { 1.0 };
         }
         self.norms.load(&self.k, &self.v);
         self.exponent = exponent.to_f64();
