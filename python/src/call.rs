@@ -27,6 +27,10 @@ pub struct Mechanism {
     operation: String,
 }
 
+fn is_position(parameter: &kernels::Parameter) -> bool {
+    parameter.name.ends_with("_positions")
+}
+
 /// Seconds of a forward call, whatever comes after it.
 fn forward_seconds(plan: &Plan, purpose: Purpose) -> Option<f64> {
     Some(plan.chosen(purpose)?.seconds(Purpose::Inference))
@@ -95,7 +99,9 @@ impl Mechanism {
         }
         let order = if is_causal { Order::Causal } else { Order::Bidirectional };
         let mask = OwnedMask { order, offset, ignored, packed: cu_seqlens };
-        Ok(Inputs { dims, q, k, v, parameters, mask })
+        let known = with_precision!(dtype.precision(), T => T::kernel(&*self.kernel).parameters(&dims));
+        let positions = known.iter().position(is_position);
+        Ok(Inputs { dims, q, k, v, parameters, positions, mask })
     }
 
     fn expect_groups(&self, heads: usize, kv_heads: usize) -> PyResult<()> {
@@ -123,8 +129,14 @@ impl Mechanism {
             return Err(self.wrong("parameters", expected, given.len()));
         }
         let check = |(parameter, value): (&kernels::Parameter, Bound<'py, PyAny>)| {
-            let name = if parameter.name == "relative" { "rel" } else { parameter.name };
-            let tensor = Tensor::like(&self.operation, name, &value, dtype)?.row_major()?;
+            let name = error::in_python(parameter.name);
+            let mut tensor = Tensor::new(&self.operation, name, &value)?;
+            // Positions may come in the precision of the sums: those of half precision are whole numbers from 256 or 2048 on.
+            let finer = is_position(parameter) && tensor.dtype() == dtype.precision().dtype();
+            if !finer {
+                tensor = tensor.expect(&self.operation, name, dtype)?;
+            }
+            let tensor = tensor.row_major()?;
             self.expect_shape(name, &tensor, &parameter.shape)?;
             Ok(tensor)
         };
@@ -198,8 +210,9 @@ impl Mechanism {
         let mut dq = FreshTensor::new(py, dims.q(), dtype, token_major[0])?;
         let mut dk = FreshTensor::new(py, [batch, kv_heads, keys, key_dim], dtype, token_major[1])?;
         let mut dv = FreshTensor::new(py, dims.v(), dtype, token_major[2])?;
-        let shapes = inputs.parameters.iter().map(Tensor::shape);
-        let mut d_parameters = shapes.map(|shape| Fresh::new(py, shape, dtype)).collect::<PyResult<Vec<_>>>()?;
+        let parameters = inputs.parameters.iter();
+        let mut d_parameters =
+            parameters.map(|p| Fresh::new(py, p.shape(), p.dtype())).collect::<PyResult<Vec<_>>>()?;
         let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(Fresh::numbers_mut).collect();
         let [out, denominators, d_out] = cotangent;
         let cotangent =
@@ -363,7 +376,10 @@ impl Mechanism {
         denominators: bool,
         token_major: bool,
     ) -> PyResult<Outcome<'py>> {
-        let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        let mut inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        if initial_state.is_none() && !final_state {
+            inputs.bring_positions_near()?;
+        }
         let want = Want { denominators, final_state, token_major };
         let initial = initial_state.as_deref();
         with_precision!(inputs.q.dtype().precision(), T => self.forward_as::<T>(py, &inputs, initial, want))
@@ -392,7 +408,10 @@ impl Mechanism {
         d_final_state: Option<PyRef<'py, State>>,
         token_major: [bool; 3],
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        let mut inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        if initial_state.is_none() && d_final_state.is_none() {
+            inputs.bring_positions_near()?;
+        }
         let operation = &*self.operation;
         let (dtype, precision) = (inputs.q.dtype(), inputs.q.dtype().precision());
         let dims = inputs.dims;

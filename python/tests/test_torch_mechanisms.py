@@ -109,6 +109,68 @@ def test_compile_without_a_break(name):
     torch.testing.assert_close(compiled(*arguments), function(*arguments, is_causal=True))
 
 
+@pytest.mark.parametrize("path", ["kernels", "compiled", "formulation"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_positions_far_from_zero_cost_no_digits(path, packed):
+    """Whole numbers, so that single precision holds every shift exactly: only differences matter."""
+    q, k, v, weights = torch.randn(4, 1, 1, 60, 4)
+    a, b, at = torch.rand(1, 4, 2) * 3, torch.zeros(1, 4), torch.arange(120.0).view(1, 60, 2)
+    mask, far = torch.zeros(1, 60, dtype=torch.bool), at.clone()
+    if not packed:
+        # An ignored key may stand anywhere.
+        mask[0, 7], far[0, 7] = True, float("nan") if path == "formulation" else 3e20
+    torch.compiler.reset()
+    compiled = torch.compile(in_the_plane, fullgraph=True, backend="aot_eager")
+
+    def gradients(q, k, v, a, b, p, r, weights):
+        options = {"cu_seqlens": ([0, 25, 60],) * 2} if packed else {"key_padding_mask": mask}
+        a, p = a.clone().requires_grad_(), p.clone().requires_grad_()
+        if path == "formulation":
+            out = chunked_attention(q, k, v, [a, b, p, r], mechanism="fourier", options='{"axes": 2}', is_causal=True, **options)
+        else:
+            out = (compiled if path == "compiled" else in_the_plane)(q, k, v, a, b, p, r, is_causal=True, **options)
+        return torch.autograd.grad((out * weights).sum(), (a, p))
+
+    expected = gradients(*(x.double() for x in (q, k, v, a, b, at, at, weights)))
+    for shift in (0.0, 1e3, 1e6, -4e6):
+        # Each sequence of a packed call has an origin of its own.
+        origin = torch.where(torch.arange(60) < 25, shift, 2 * shift if packed else shift)[None, :, None]
+        got = gradients(q, k, v, a, b, at + origin, far + origin, weights)
+        for ours, theirs in zip(got, expected):
+            assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_positions_of_a_half_precision_call_may_be_finer(half):
+    at = torch.arange(64.0).view(1, 64, 1) * 0.5 + 1000
+    module = MultiheadAttention(16, 2, batch_first=True, attention="fourier", axes=1).to(half)
+    x = torch.randn(1, 64, 16, dtype=half, requires_grad=True)
+
+    def called(at, x=x, module=module):
+        return module(x, x, x, is_causal=True, q_positions=at, k_positions=at)[0]
+
+    near, far = called(at - 1000), called(at)
+    assert near.dtype is half and torch.equal(near, far)
+    assert not torch.equal(called(at.to(half)), far)
+    wide = MultiheadAttention(16, 2, batch_first=True, attention="fourier", axes=1)
+    wide.load_state_dict(module.state_dict())
+    exact = called(at, x.float(), wide)
+    assert (far - exact).abs().max() < 0.02 * exact.abs().max()
+    at.requires_grad_()
+    q, parameters = torch.randn(1, 2, 64, 8, dtype=half), [torch.rand(2, 8, 1, dtype=half), torch.rand(2, 8, dtype=half)]
+    out = ops.fourier_attention(q, q, q, *parameters, q_positions=at, k_positions=at)
+    d_at = torch.autograd.grad(out.float().square().sum(), at)[0]
+    assert out.dtype is half and d_at.dtype is torch.float32 and d_at.abs().max() > 0
+    array = [tensor.float().numpy().astype("f2") for tensor in (q, *parameters)]
+    positions = at.detach().numpy()
+    numpy = ops.fourier_attention(array[0], array[0], array[0], *array[1:], q_positions=positions, k_positions=positions)
+    assert numpy.dtype == "f2"
+    step = [x[:, :, 0] for x in (q, q, q)]
+    assert ops.fourier_attention_step(*step, *parameters, q_positions=at[:, :1], k_positions=at[:, :1])[0].dtype is half
+    with pytest.raises(TypeError, match="k_positions: expected torch.*16 like q, got torch.float64"):
+        ops.fourier_attention(q, q, q, *parameters, q_positions=at, k_positions=at.double())
+
+
 @EVERY
 def test_another_device(name):
     function, parameters = CASES[name]

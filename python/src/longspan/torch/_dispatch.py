@@ -49,7 +49,7 @@ def attend(
         if transformed and with_state:
             raise _states_in_transform(operation)
     if not simple or key_padding_mask is not None:
-        check(operation, tensors, _calls.names(mechanism, parameters), key_padding_mask)
+        check(operation, tensors, _calls.names(mechanism, options, parameters), key_padding_mask)
     if transformed:
         return in_torch(call, tensors, key_padding_mask, _calls.boundaries(operation, cu_seqlens))
     if not simple and _triton.serves(q):
@@ -70,7 +70,7 @@ def attend(
     if simple:
         arrays = [as_array(tensor) for tensor in tensors]
     else:
-        arrays = as_arrays(operation, tensors, _calls.names(mechanism, parameters))
+        arrays = as_arrays(operation, tensors, _calls.names(mechanism, options, parameters))
     parameters = tuple(arrays[3:])
     ignored = None if key_padding_mask is None else key_padding_mask.numpy()
     native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
@@ -100,7 +100,7 @@ def step(
         )  # fmt: skip
         return out if with_token else out[:, :, 0], state
     state = _calls.plain_state(operation, "state", state)
-    names = _calls.names(mechanism, parameters)
+    names = _calls.names(mechanism, options, parameters)
     q, k, v, *rest = as_arrays(operation, (q, k, v, *parameters), names)
     parameters = tuple(rest)
     native = _calls.mechanism(mechanism, options, operation, parameters)
@@ -176,8 +176,8 @@ def _attend_with_states(
     shape = None if initial_state is None else (initial_state.mechanism, initial_state.options, initial_state.parts)
     initial = None if initial_state is None else initial_state.numbers
     found: list[Any] = []
-    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-        # Under autocast, as the operator does.
+    if _autocast(tensors[0].device) and any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        # As the operator does.
         tensors = [tensor.float() for tensor in tensors]
     out, numbers = _operators.EagerWithStates.apply(key_padding_mask, call, shape, found, initial, *tensors)
     return (out, TensorState(found[0], found[1], found[2], numbers)) if output_final_state else out
@@ -349,7 +349,7 @@ def _unreal(tensors: Sequence[Any]) -> bool:
 
 def _dispatches(kind: type) -> bool:
     own = getattr(kind, "__torch_dispatch__", None)
-    return issubclass(kind, Tensor) and getattr(own, "__func__", own) is not getattr(Tensor.__torch_dispatch__, "__func__", Tensor.__torch_dispatch__)
+    return issubclass(kind, Tensor) and own is not Tensor.__torch_dispatch__
 
 
 def _watched(tensors: Sequence[Tensor]) -> bool:
@@ -387,7 +387,9 @@ def check(operation: str, tensors: Sequence[Any], names: Sequence[str], key_padd
             raise ValueError(f"{operation}: {name}: expected a tensor on {q.device} like q, got {tensor.device}")
         if tensor.dtype not in _FLOATS:
             raise TypeError(f"{operation}: {name}: expected float32, float64, float16 or bfloat16, got {tensor.dtype}")
-        if tensor.dtype != q.dtype and not _autocast(q.device):
+        # Positions may be finer than half precision.
+        fine = q.dtype in _HALVES and tensor.dtype is torch.float32 and name.endswith("_positions")
+        if tensor.dtype != q.dtype and not fine and not _autocast(q.device):
             raise TypeError(f"{operation}: {name}: expected {q.dtype} like q, got {tensor.dtype}")
         if tensor.layout != torch.strided:
             raise TypeError(f"{operation}: {name}: expected a dense tensor, got {tensor.layout}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -70,7 +69,7 @@ class Attention(nn.Module):
         self._own: tuple[str, ...] = ()
         self._maps: tuple[str, ...] = ()
         #: Whether an output depends on where its query stands.
-        self.sees_order = self.mechanism not in WITHOUT_ORDER or json.loads(options).get("decay") is not None
+        self.sees_order = self.mechanism not in WITHOUT_ORDER or _calls.settings(options).get("decay") is not None
 
     @property
     def key_dim(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .features import MAPS, elementwise, lift
 
@@ -73,14 +74,31 @@ class Call:
             k = k - k.amax((2, 3), keepdim=True).detach() if k.numel() else k
         return MAPS[name](q), MAPS[name](k)
 
-    def row_ranges(self, numbers_per_row: int) -> Iterator[tuple[slice, Tensor]]:
-        """A few rows at a time, and ``j - (i + offset)`` of their pairs, ``[rows, keys]``; without queries one range of no row."""
+    def by_rows(self, numbers_per_row: int, piece: Callable[[slice, Tensor], Tensor]) -> Tensor:
+        """``piece(rows, distance)`` of a few rows at a time, ``distance`` being ``j - (i + offset)`` of their pairs, ``[rows, keys]``;
+        without queries of no row. Autograd keeps no weights of pairs: the backward computes them again."""
         queries, device = self.q.shape[2], self.q.device
         step = max(1, _PAIRS // max(1, self.q.shape[0] * self.q.shape[1] * numbers_per_row))
-        for start in range(0, max(queries, 1), step):
-            stop = min(start + step, queries)
-            token = torch.arange(start, stop, device=device) + self.offset
-            yield slice(start, stop), torch.arange(self.k.shape[2], device=device)[None, :] - token[:, None]
+
+        def computed(rows: slice) -> Tensor:
+            token = torch.arange(rows.start, rows.stop, device=device) + self.offset
+            return piece(rows, torch.arange(self.k.shape[2], device=device)[None, :] - token[:, None])
+
+        ranges = [slice(start, min(start + step, queries)) for start in range(0, max(queries, 1), step)]
+        if _records():
+            return torch.cat([checkpoint(computed, rows, use_reentrant=False, preserve_rng_state=False) for rows in ranges], 2)
+        return torch.cat([computed(rows) for rows in ranges], 2)
+
+
+# Where a version of torch lacks it, what autograd saves is kept.
+_interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+
+
+def _records() -> bool:
+    """Whether autograd alone keeps what a backward needs: torch.func takes no hooks of saved tensors, a compiler decides itself."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return _interpreter is not None and _interpreter() is None
 
 
 def divide(sums: Tensor, normalize: bool = True) -> Tensor:

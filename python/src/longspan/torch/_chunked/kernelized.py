@@ -218,6 +218,18 @@ class _Causal:
         return scores * _power(self.gamma, (token[:, None] - key[None, :]).clamp(min=0))
 
 
+def _near(at_query: Tensor, at_key: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions counted from the one nearest to zero, those of ignored keys 0. Only differences matter to outputs, but gradients of
+    frequencies are sums of products with positions, and lose the digits that all of them share."""
+    at_key = at_key.masked_fill(~there, 0)
+    if at_query.shape[1] == 0:
+        return at_query, at_key
+    least = torch.cat([at_query, at_key.masked_fill(~there, torch.inf)], 1).amin(1, keepdim=True)
+    greatest = torch.cat([at_query, at_key.masked_fill(~there, -torch.inf)], 1).amax(1, keepdim=True)
+    origin = (least.clamp(min=0) + greatest.clamp(max=0)).detach()
+    return at_query - origin, at_key - origin
+
+
 def fourier(call: Call) -> Tensor:
     """`longspan.ops.fourier_attention`: kernelized attention over turned features."""
     settings = call.settings
@@ -229,6 +241,7 @@ def fourier(call: Call) -> Tensor:
     a, *rest = call.parameters
     if settings.get("axes"):
         *rest, at_query, at_key = rest
+        at_query, at_key = _near(at_query, at_key, there[:, 0] > 0)
     else:
         at_query = torch.arange(call.q.shape[2], dtype=k.dtype, device=k.device)[None, :, None] + call.offset
         at_key = torch.arange(k.shape[2], dtype=k.dtype, device=k.device)[None, :, None]
