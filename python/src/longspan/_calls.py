@@ -6,6 +6,7 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,10 +110,11 @@ def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] |
     lists: list[list[int]] = []
     for bounds in cu_seqlens if pair else (cu_seqlens,):
         try:
-            numbers = bounds.tolist() if hasattr(bounds, "tolist") else list(bounds)
+            given = bounds.tolist() if hasattr(bounds, "tolist") else list(bounds)
+            numbers = [int(number) for number in given if isinstance(number, Integral) and not isinstance(number, bool)]
         except TypeError:
-            numbers = [None]
-        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            given, numbers = [None], []
+        if len(numbers) != len(given):
             raise TypeError(f"{operation}: cu_seqlens: expected integers, or a pair of such lists, got {cu_seqlens!r}")
         if any(not 0 <= number < 1 << 63 for number in numbers):
             raise ValueError(f"{operation}: cu_seqlens: expected numbers from 0 to 2**63 - 1, got {numbers}")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .. import _calls
+from .. import _calls, _options
 from .._native import State
 from . import _combine, _dispatch, _operators
 from ._modules import refuse_hooks
@@ -56,8 +56,7 @@ class Attention(nn.Module):
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", kv_heads)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{type(self).__name__}: {name}: expected an integer from 1 on, got {size!r}")
+            _options.expect_integer(type(self).__name__, name, size, 1, _options.MOST)
         if num_heads % kv_heads:
             raise ValueError(f"{type(self).__name__}: num_kv_heads: expected a divisor of num_heads = {num_heads}, "
                              f"got {kv_heads}")  # fmt: skip

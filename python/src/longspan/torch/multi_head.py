@@ -243,11 +243,13 @@ class MultiheadAttention(nn.Module):
             tokens.
         """
         refuse_hooks(self)
+        if token.dim() != 2 or token.shape[1] != self.embed_dim:
+            raise ValueError(f"{type(self).__name__}.step: token: expected shape (batch, {self.embed_dim}), got shape {tuple(token.shape)}")
         # Asked of the dictionaries: `nn.Module.__getattr__` takes as long as a small product.
         modules, learned = self._modules, self._parameters
         attention: Any = modules["attention"]
         weight = learned.get("in_proj_weight")
-        if positions is None and token.dim() == 2 and weight is not None and "in_proj_bias" in learned:
+        if positions is None and weight is not None and "in_proj_bias" in learned:
             together = F.linear(token, weight, learned["in_proj_bias"])
             if isinstance(attention, Attention):
                 done = attention.step_together(together, self._head_counts, self._widths, state)
@@ -302,11 +304,23 @@ def _ignored(mask: Tensor | None, name: str = "key_padding_mask") -> Tensor | No
     return ignored
 
 
+def _is_causal(masked: Tensor) -> bool:
+    """Whether row ``i`` hides the keys after ``i`` and no others, found without a second mask to compare with."""
+    queries, keys = masked.shape
+    seen = torch.arange(1, queries + 1, device=masked.device).clamp(max=keys)
+    if keys == 0 or not torch.equal(keys - masked.sum(1), seen):
+        return keys == 0
+    # As many as there are after `i`, and the first of them is the next one.
+    hiding = masked[: keys - 1]
+    return torch.equal(hiding.view(torch.uint8).argmax(1), seen[: len(hiding)])
+
+
 def _understood(
     attn_mask: Tensor, ignored: Tensor | None, batch: int, queries: int, keys: int
 ) -> tuple[bool, Tensor | None]:
     """Whether a mask of pairs is the causal one, and which keys are ignored if it is the same for all queries."""
-    expected = "expected a causal mask, or one that ignores the same keys for all queries (others take quadratic time)"
+    expected = ("expected a causal mask, or one that ignores the same keys for all queries (others take quadratic time; of one whose "
+                "last row sees all keys, is_causal=True and offset=keys - queries)")  # fmt: skip
     if torch.compiler.is_compiling():
         raise ValueError("MultiheadAttention: attn_mask: expected None in a compiled function, which cannot look at it; say "
                          "is_causal=True or key_padding_mask instead")  # fmt: skip
@@ -315,7 +329,7 @@ def _understood(
                          f"{tuple(attn_mask.shape)}")  # fmt: skip
     masked = _ignored(attn_mask, "attn_mask")
     assert masked is not None
-    if torch.equal(masked, torch.ones_like(masked).triu(1)):
+    if _is_causal(masked):
         return True, ignored
     if queries and not bool((masked == masked[:1]).all()):
         raise ValueError(f"MultiheadAttention: attn_mask: {expected}, got another one")
