@@ -82,6 +82,7 @@ impl Mechanism {
         let [_, kv_heads, keys, _] = k.shape4(operation, "k", axes)?;
         let [.., value_dim] = v.shape4(operation, "v", axes)?;
         let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
+        self.expect_features(&dims)?;
         self.expect_shape("k", &k, &[batch, kv_heads, keys, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, keys, value_dim])?;
         self.expect_groups(heads, kv_heads)?;
@@ -102,6 +103,15 @@ impl Mechanism {
         let known = with_precision!(dtype.precision(), T => T::kernel(&*self.kernel).parameters(&dims));
         let positions = known.iter().position(is_position);
         Ok(Inputs { dims, q, k, v, parameters, positions, mask })
+    }
+
+    /// Without features weights have no value under some maps.
+    fn expect_features(&self, dims: &Dims) -> PyResult<()> {
+        if dims.head_dim == 0 && dims.value_dim > 0 {
+            Err(self.wrong("q", "heads of 1 feature or more", 0))
+        } else {
+            Ok(())
+        }
     }
 
     fn expect_groups(&self, heads: usize, kv_heads: usize) -> PyResult<()> {
@@ -451,6 +461,7 @@ impl Mechanism {
         let [_, kv_heads, _] = three("k", &k)?;
         let [.., value_dim] = three("v", &v)?;
         let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
+        self.expect_features(&dims)?;
         self.expect_shape("k", &k, &[batch, kv_heads, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, value_dim])?;
         self.expect_groups(heads, kv_heads)?;

@@ -10,6 +10,9 @@ use crate::call::Mechanism;
 use crate::precise::Precise;
 use crate::signals;
 
+/// A batch entry, and its queries and keys that belong together.
+type Sequence = (usize, Range<usize>, Range<usize>);
+
 /// Boundaries of packed sequences on the query and the key axis.
 pub type Boundaries = (Vec<usize>, Vec<usize>);
 
@@ -45,8 +48,8 @@ pub struct Inputs<'py> {
 }
 
 impl OwnedMask {
-    /// The ranges of queries and keys that belong together, each with its batch entry; `None` where boundaries fit no call.
-    fn sequences(&self, dims: &Dims) -> Option<Vec<(usize, Range<usize>, Range<usize>)>> {
+    /// The sequences of a call; `None` where boundaries fit none.
+    fn sequences(&self, dims: &Dims) -> Option<Vec<Sequence>> {
         let Some((queries, keys)) = &self.packed else {
             return Some((0..dims.batch).map(|entry| (entry, 0..dims.queries, 0..dims.keys)).collect());
         };

@@ -455,3 +455,14 @@ def test_fuzzed_states():
                 assert str(error), name
                 errors += 1
     assert answers and errors
+
+
+@pytest.mark.parametrize("feature_map", ["elu+1", "exp", "prf"])
+def test_heads_without_features_are_refused(feature_map):
+    q, v = zeros(1, 1, 3, 0), zeros(1, 1, 3, 2)
+    calls = [lambda: ops.kernelized_attention(q, q, v, feature_map=feature_map),
+             lambda: ops.kernelized_attention_step(q[:, :, 0], q[:, :, 0], v[:, :, 0], feature_map=feature_map)]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match="q: expected heads of 1 feature or more, got 0"):
+            call()
+    assert ops.kernelized_attention(zeros(1, 1, 3, 2), zeros(1, 1, 3, 2), q).shape == (1, 1, 3, 0)

@@ -90,6 +90,13 @@ class Attention(nn.Module):
                                  "got a tensor")  # fmt: skip
         return self._learned()
 
+    @staticmethod
+    def _like(q: Tensor, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Parameters of half precision for queries in float32."""
+        if getattr(q, "dtype", None) is torch.float32 and any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters):
+            return tuple([parameter.float() for parameter in parameters])
+        return parameters
+
     def _learn(self, own: dict[str, Tensor], place: dict[str, Any], feature_map: str = "") -> None:
         """Makes and draws what is learned: ``own``, in the kernels' order, and the matrices of a feature map that learns. Refuses
         wrong options now rather than when the module is first called."""
@@ -146,9 +153,9 @@ class Attention(nn.Module):
         Tensor ``[B, H, Lq, dv]``, or ``(Tensor, state)``
             Laid out token by token. The state is a `TensorState` where gradients are recorded.
         """
+        parameters = self._like(q, self._parameters_at(q_positions, k_positions))
         return _dispatch.attend(
-            type(self).__name__, self.mechanism, self._options, q, k, v, self._parameters_at(q_positions, k_positions),
-            is_causal, offset,
+            type(self).__name__, self.mechanism, self._options, q, k, v, parameters, is_causal, offset,
             key_padding_mask, cu_seqlens, initial_state, output_final_state, token_major=True,
         )  # fmt: skip
 
@@ -175,7 +182,7 @@ class Attention(nn.Module):
         """
         refuse_hooks(self)
         name = type(self).__name__
-        learned = self._parameters_at(q_positions, k_positions)
+        learned = self._like(q, self._parameters_at(q_positions, k_positions))
         out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
         return out
 

@@ -13,7 +13,7 @@ from .._native import State
 from ._modules import call, refuse_hooks
 from ._states import TensorState
 from .attention import Attention
-from .gated_norm import GatedRMSNorm
+from .gated_norm import GatedRMSNorm, before_norm
 from .mechanisms import build
 
 
@@ -208,6 +208,8 @@ class MultiheadAttention(nn.Module):
         more = {name: value for name, value in more.items() if value is not None}
         if output_final_state:
             more["output_final_state"] = True
+        if self.gated_attention:
+            q, k, v = before_norm(q, k, v)
         out = self.attention(q, k, v, is_causal=is_causal, offset=offset, key_padding_mask=ignored, **more)
         if output_final_state:
             out, state = out
@@ -251,7 +253,7 @@ class MultiheadAttention(nn.Module):
         weight = learned.get("in_proj_weight")
         if positions is None and weight is not None and "in_proj_bias" in learned:
             together = F.linear(token, weight, learned["in_proj_bias"])
-            if isinstance(attention, Attention):
+            if isinstance(attention, Attention) and not (self.gated_attention and together.dtype is torch.float16):
                 done = attention.step_together(together, self._head_counts, self._widths, state)
                 if done is not None:
                     out, after = done
@@ -264,6 +266,8 @@ class MultiheadAttention(nn.Module):
         sizes = zip(projected, self._head_counts, self._widths)
         q, k, v = (x.reshape(len(token), heads, width // heads) for x, heads, width in sizes)
         more = {} if positions is None else {"q_positions": positions, "k_positions": positions}
+        if self.gated_attention:
+            q, k, v = before_norm(q, k, v)
         out, after = attention.step(q, k, v, state, **more)
         out = out.flatten(1)
         if self.gated_attention:
