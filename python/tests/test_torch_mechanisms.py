@@ -1,5 +1,6 @@
 """Gradients, compilation and other devices of Fourier and Toeplitz positions and AFT."""
 
+import json
 from functools import partial
 
 import pytest
@@ -244,6 +245,76 @@ def test_large_keys_of_one_sequence_do_not_erase_another_in_the_formulation(mech
     # Nor does what is not finite reach it.
     k[1, 0, 0, 0] = float("nan")
     torch.testing.assert_close(chunked_attention(q, k, v, parameters, mechanism=mechanism, options=options)[0], both[0])
+
+
+FAR_APART = {
+    "kernelized": ([], {}), "kernelized that decays": ([], {"decay": [0.1, 0.9]}), "raw": ([draw(4, 5, 8)], {"rel_feature_map": "identity"}),
+    "shaw": ([draw(4, 5, 4)], {}), "shaw that decays": ([draw(4, 5, 4)], {"decay": [0.1, 0.9]}), "fourier": ([draw(2, 4, 1), EACH[0]], {}),
+    "fourier unrotated": ([draw(2, 4, 1), *EACH[:2]], {"normalizer": "unrotated"}), "toeplitz": ([draw(4, 5)], {"kind": "clipped"}),
+    "hedgehog": ([draw(4, 4, 4), draw(2, 4, 4)], {"feature_map": "hedgehog:exp"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", FAR_APART)
+def test_keys_far_apart_under_exp_in_the_formulation(name, is_causal):
+    """A row is a mean of what it sees: neither a later key, nor one that has decayed, nor an ignored one makes it vanish."""
+    parameters, options = FAR_APART[name]
+    mechanism = "kernelized" if name == "hedgehog" else "shaw" if name == "raw" else name.split()[0]
+    if "decay" in options and not is_causal:
+        pytest.skip("a decay has an order")
+    options = {"feature_map": "exp", **options}
+    queries = 300
+    q, k, v = draw(1, 4, queries, 4), draw(1, 2, queries, 4, seed=1), draw(1, 2, queries, 4, seed=2)
+    if name == "raw":
+        parameters = [parameters[0][..., :4].exp()]
+    scale = 20 if name == "hedgehog" else 1
+    k[:, :, :100], k[:, :, 100:200], k[:, :, 250] = k[:, :, :100] - 150 / scale, k[:, :, 100:200] + 200 / scale, 400 / scale
+    ignored = torch.zeros(1, queries, dtype=torch.bool)
+    ignored[:, 250] = ignored[:, :3] = True
+
+    def formulated(q, k, v, *parameters):
+        return chunked_attention(q, k, v, parameters, mechanism=mechanism, options=json.dumps(options), is_causal=is_causal,
+                                 key_padding_mask=ignored)  # fmt: skip
+
+    wide, single = [leaves(*(x.to(dtype) for x in (q, k, v, *parameters))) for dtype in (torch.float64, torch.float32)]
+    # Exponents up to 400 fit doubles, so that a formula needs no shift.
+    expected, got = definition_under_exp(wide, mechanism, options, is_causal, ignored), formulated(*single)
+    torch.testing.assert_close(got.double(), expected, rtol=2e-3, atol=2e-4)
+    weights = draw(*expected.shape)
+    first, second = torch.autograd.grad((expected * weights).sum(), wide[2]), torch.autograd.grad((got * weights).sum(), single[2])
+    torch.testing.assert_close(second[0].double(), first[0], rtol=2e-3, atol=2e-3)
+
+
+def definition_under_exp(tensors, mechanism, options, is_causal, ignored):
+    """Pair by pair."""
+    q, k, v, *parameters = tensors
+    k, v, length = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), q.shape[2]
+    distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+    if options["feature_map"].startswith("hedgehog"):
+        of_queries, of_keys = parameters
+        q, k = q @ of_queries.mT, k @ of_keys.repeat_interleave(2, 0).mT
+        q, k, parameters = torch.cat([q, -q], -1), torch.cat([k, -k], -1), []
+    phi_q, phi_k = q.exp(), k.exp()
+    if mechanism == "fourier":
+        a, b, *c = parameters
+        turns = a[..., 0].repeat_interleave(2, 0)[:, None, None] * -distance[..., None] + b[:, None, None]
+        each = torch.einsum("bhim,bhjm->bhijm", phi_q, phi_k)
+        weights = (each * (turns.cos() * (c[0][:, None, None] if c else 1) + (0 if c else 1))).sum(-1)
+        divisors = (each if c else each * (turns.cos() + 1)).sum(-1)
+    else:
+        weights = phi_q @ phi_k.mT
+        if mechanism == "shaw":
+            rows = parameters[0] if options.get("rel_feature_map") else parameters[0].exp()
+            weights = weights + (phi_q @ rows.mT).gather(-1, (distance.clamp(-2, 2) + 2).expand(1, 4, -1, -1))
+        if mechanism == "toeplitz":
+            weights = weights * parameters[0][:, distance.clamp(-2, 2) + 2].exp()
+        divisors = weights
+    seen = ~ignored[:, None, None, :] & ((distance <= 0) if is_causal else torch.ones_like(distance, dtype=torch.bool))
+    if "decay" in options:
+        seen = seen * torch.tensor(options["decay"]).double().repeat_interleave(2)[:, None, None] ** distance.neg().clamp(min=0)
+    weights, divisors = weights * seen, (divisors * seen).sum(-1, keepdim=True)
+    return torch.where(divisors == 0, 0, (weights @ v) / torch.where(divisors == 0, 1, divisors))
 
 
 def test_packed_sequences_beside_a_padding_mask_are_refused_by_the_formulation():

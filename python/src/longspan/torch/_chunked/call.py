@@ -31,6 +31,8 @@ class Call:
     is_causal: bool = False
     offset: int = 0
     key_padding_mask: Tensor | None = None
+    #: Logarithms of factors of the keys' features, for sums that the caller divides.
+    exponents: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -62,17 +64,23 @@ class Call:
         # Selected, not multiplied: 0 times a NaN in the padding would be NaN.
         return k.masked_fill(ignored, 0), v.masked_fill(ignored, 0), (~ignored).to(k.dtype)
 
-    def features(self, k: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Those of the queries, and of the keys ``k``."""
+    def features(self, k: Tensor, divided: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the queries, and of the keys ``k`` times ``exp(-exponents)`` with these exponents, ``[batch, heads, keys, 1]``: each key's
+        own, since one for all would make the smaller ones vanish; -inf where a key is ignored."""
         whole = self.settings.get("feature_map", "elu+1")
         name = elementwise(whole)
         q, k = lift(whole, self.q, self.maps[0]), lift(whole, k, self.maps[1])
-        if name == "exp" and normalize:
+        exponents = k.new_zeros((*k.shape[:3], 1)) if self.exponents is None else self.exponents
+        if name == "exp" and divided and k.shape[-1]:
             # Cancels in the division; without it the exponentials overflow.
-            q = q - q.amax(dim=-1, keepdim=True).detach() if q.shape[-1] else q
-            # One exponent for each sequence and head: another sequence's keys are none of its business.
-            k = k - k.amax((2, 3), keepdim=True).detach() if k.numel() else k
-        return MAPS[name](q), MAPS[name](k)
+            q = q - q.amax(dim=-1, keepdim=True).detach()
+            exponents = k.amax(dim=-1, keepdim=True).detach()
+            k = k - exponents
+        features = MAPS[name](k)
+        if self.key_padding_mask is not None:
+            ignored = self.key_padding_mask[:, None, :, None]
+            features, exponents = features.masked_fill(ignored, 0), exponents.masked_fill(ignored, -torch.inf)
+        return MAPS[name](q), features, exponents
 
     def by_rows(self, numbers_per_row: int, piece: Callable[[slice, Tensor], Tensor]) -> Tensor:
         """``piece(rows, distance)`` of a few rows at a time, ``distance`` being ``j - (i + offset)`` of their pairs, ``[rows, keys]``;

@@ -16,20 +16,19 @@ def toeplitz(call: Call) -> Tensor:
     settings, (table,) = call.settings, call.parameters
     normalize = settings.get("normalize", True)
     k, v, there = call.without_padding()
-    left, right = call.features(k, normalize)
-    right, values = (right * there).repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
+    left, *of_keys = call.features(k, normalize)
+    right, exponents, values = (x.repeat_interleave(call.group, 1) for x in (*of_keys, v))
     values = torch.cat([values, there.expand(-1, left.shape[1], -1, -1)], -1)
     bias = table.flatten(1)
-    if normalize and bias.numel():
-        bias = bias - bias.amax(1, keepdim=True).detach()
     if not call.is_causal and not _covered(table, settings, call):
         raise ValueError(f"toeplitz: bias: expected an entry for every distance of the call, got shape {tuple(table.shape)}")
 
     def piece(rows: slice, distance: Tensor) -> Tensor:
         entry, reached = _entries(table, settings, rows.start + call.offset, distance)
         hidden = ~reached | (distance > 0) if call.is_causal else ~reached
-        weights = bias[:, entry].exp() * (left[:, :, rows] @ right.transpose(-1, -2))
-        return weights.masked_fill(hidden, 0) @ values
+        logs = bias[:, entry] + exponents.transpose(-1, -2)
+        weights = exponentials(logs, ~hidden) if normalize else logs.exp().masked_fill(hidden, 0)
+        return (weights * (left[:, :, rows] @ right.transpose(-1, -2))) @ values
 
     return divide(call.by_rows(k.shape[2], piece), normalize)
 
