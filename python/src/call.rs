@@ -126,12 +126,7 @@ impl Mechanism {
         with_precision!(precision, T => T::kernel(&*self.kernel).key_dim(dims))
     }
 
-    pub fn parameters<'py>(
-        &self,
-        dims: &Dims,
-        dtype: Dtype,
-        given: &Bound<'py, PyTuple>,
-    ) -> PyResult<Vec<Tensor<'py>>> {
+    fn parameters<'py>(&self, dims: &Dims, dtype: Dtype, given: &Bound<'py, PyTuple>) -> PyResult<Vec<Tensor<'py>>> {
         let expected = with_precision!(dtype.precision(), T => T::kernel(&*self.kernel).parameters(dims));
         if expected.len() != given.len() {
             let names: Vec<&str> = expected.iter().map(|p| p.name).collect();
@@ -153,7 +148,7 @@ impl Mechanism {
         expected.iter().zip(given.iter()).map(check).collect()
     }
 
-    pub fn expect_shape(&self, argument: &str, tensor: &Tensor<'_>, expected: &[usize]) -> PyResult<()> {
+    fn expect_shape(&self, argument: &str, tensor: &Tensor<'_>, expected: &[usize]) -> PyResult<()> {
         if tensor.shape() == expected {
             return Ok(());
         }
@@ -267,7 +262,7 @@ impl Mechanism {
     }
 
     /// The state that a step begins with.
-    pub fn state_of_step<'py>(
+    fn state_of_step<'py>(
         &self,
         py: Python<'py>,
         dims: &Dims,
@@ -282,12 +277,7 @@ impl Mechanism {
     }
 
     /// The same to be changed, if nobody else is changing it and it is of these sequences and heads.
-    pub fn held<'py>(
-        &self,
-        state: &Bound<'py, State>,
-        batch: usize,
-        kv_heads: usize,
-    ) -> PyResult<PyRefMut<'py, State>> {
+    fn held<'py>(&self, state: &Bound<'py, State>, batch: usize, kv_heads: usize) -> PyResult<PyRefMut<'py, State>> {
         let held = state.try_borrow_mut().map_err(|_| {
             PyRuntimeError::new_err(format!(
                 "{}: state: expected one that no other thread is using, got one in use",
@@ -304,7 +294,7 @@ impl Mechanism {
     }
 
     /// Its numbers, if they are of this type.
-    pub fn state_mut<'a, T: Precise>(&self, state: &'a mut State) -> PyResult<&'a mut kernels::State<T>> {
+    fn state_mut<'a, T: Precise>(&self, state: &'a mut State) -> PyResult<&'a mut kernels::State<T>> {
         if T::unwrap(state).is_none() {
             return Err(self.other_precision::<T>("state", state));
         }

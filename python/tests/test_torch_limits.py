@@ -78,7 +78,7 @@ def test_a_step_takes_no_axis_of_tokens() -> None:
     with pytest.raises(ValueError, match=r"token: expected shape \(batch, d_model\)"):
         decoder.step(x[:, :1], x)
     assert encoder.step(x[:, 0])[0].shape == (3, 16)
-    for wrong in (x[0, 0], x[:, :1], x[:, 0, :8]):
+    for wrong in (x[0, 0], x[:1, :3], x[:, 0, :8]):
         with pytest.raises(ValueError, match=r"MultiheadAttention.step: token: expected shape \(batch, 16\), got shape"):
             encoder.self_attn.step(wrong)
 

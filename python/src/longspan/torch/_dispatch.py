@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import _calls, _native
+from .. import _calls
 from .._calls import Request
 from .._native import State
 from . import _operators, _triton
@@ -126,32 +126,6 @@ def step_together(
     native = _calls.mechanism(mechanism, options, operation, arrays)
     out, state = named(mechanism, "step", native.step)(token[0], token[1], token[2], arrays, state)
     return _operators.as_tensor(out.reshape(len(array), heads[0] * out.shape[2])), state
-
-
-def encoder_layer_step(
-    operation: str, mechanism: str, options: str, token: Tensor, weights: Sequence[Tensor | None],
-    parameters: tuple[Tensor, ...], layer: tuple[tuple[int, int], tuple[float, float], str, bool], state: Any,
-) -> tuple[Tensor, State] | None:  # fmt: skip
-    """One token through a whole encoder layer in one call. ``None`` where it has to be one of tensors: other types than float32,
-    gradients, a compiler, more rows than a few, of which torch's products are faster."""
-    if token.dtype is not torch.float32 or token.dim() != 2 or len(token) > _FEW_ROWS:
-        return None
-    if not (state is None or type(state) is State) or forward_ad._current_level >= 0:
-        return None
-    if not _simple([token, *parameters, *[weight for weight in weights if weight is not None]]):
-        return None
-    arrays = tuple([as_array(parameter) for parameter in parameters])
-    native = _calls.mechanism(mechanism, options, operation, arrays)
-    heads, epsilons, activation, norm_first = layer
-    learned = tuple([None if weight is None else as_array(weight) for weight in weights])
-    out, state = named(mechanism, "encoder layer step", _native.encoder_layer_step)(
-        native, as_array(token), learned, arrays, heads, epsilons, activation, norm_first, state
-    )  # fmt: skip
-    return _operators.as_tensor(out), state
-
-
-#: Rows that read a weight one after the other.
-_FEW_ROWS = 4
 
 
 def _learning(tensors: Sequence[Tensor], initial_state: Any) -> bool:

@@ -198,17 +198,6 @@ class Attention(nn.Module):
         name = type(self).__name__
         return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
 
-    def encoder_layer_step(
-        self, token: Tensor, weights: Sequence[Tensor | None], layer: tuple[tuple[int, int], tuple[float, float], str, bool],
-        state: Any,
-    ) -> tuple[Tensor, State] | None:  # fmt: skip
-        """`step` with the encoder layer around it, or ``None`` as in `step_together`."""
-        if not self._steps_unseen():
-            return None
-        learned = self._parameters_at(None, None)
-        name = type(self).__name__
-        return _dispatch.encoder_layer_step(name, self.mechanism, self._options, token, weights, learned, layer, state)
-
     def _steps_unseen(self) -> bool:
         own = type(self).step is Attention.step and "step" not in self.__dict__
         return own and not self._forward_hooks and not self._forward_pre_hooks

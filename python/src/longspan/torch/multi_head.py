@@ -245,6 +245,8 @@ class MultiheadAttention(nn.Module):
             tokens.
         """
         refuse_hooks(self)
+        if token.dim() == 3 and token.shape[1] == 1:
+            token = token[:, 0]
         if token.dim() != 2 or token.shape[1] != self.embed_dim:
             raise ValueError(f"{type(self).__name__}.step: token: expected shape (batch, {self.embed_dim}), got shape {tuple(token.shape)}")
         # Asked of the dictionaries: `nn.Module.__getattr__` takes as long as a small product.
