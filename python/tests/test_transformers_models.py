@@ -35,6 +35,8 @@ def train(place, flag, contents, *settings):
     data.write_text(contents)
     # The command refuses settings that a kind of run does not use.
     unused = ("encoder_layers", "decoder_layers") if flag != "--pairs" else ("layers",)
+    mechanisms = next((setting for setting in settings if setting.startswith("attention=")), "attention=shaw")
+    unused += () if "shaw" in mechanisms else ("radius",)
     most = [] if flag == "--text" else ["max_tokens=40"]
     most += ["base=false"] if flag == "--labelled" else []
     settings = [*(f"{name}={size}" for name, size in SIZES.items() if name not in unused), *most, *settings]

@@ -82,7 +82,7 @@ class Over:
         try:
             if output_final_state:
                 raise ValueError(f"{operation}: output_final_state: expected False over several processes, got True")
-            _dispatch.check(operation, tensors, _calls.names(asked.mechanism, asked.options, tensors[3:]), key_padding_mask)
+            _dispatch.check(asked, tensors, key_padding_mask)
             with torch.autocast(device.type, enabled=False):
                 call = _Stretch(asked, tensors, key_padding_mask, cu_seqlens)
         except Exception as error:

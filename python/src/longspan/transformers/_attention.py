@@ -82,8 +82,8 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
         if layer is not None:
             layer.owner.pending = None
             if layer.state is not None and layer.state.batch != query.shape[0]:
-                raise ValueError(f"{name}: cache: expected states of as many sequences as the batch, {query.shape[0]}, got {layer.state.batch}; "
-                                 "for more continuations of each, cache.batch_repeat_interleave(n)")  # fmt: skip
+                raise ValueError(f"{name}: cache: expected states of as many sequences as the batch, {query.shape[0]}, got "
+                                 f"{layer.state.batch}; for more continuations of each, cache.batch_repeat_interleave(n)")  # fmt: skip
         if layer is None:
             offset = key.shape[2] - query.shape[2] if causal else 0
             out = whole(query, key, value, is_causal=causal, offset=offset, key_padding_mask=ignored, **chosen)
@@ -189,7 +189,8 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
 class StateCache(Cache):  # type: ignore[misc]
     """A cache of states for an attention that `register` made known: what ``generate`` keeps of a text does not grow with it.
 
-    Give it as ``cache``, before transformers 5.24 as ``past_key_values``. Beam search works; what would have to take tokens back, such as assisted decoding, does not.
+    Give it as ``cache``, before transformers 5.24 as ``past_key_values``. Beam search works; what would have to take tokens back, such as
+    assisted decoding, does not.
 
     Examples
     --------

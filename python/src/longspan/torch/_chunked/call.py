@@ -65,8 +65,8 @@ class Call:
         return k.masked_fill(ignored, 0), v.masked_fill(ignored, 0), (~ignored).to(k.dtype)
 
     def features(self, k: Tensor, divided: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the queries, and of the keys ``k`` times ``exp(-exponents)`` with these exponents, ``[batch, heads, keys, 1]``: each key's
-        own, since one for all would make the smaller ones vanish; -inf where a key is ignored."""
+        """Those of the queries, those of the keys ``k`` times ``exp(-exponents)``, and these exponents, ``[batch, heads, keys, 1]``: each
+        key's own, since one for all would make the smaller ones vanish; -inf where a key is ignored."""
         whole = self.settings.get("feature_map", "elu+1")
         name = elementwise(whole)
         q, k = lift(whole, self.q, self.maps[0]), lift(whole, k, self.maps[1])
