@@ -250,12 +250,27 @@ impl<'py> Tensor<'py> {
 
     /// The same in a given type, which another argument has set.
     pub fn like(operation: &str, argument: &str, value: &Bound<'py, PyAny>, dtype: Dtype) -> PyResult<Self> {
-        let tensor = Self::new(operation, argument, value)?;
-        if tensor.dtype != dtype {
+        Self::new(operation, argument, value)?.expect(operation, argument, dtype)
+    }
+
+    /// Refuses another type than that of q.
+    pub fn expect(self, operation: &str, argument: &str, dtype: Dtype) -> PyResult<Self> {
+        if self.dtype != dtype {
             let expected = format_args!("{} like q", dtype.name()).to_string();
-            return Err(error::kind(operation, argument, expected, tensor.dtype.name()));
+            return Err(error::kind(operation, argument, expected, self.dtype.name()));
         }
-        Ok(tensor)
+        Ok(self)
+    }
+
+    /// The numbers of single precision, row-major, to be changed: a copy, if they are not one yet.
+    pub fn singles_mut(&mut self) -> PyResult<&mut [f32]> {
+        if self.wide.is_none() {
+            let numbers = self.numbers::<f32>();
+            let mut wide = Wide::new(numbers.len())?;
+            wide.numbers_mut().copy_from_slice(numbers);
+            self.wide = Some(wide);
+        }
+        Ok(self.wide.as_mut().expect("made above").numbers_mut())
     }
 
     /// The same with all numbers adjacent, in row-major order.

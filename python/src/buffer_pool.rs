@@ -89,6 +89,13 @@ impl Drop for Buffer {
     }
 }
 
+/// Gives the memory of all free buffers back to the system.
+pub fn empty() {
+    // Freed after the lock is.
+    let blocks = POOL.try_lock().map(|mut pool| std::mem::take(&mut *pool));
+    drop(blocks);
+}
+
 /// What an array keeps alive.
 #[pyclass(frozen)]
 struct Owner {

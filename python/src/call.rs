@@ -27,6 +27,10 @@ pub struct Mechanism {
     operation: String,
 }
 
+fn is_position(parameter: &kernels::Parameter) -> bool {
+    parameter.name.ends_with("_positions")
+}
+
 /// Seconds of a forward call, whatever comes after it.
 fn forward_seconds(plan: &Plan, purpose: Purpose) -> Option<f64> {
     Some(plan.chosen(purpose)?.seconds(Purpose::Inference))
@@ -78,6 +82,7 @@ impl Mechanism {
         let [_, kv_heads, keys, _] = k.shape4(operation, "k", axes)?;
         let [.., value_dim] = v.shape4(operation, "v", axes)?;
         let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
+        self.expect_features(&dims)?;
         self.expect_shape("k", &k, &[batch, kv_heads, keys, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, keys, value_dim])?;
         self.expect_groups(heads, kv_heads)?;
@@ -95,7 +100,18 @@ impl Mechanism {
         }
         let order = if is_causal { Order::Causal } else { Order::Bidirectional };
         let mask = OwnedMask { order, offset, ignored, packed: cu_seqlens };
-        Ok(Inputs { dims, q, k, v, parameters, mask })
+        let known = with_precision!(dtype.precision(), T => T::kernel(&*self.kernel).parameters(&dims));
+        let positions = known.iter().position(is_position);
+        Ok(Inputs { dims, q, k, v, parameters, positions, mask })
+    }
+
+    /// Without features weights have no value under some maps.
+    fn expect_features(&self, dims: &Dims) -> PyResult<()> {
+        if dims.head_dim == 0 && dims.value_dim > 0 {
+            Err(self.wrong("q", "heads of 1 feature or more", 0))
+        } else {
+            Ok(())
+        }
     }
 
     fn expect_groups(&self, heads: usize, kv_heads: usize) -> PyResult<()> {
@@ -110,12 +126,7 @@ impl Mechanism {
         with_precision!(precision, T => T::kernel(&*self.kernel).key_dim(dims))
     }
 
-    pub fn parameters<'py>(
-        &self,
-        dims: &Dims,
-        dtype: Dtype,
-        given: &Bound<'py, PyTuple>,
-    ) -> PyResult<Vec<Tensor<'py>>> {
+    fn parameters<'py>(&self, dims: &Dims, dtype: Dtype, given: &Bound<'py, PyTuple>) -> PyResult<Vec<Tensor<'py>>> {
         let expected = with_precision!(dtype.precision(), T => T::kernel(&*self.kernel).parameters(dims));
         if expected.len() != given.len() {
             let names: Vec<&str> = expected.iter().map(|p| p.name).collect();
@@ -123,15 +134,21 @@ impl Mechanism {
             return Err(self.wrong("parameters", expected, given.len()));
         }
         let check = |(parameter, value): (&kernels::Parameter, Bound<'py, PyAny>)| {
-            let name = if parameter.name == "relative" { "rel" } else { parameter.name };
-            let tensor = Tensor::like(&self.operation, name, &value, dtype)?.row_major()?;
+            let name = error::in_python(parameter.name);
+            let mut tensor = Tensor::new(&self.operation, name, &value)?;
+            // Positions may come in the precision of the sums: those of half precision are whole numbers from 256 or 2048 on.
+            let finer = is_position(parameter) && tensor.dtype() == dtype.precision().dtype();
+            if !finer {
+                tensor = tensor.expect(&self.operation, name, dtype)?;
+            }
+            let tensor = tensor.row_major()?;
             self.expect_shape(name, &tensor, &parameter.shape)?;
             Ok(tensor)
         };
         expected.iter().zip(given.iter()).map(check).collect()
     }
 
-    pub fn expect_shape(&self, argument: &str, tensor: &Tensor<'_>, expected: &[usize]) -> PyResult<()> {
+    fn expect_shape(&self, argument: &str, tensor: &Tensor<'_>, expected: &[usize]) -> PyResult<()> {
         if tensor.shape() == expected {
             return Ok(());
         }
@@ -198,8 +215,9 @@ impl Mechanism {
         let mut dq = FreshTensor::new(py, dims.q(), dtype, token_major[0])?;
         let mut dk = FreshTensor::new(py, [batch, kv_heads, keys, key_dim], dtype, token_major[1])?;
         let mut dv = FreshTensor::new(py, dims.v(), dtype, token_major[2])?;
-        let shapes = inputs.parameters.iter().map(Tensor::shape);
-        let mut d_parameters = shapes.map(|shape| Fresh::new(py, shape, dtype)).collect::<PyResult<Vec<_>>>()?;
+        let parameters = inputs.parameters.iter();
+        let mut d_parameters =
+            parameters.map(|p| Fresh::new(py, p.shape(), p.dtype())).collect::<PyResult<Vec<_>>>()?;
         let mut slices: Vec<&mut [T]> = d_parameters.iter_mut().map(Fresh::numbers_mut).collect();
         let [out, denominators, d_out] = cotangent;
         let cotangent =
@@ -244,7 +262,7 @@ impl Mechanism {
     }
 
     /// The state that a step begins with.
-    pub fn state_of_step<'py>(
+    fn state_of_step<'py>(
         &self,
         py: Python<'py>,
         dims: &Dims,
@@ -259,12 +277,7 @@ impl Mechanism {
     }
 
     /// The same to be changed, if nobody else is changing it and it is of these sequences and heads.
-    pub fn held<'py>(
-        &self,
-        state: &Bound<'py, State>,
-        batch: usize,
-        kv_heads: usize,
-    ) -> PyResult<PyRefMut<'py, State>> {
+    fn held<'py>(&self, state: &Bound<'py, State>, batch: usize, kv_heads: usize) -> PyResult<PyRefMut<'py, State>> {
         let held = state.try_borrow_mut().map_err(|_| {
             PyRuntimeError::new_err(format!(
                 "{}: state: expected one that no other thread is using, got one in use",
@@ -281,7 +294,7 @@ impl Mechanism {
     }
 
     /// Its numbers, if they are of this type.
-    pub fn state_mut<'a, T: Precise>(&self, state: &'a mut State) -> PyResult<&'a mut kernels::State<T>> {
+    fn state_mut<'a, T: Precise>(&self, state: &'a mut State) -> PyResult<&'a mut kernels::State<T>> {
         if T::unwrap(state).is_none() {
             return Err(self.other_precision::<T>("state", state));
         }
@@ -363,7 +376,10 @@ impl Mechanism {
         denominators: bool,
         token_major: bool,
     ) -> PyResult<Outcome<'py>> {
-        let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        let mut inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        if initial_state.is_none() && !final_state {
+            inputs.bring_positions_near()?;
+        }
         let want = Want { denominators, final_state, token_major };
         let initial = initial_state.as_deref();
         with_precision!(inputs.q.dtype().precision(), T => self.forward_as::<T>(py, &inputs, initial, want))
@@ -392,7 +408,10 @@ impl Mechanism {
         d_final_state: Option<PyRef<'py, State>>,
         token_major: [bool; 3],
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        let mut inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        if initial_state.is_none() && d_final_state.is_none() {
+            inputs.bring_positions_near()?;
+        }
         let operation = &*self.operation;
         let (dtype, precision) = (inputs.q.dtype(), inputs.q.dtype().precision());
         let dims = inputs.dims;
@@ -432,6 +451,7 @@ impl Mechanism {
         let [_, kv_heads, _] = three("k", &k)?;
         let [.., value_dim] = three("v", &v)?;
         let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
+        self.expect_features(&dims)?;
         self.expect_shape("k", &k, &[batch, kv_heads, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, value_dim])?;
         self.expect_groups(heads, kv_heads)?;

@@ -5,7 +5,10 @@ use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
 
 /// Arguments that have another name in Python than in the kernels.
-const NAMES: [(&str, &str); 8] = [
+const NAMES: [(&str, &str); 11] = [
+    ("relative", "rel"),
+    ("query_positions", "q_positions"),
+    ("key_positions", "k_positions"),
     ("batch index", "indices"),
     ("initial state", "initial_state"),
     ("earlier state", "earlier"),
@@ -26,13 +29,17 @@ pub fn kind(operation: &str, argument: &str, expected: impl std::fmt::Display, g
     PyTypeError::new_err(format!("{operation}: {argument}: expected {expected}, got {got}"))
 }
 
+/// What Python calls an argument of a kernel.
+pub fn in_python(argument: &'static str) -> &'static str {
+    NAMES.iter().find(|(name, _)| *name == argument).map_or(argument, |(_, known)| known)
+}
+
 /// What a kernel rejected, under the names of `operation`.
 pub fn kernel(operation: &str, error: longspan_kernels::Error) -> PyErr {
     use longspan_kernels::Error;
     match error {
         Error::Argument { argument, expected, got, .. } => {
-            let argument = NAMES.iter().find(|(name, _)| *name == argument).map_or(argument, |(_, known)| known);
-            value(operation, argument, in_words(&expected), in_words(&got))
+            value(operation, in_python(argument), in_words(&expected), in_words(&got))
         }
         Error::Unsupported { combination, help, .. } => {
             PyValueError::new_err(format!("{operation}: {combination} has no meaning; {help}"))

@@ -1,8 +1,7 @@
 //! The native half of the Python package `longspan`: the kernels of `longspan-kernels` on the memory of NumPy arrays.
 //!
-//! Reading order: [`mechanisms`] makes a kernel from a name and options; [`call`] runs it on arrays, [`layer`] one token through a
-//! layer; [`arrays`] says which arrays are read in place and which are copied; [`buffer_pool`] holds the memory of results; [`state`]
-//! is what streaming carries; [`threads`] and [`openmp`] say on which threads all of this runs, before and after a fork;
+//! Reading order: [`mechanisms`] makes a kernel from a name and options; [`call`] runs it on arrays; [`arrays`] says which arrays
+//! are read in place and which are copied; [`buffer_pool`] holds the memory of results; [`state`] is what streaming carries; [`threads`] and [`openmp`] say on which threads all of this runs, before and after a fork;
 //! [`signals`] ends it at Ctrl-C. Names, defaults and PyTorch are in the Python package, `longspan/` beside this file.
 
 mod arrays;
@@ -10,7 +9,6 @@ mod buffer_pool;
 mod call;
 mod error;
 mod inputs;
-mod layer;
 mod mechanisms;
 mod openmp;
 mod precise;
@@ -28,8 +26,6 @@ mod _native {
 
     #[pymodule_export]
     use crate::call::Mechanism;
-    #[pymodule_export]
-    use crate::layer::encoder_layer_step;
     #[pymodule_export]
     use crate::state::State;
 
@@ -52,8 +48,8 @@ mod _native {
     /// Parameters
     /// ----------
     /// threads : int
-    ///     From now on. 0 stands for the environment's ``RAYON_NUM_THREADS``, else as many as PyTorch uses where `longspan.torch`
-    ///     is imported, else as many as the machine has.
+    ///     From now on. 0 stands for the environment's ``LONGSPAN_NUM_THREADS`` or ``RAYON_NUM_THREADS``, else as many as
+    ///     PyTorch uses where `longspan.torch` is imported, else as many as the machine has.
     ///
     /// Raises
     /// ------
@@ -94,6 +90,17 @@ mod _native {
     #[pyfunction]
     fn get_num_threads() -> usize {
         crate::threads::count()
+    }
+
+    /// Gives memory that results have stood on, and that is kept for the next ones, back to the system.
+    ///
+    /// Examples
+    /// --------
+    /// >>> import longspan
+    /// >>> longspan.empty_cache()
+    #[pyfunction]
+    fn empty_cache() {
+        crate::buffer_pool::empty();
     }
 
     /// How an array reaches the kernels: the address that they read it at, and whether that is a copy.

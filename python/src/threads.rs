@@ -53,8 +53,8 @@ fn by_default() -> usize {
     static ENVIRONMENT: OnceLock<Option<usize>> = OnceLock::new();
     static MACHINE: OnceLock<usize> = OnceLock::new();
     let environment = || {
-        let threads = std::env::var("RAYON_NUM_THREADS").ok().and_then(|n| n.parse().ok());
-        threads.filter(|n| (1..=MOST).contains(n))
+        let number = |name| std::env::var(name).ok()?.parse().ok().filter(|n| (1..=MOST).contains(n));
+        number("LONGSPAN_NUM_THREADS").or_else(|| number("RAYON_NUM_THREADS"))
     };
     let machine = || std::thread::available_parallelism().map_or(1, usize::from);
     let wanted = ENVIRONMENT.get_or_init(environment).or_else(openmp::threads);

@@ -85,7 +85,7 @@ WRONG = [
     (ValueError, "q: expected three axes", lambda: ops.kernelized_attention_step(Q[0, 0], K[:, :, 0], V[:, :, 0])),
     (ValueError, "q: expected one token", lambda: ops.kernelized_attention_step(Q, K, V)),
     (ValueError, "unknown mechanism", lambda: longspan.explain("magic")),
-    (ValueError, "queries: expected a size", lambda: longspan.explain(queries=-1)),
+    (ValueError, "queries: expected an integer from 0 to .*, got -1", lambda: longspan.explain(queries=-1)),
     (TypeError, "queries: expected an integer", lambda: longspan.explain(queries=1.5)),
     (ValueError, "unknown field", lambda: longspan.explain(magic=1)),
     (ValueError, "threads: expected 0 to 4096", lambda: longspan.set_num_threads(10**6)),
@@ -137,7 +137,7 @@ WRONG += [
     (ValueError, "explain: options: invalid value: integer `-1`, expected an integer from 0 on",
      lambda: longspan.explain("shaw", radius=-1)),
     (TypeError, "explain: is_causal: expected bool, got 1", lambda: longspan.explain(is_causal=1)),
-    (ValueError, "explain: offset: expected an integer between", lambda: longspan.explain(offset=2**70)),
+    (ValueError, "explain: offset: expected an integer from", lambda: longspan.explain(offset=2**70)),
 ]  # fmt: skip
 
 
@@ -455,3 +455,14 @@ def test_fuzzed_states():
                 assert str(error), name
                 errors += 1
     assert answers and errors
+
+
+@pytest.mark.parametrize("feature_map", ["elu+1", "exp", "prf"])
+def test_heads_without_features_are_refused(feature_map):
+    q, v = zeros(1, 1, 3, 0), zeros(1, 1, 3, 2)
+    calls = [lambda: ops.kernelized_attention(q, q, v, feature_map=feature_map),
+             lambda: ops.kernelized_attention_step(q[:, :, 0], q[:, :, 0], v[:, :, 0], feature_map=feature_map)]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match="q: expected heads of 1 feature or more, got 0"):
+            call()
+    assert ops.kernelized_attention(zeros(1, 1, 3, 2), zeros(1, 1, 3, 2), q).shape == (1, 1, 3, 0)

@@ -1,11 +1,13 @@
 """Buffers of results return to the pool when their arrays are gone, and never before."""
 
 import gc
+import os
 import threading
 
 import numpy as np
 import pytest
 
+import longspan
 from longspan import ops
 
 RNG = np.random.default_rng(0)
@@ -82,3 +84,20 @@ def test_a_tensor_keeps_its_buffer():
         torch.autograd.grad(ops.kernelized_attention(v, q, k).square().sum(), (q, k, v))
     assert all(torch.equal(g, copy) for g, copy in zip(gradients, copies))
     assert len({g.data_ptr() for g in gradients}) == 3
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read in /proc")
+def test_an_emptied_pool_gives_its_memory_back():
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    q = np.ones((1, 8, 20_000, 64), np.float32)
+    out = ops.kernelized_attention(q, q, q)
+    size = out.nbytes
+    copy = out[0, 0, :3].copy()
+    del out
+    before = resident()
+    longspan.empty_cache()
+    assert resident() < before - size / 2
+    np.testing.assert_array_equal(ops.kernelized_attention(q, q, q)[0, 0, :3], copy)

@@ -1,6 +1,8 @@
 """`longspan.fla` beside what others wrote: transformers' torch functions and models, ONNX's reference evaluator."""
 
 import logging
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next  # 
 
 from longspan import fla  # noqa: E402
 from longspan.transformers import accelerate  # noqa: E402
+from longspan.transformers._accelerate import _replace  # noqa: E402
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -239,6 +242,22 @@ def test_accelerated_models_are_the_same(name):
     whole = torch.cat([x.flatten() for x in plain[1].values()]).abs().max()
     for name, gradient in gradients.items():
         assert (gradient - plain[1][name]).abs().max() <= 1e-5 * whole, name
+
+
+def test_functions_are_replaced_by_the_first_tensors_device():
+    """Also where all arguments have names."""
+    theirs, called = (lambda *_, **__: "theirs"), []
+    module = types.ModuleType("somebodys")
+    module.function = theirs
+    sys.modules["somebodys"] = module
+    try:
+        _replace(theirs, lambda x, y=None: called.append((x, y)) or "ours")
+    finally:
+        del sys.modules["somebodys"]
+    near, far = torch.ones(1), torch.ones(1, device="meta")
+    assert module.function(near) == module.function(x=near) == module.function(y=None, x=near) == "ours"
+    assert module.function(far) == module.function(x=far) == module.function(None, far) == module.function() == "theirs"
+    assert len(called) == 3
 
 
 def test_accelerated_models_keep_packed_sequences_apart():

@@ -164,25 +164,10 @@ MECHANISMS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def at_once(monkeypatch):
-    """Whether each step so far was one call of native code."""
-    taken = []
-    original = TransformerEncoderLayer._step_at_once
-
-    def watched(self, token, state):
-        done = original(self, token, state)
-        taken.append(done is not None)
-        return done
-
-    monkeypatch.setattr(TransformerEncoderLayer, "_step_at_once", watched)
-    return taken
-
-
 @pytest.mark.parametrize("options", MECHANISMS, ids=lambda options: options["attention"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("norm_first, activation, bias", [(False, "relu", True), (True, "gelu", False), (True, "relu", True)])
-def test_a_layer_at_once(options, batch, norm_first, activation, bias, at_once):
+def test_a_layer(options, batch, norm_first, activation, bias):
     layer = TransformerEncoderLayer(
         24, 4, 37, activation=activation, norm_first=norm_first, bias=bias, layer_norm_eps=1e-3, **options
     ).eval()
@@ -191,7 +176,6 @@ def test_a_layer_at_once(options, batch, norm_first, activation, bias, at_once):
     tokens = torch.randn(batch, 7, 24)
     with torch.no_grad():
         torch.testing.assert_close(steps(layer.step, tokens)[0], steps_apart(layer, tokens), rtol=1e-4, atol=1e-5)
-    assert all(at_once)
 
 
 CHANGES_OF_A_LAYER = {
@@ -205,36 +189,23 @@ CHANGES_OF_A_LAYER = {
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_A_LAYER)
-def test_what_is_put_into_a_layer_counts(change, at_once):
+def test_what_is_put_into_a_layer_counts(change):
     layer = TransformerEncoderLayer(12, 3, 16).eval()
     CHANGES_OF_A_LAYER[change](layer)
     tokens = torch.randn(2, 3, 12, dtype=next(layer.parameters()).dtype)
     with torch.no_grad():
         torch.testing.assert_close(steps(layer.step, tokens)[0], steps_apart(layer, tokens))
-    assert not any(at_once)
 
 
-def test_what_a_layer_cannot_take_at_once(at_once):
-    layer = TransformerEncoderLayer(12, 3, 16).eval()
-    tokens = torch.randn(2, 3, 12)
-    torch.testing.assert_close(steps(layer.step, tokens)[0], steps_apart(layer, tokens))  # records gradients
-    with torch.no_grad():
-        many = torch.randn(5, 3, 12)
-        torch.testing.assert_close(steps(layer.step, many)[0], steps_apart(layer, many))
-        assert not any(at_once)
-        layer.train()
-        layer.step(tokens[:, 0])
-    assert not any(at_once)
-
-
-def test_errors_of_a_layer_at_once():
+def test_errors_of_a_layer():
     layer = TransformerEncoderLayer(12, 3, 16).eval()
     other = TransformerEncoderLayer(12, 3, 16, attention="shaw").eval()
     with torch.no_grad():
         _, state = layer.step(torch.randn(2, 12))
         before = state.clone()
-        for token, error in ((torch.randn(3, 12), "state: expected batch 3"), (torch.randn(2, 13), "in_proj: expected shape")):
-            with pytest.raises(ValueError, match=f"KernelizedAttention: {error}"):
+        for token, error in ((torch.randn(3, 12), "KernelizedAttention: state: expected batch 3"),
+                             (torch.randn(2, 13), r"MultiheadAttention.step: token: expected shape \(batch, 12\)")):
+            with pytest.raises(ValueError, match=error):
                 layer.step(token, state)
         with pytest.raises(ValueError, match="ShawAttention: state: expected a state of shaw"):
             other.step(torch.randn(2, 12), state)

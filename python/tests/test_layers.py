@@ -9,6 +9,7 @@ from torch import nn  # noqa: E402
 
 from longspan import ops  # noqa: E402
 from longspan.torch import FourierAttention, MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer  # noqa: E402
+from longspan.torch.multi_head import _is_causal  # noqa: E402
 
 ATTENTIONS = pytest.mark.parametrize(
     "options",
@@ -67,7 +68,7 @@ def test_shared_heads_are_repeated_ones(options):
 def test_wrong_numbers_of_heads():
     with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of num_heads = 4, got 3"):
         MultiheadAttention(12, 4, num_kv_heads=3)
-    with pytest.raises(ValueError, match="num_kv_heads: expected an integer from 1 on, got 0"):
+    with pytest.raises(ValueError, match="num_kv_heads: expected an integer from 1 to .*, got 0"):
         MultiheadAttention(12, 4, num_kv_heads=0)
 
 
@@ -139,7 +140,17 @@ def test_masks_of_pairs():
     token_first.load_state_dict(module.state_dict())
     torch.testing.assert_close(token_first(y, y, y, attn_mask=causal)[0], expected.transpose(0, 1))
     torch.testing.assert_close(token_first(y, y, y, attn_mask=keys)[0], module(x, x, x, attn_mask=keys)[0].transpose(0, 1))
+    for shape in ((5, 9), (9, 5), (1, 1), (1, 4), (4, 1), (0, 3), (3, 0), (0, 0)):
+        mask = torch.ones(shape, dtype=torch.bool).triu(1)
+        assert _is_causal(mask)
+        for place in range(mask.numel()):
+            other = mask.clone()
+            other.view(-1)[place].logical_not_()
+            assert not _is_causal(other)
+        # As many hidden in each row, but others.
+        assert not mask.any() or not _is_causal(mask.flip(1)) or shape[1] == 1
     for wrong, message in (
+        (torch.ones(5, 5, dtype=torch.bool).triu(2), "is_causal=True and offset=keys - queries.*got another one"),
         (torch.eye(5, dtype=torch.bool), "got another one"),
         (causal[:4], r"of shape \(5, 5\), got shape \(4, 5\)"),
         (causal.expand(8, 5, 5), r"got shape \(8, 5, 5\)"),

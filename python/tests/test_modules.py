@@ -165,6 +165,22 @@ def test_token_by_token(options):
     torch.testing.assert_close(steps(layer.step, x)[0], expected)
 
 
+@pytest.mark.parametrize("attention", ["kernelized", "shaw", "toeplitz"])
+def test_gated_heads_beyond_float16_are_normed(attention):
+    layer = TransformerEncoderLayer(64, 4, 128, batch_first=True, attention=attention, gated_attention=True, normalize=False,
+                                    dtype=torch.float16).eval()  # fmt: skip
+    x = (torch.randn(1, 3000, 64) * 12).half()
+    with torch.no_grad():
+        out, state = layer(x, is_causal=True, output_final_state=True)
+        step, _ = layer.step(x[:, 0], state)
+        layer.float()
+        exact, state = layer(x.float(), is_causal=True, output_final_state=True)
+        heads = layer.self_attn.attention(*(torch.ones(1, 4, 3000, 16) * 12 for _ in range(3)), is_causal=True)
+        assert heads.abs().max() > 65504
+        torch.testing.assert_close(out.float(), exact, rtol=1e-2, atol=2e-2)
+        torch.testing.assert_close(step.float(), layer.step(x[:, 0].float(), state)[0], rtol=1e-2, atol=2e-2)
+
+
 @ATTENTIONS
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])

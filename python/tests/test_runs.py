@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from agreement import learned  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from longspan.torch.runs import END, START, Seq2Seq, load_run, load_weights, save_weights  # noqa: E402
 
@@ -171,6 +172,25 @@ def test_weights_come_back(tmp_path):
         load_weights(other, tmp_path / "model.safetensors")
         for a, b in zip(one.parameters(), other.parameters()):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float64", "int32"])
+def test_weights_of_other_types(kind, tmp_path):
+    path, one, other = tmp_path / "model.safetensors", Seq2Seq(CONFIG, 7, 9), Seq2Seq(CONFIG, 7, 9)
+    save_weights(one, path)
+    save_file({name: tensor.to(getattr(torch, kind)) for name, tensor in load_file(path).items()}, path)
+    if kind == "int32":
+        with pytest.raises(ValueError, match="expected a floating-point type, got torch.int32"):
+            load_weights(other, path)
+        return
+    load_weights(other, path)
+    for a, b in zip(one.parameters(), other.parameters()):
+        assert torch.equal(a.to(getattr(torch, kind)).float(), b)
+
+
+def test_widths_that_heads_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="d_model: expected a multiple of heads = 4, got 30"):
+        Seq2Seq({**CONFIG, "d_model": 30, "heads": 4}, 7, 9)
 
 
 def test_damaged_files_are_refused(tmp_path):

@@ -128,3 +128,13 @@ def test_a_new_thread_uses_as_many_threads_as_torch_was_told():
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == ["1", "1"]
+
+
+@pytest.mark.parametrize("environment, count", [
+    ({"LONGSPAN_NUM_THREADS": "3"}, 3), ({"LONGSPAN_NUM_THREADS": "3", "RAYON_NUM_THREADS": "5"}, 3), ({"RAYON_NUM_THREADS": "5"}, 5),
+    ({"LONGSPAN_NUM_THREADS": "none", "RAYON_NUM_THREADS": "5"}, 5),
+])  # fmt: skip
+def test_the_environment_names_a_number_of_threads(environment: dict[str, str], count: int) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in ("LONGSPAN_NUM_THREADS", "RAYON_NUM_THREADS")}
+    code = "import longspan, sys; sys.exit(longspan.get_num_threads())"
+    assert subprocess.run([sys.executable, "-c", code], env={**kept, **environment}).returncode == count

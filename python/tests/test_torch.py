@@ -128,7 +128,7 @@ def test_another_device_is_never_the_cpu():
     assert out.device.type == "meta" and out.shape == (2, 4, 9, 3)
     with pytest.raises(ValueError, match="expected tensors on the cpu"):
         ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
-    with pytest.raises(ValueError, match="q: expected a tensor on the cpu"):
+    with pytest.raises(ValueError, match="states: expected tensors on the cpu"):
         ops.kernelized_attention_step(q[:, :, 0], k[:, :, 0], v[:, :, 0])
 
 

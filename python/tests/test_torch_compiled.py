@@ -4,7 +4,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agreement import leaves, padding, same_gradients  # noqa: E402
+import test_torch_mechanisms as mechanisms  # noqa: E402
+from agreement import elsewhere, leaves, padding, same_gradients  # noqa: E402
+from test_torch_mechanisms import CASES as MECHANISMS  # noqa: E402
 from test_torch_states import CASES, inputs  # noqa: E402
 
 from longspan import ops  # noqa: E402
@@ -39,6 +41,35 @@ def test_a_stretch_after_a_state(name):
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(numbers, expected_numbers)
     same_gradients(out, expected, tensors, weights=torch.randn_like(out))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", [*MECHANISMS, "gated"])
+def test_torchs_own_operations(name, is_causal):
+    """As on another device."""
+    if name == "gated":
+        function, parameters, is_causal = ops.gated_attention, [torch.rand(2, 4, 9, dtype=torch.float64).log()], True
+    else:
+        function, parameters = MECHANISMS[name]
+    tensors = [*mechanisms.inputs(), *parameters]
+
+    def formulated(*tensors):
+        return function(*tensors, is_causal=is_causal)
+
+    expected = formulated(*tensors)
+    with elsewhere():
+        out = torch.compile(formulated, fullgraph=True, backend="aot_eager")(*tensors)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("feature_map", ["exp", "prf:8", "nprf:8", "dpfp:2", "taylor2", "hedgehog"])
+def test_feature_maps_in_torchs_own_operations(feature_map):
+    q, k, v = inputs()
+    maps = [torch.randn(x.shape[1], x.shape[3], x.shape[3], dtype=q.dtype) for x in (q, k)] if feature_map == "hedgehog" else None
+    options = dict(feature_map=feature_map, maps=maps, is_causal=True)
+    with elsewhere():
+        out = torch.compile(ops.kernelized_attention, fullgraph=True, backend="aot_eager")(q, k, v, **options)
+    torch.testing.assert_close(out, ops.kernelized_attention(q, k, v, **options))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from agreement import draw, elsewhere, same_gradients  # noqa: E402
 from test_torch_mechanisms import CASES, inputs  # noqa: E402
 from torch.autograd import forward_ad, functional, gradcheck, gradgradcheck  # noqa: E402
 
@@ -38,6 +39,29 @@ def test_gradients_of_gradients(name):
 def test_gradients_of_gradients_of_a_tensor_that_is_given_thrice():
     x = inputs()[0].requires_grad_()
     assert gradgradcheck(lambda x: ops.kernelized_attention(x, x, x, is_causal=True), (x,), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["aft simple", "aft local", "toeplitz clipped", "softmax"])
+def test_torchs_own_operations_keep_no_weights_of_pairs(name):
+    function, parameters = CASES[name]
+
+    def kept(length):
+        count = 0
+
+        def keep(tensor):
+            nonlocal count
+            count += tensor.numel()
+            return tensor
+
+        tensors = [t.requires_grad_() for t in inputs(1, length, length)]
+        learned = [draw(length, 5)] if name == "aft local" else parameters
+        with elsewhere(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = function(*tensors, *learned, is_causal=True)
+        same_gradients(out, function(*tensors, *learned, is_causal=True), tensors)
+        return count
+
+    short, long = kept(32), kept(128)
+    assert long < 5 * short
 
 
 @EVERY

@@ -10,7 +10,9 @@ torch = pytest.importorskip("torch")
 import longspan  # noqa: E402
 from longspan import ops  # noqa: E402
 from longspan.torch import (  # noqa: E402
+    KernelizedAttention,
     MultiheadAttention,
+    ShawAttention,
     TensorState,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
@@ -42,6 +44,31 @@ def test_offsets_may_be_integers_of_numpy_or_torch(offset: int) -> None:
         np.testing.assert_array_equal(ops.toeplitz_attention(q, k, v, bias, is_causal=True, offset=other), expected)
 
 
+def test_integers_and_truth_values_may_be_numpys() -> None:
+    x = np.random.default_rng(0).standard_normal((1, 2, 4, 4)).astype("f4")
+    t = torch.from_numpy(x)
+    for a, b in (
+        (longspan.explain("shaw", radius=np.int64(16)), longspan.explain("shaw", radius=16)),
+        (longspan.explain(queries=np.int32(64), decay=np.float32(0.5), offset=np.int8(3)), longspan.explain(queries=64, decay=0.5, offset=3)),
+    ):
+        assert a == b
+    for a, b in (
+        (ops.kernelized_attention(x, x, x, normalize=np.bool_(False)), ops.kernelized_attention(x, x, x, normalize=False)),
+        (ops.kernelized_attention(x, x, x, cu_seqlens=[np.int64(0), np.int32(3), 4]), ops.kernelized_attention(x, x, x, cu_seqlens=[0, 3, 4])),
+        (ops.softmax_attention(x, x, x, window=np.int64(2), scale=np.float32(0.5)), ops.softmax_attention(x, x, x, window=2, scale=0.5)),
+        (ops.aft_full(x, x, x, np.eye(4, dtype="f4"), is_causal=True, offset=np.int64(0)), ops.aft_full(x, x, x, np.eye(4, dtype="f4"), is_causal=True)),
+    ):
+        np.testing.assert_array_equal(a, b)
+    attention, other = (KernelizedAttention(2, 4, decay=decay) for decay in (np.float32(0.5), 0.5))
+    assert torch.equal(attention(t, t, t, is_causal=True), other(t, t, t, is_causal=True))
+    assert ShawAttention(np.int64(2), 4, radius=np.int64(3)).rel.shape == (2, 7, 4)
+    for wrong in (True, 2.0, "2"):
+        with pytest.raises(TypeError, match="window: expected an integer from 1 to 4194304, got"):
+            ops.softmax_attention(x, x, x, window=wrong)
+        with pytest.raises(TypeError, match="cu_seqlens: expected integers"):
+            ops.kernelized_attention(x, x, x, cu_seqlens=[0, wrong, 4])
+
+
 def test_a_step_takes_no_axis_of_tokens() -> None:
     encoder = TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     decoder = TransformerDecoderLayer(16, 2, 32, batch_first=True).eval()
@@ -51,6 +78,9 @@ def test_a_step_takes_no_axis_of_tokens() -> None:
     with pytest.raises(ValueError, match=r"token: expected shape \(batch, d_model\)"):
         decoder.step(x[:, :1], x)
     assert encoder.step(x[:, 0])[0].shape == (3, 16)
+    for wrong in (x[0, 0], x[:1, :3], x[:, 0, :8]):
+        with pytest.raises(ValueError, match=r"MultiheadAttention.step: token: expected shape \(batch, 16\), got shape"):
+            encoder.self_attn.step(wrong)
 
 
 def test_a_mask_beside_an_offset_is_refused() -> None:

@@ -34,7 +34,7 @@ def test_names_in_the_profiler():
     layer, attention = TransformerEncoderLayer(12, 3, 16).eval(), MultiheadAttention(12, 3).eval()
     token = torch.randn(2, 12)
     with torch.no_grad():
-        assert names_of(lambda: layer.step(token)) == {"longspan::kernelized encoder layer step"}
+        assert names_of(lambda: layer.step(token)) == {"longspan::kernelized step"}
         assert names_of(lambda: attention.step(token)) == {"longspan::kernelized step"}
         one = token[:, None]
         assert names_of(lambda: ops.aft_simple_step(one, one, one)) == {"longspan::aft-simple step"}

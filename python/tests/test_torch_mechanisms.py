@@ -1,5 +1,6 @@
 """Gradients, compilation and other devices of Fourier and Toeplitz positions and AFT."""
 
+import json
 from functools import partial
 
 import pytest
@@ -109,6 +110,68 @@ def test_compile_without_a_break(name):
     torch.testing.assert_close(compiled(*arguments), function(*arguments, is_causal=True))
 
 
+@pytest.mark.parametrize("path", ["kernels", "compiled", "formulation"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_positions_far_from_zero_cost_no_digits(path, packed):
+    """Whole numbers, so that single precision holds every shift exactly: only differences matter."""
+    q, k, v, weights = torch.randn(4, 1, 1, 60, 4)
+    a, b, at = torch.rand(1, 4, 2) * 3, torch.zeros(1, 4), torch.arange(120.0).view(1, 60, 2)
+    mask, far = torch.zeros(1, 60, dtype=torch.bool), at.clone()
+    if not packed:
+        # An ignored key may stand anywhere.
+        mask[0, 7], far[0, 7] = True, float("nan") if path == "formulation" else 3e20
+    torch.compiler.reset()
+    compiled = torch.compile(in_the_plane, fullgraph=True, backend="aot_eager")
+
+    def gradients(q, k, v, a, b, p, r, weights):
+        options = {"cu_seqlens": ([0, 25, 60],) * 2} if packed else {"key_padding_mask": mask}
+        a, p = a.clone().requires_grad_(), p.clone().requires_grad_()
+        if path == "formulation":
+            out = chunked_attention(q, k, v, [a, b, p, r], mechanism="fourier", options='{"axes": 2}', is_causal=True, **options)
+        else:
+            out = (compiled if path == "compiled" else in_the_plane)(q, k, v, a, b, p, r, is_causal=True, **options)
+        return torch.autograd.grad((out * weights).sum(), (a, p))
+
+    expected = gradients(*(x.double() for x in (q, k, v, a, b, at, at, weights)))
+    for shift in (0.0, 1e3, 1e6, -4e6):
+        # Each sequence of a packed call has an origin of its own.
+        origin = torch.where(torch.arange(60) < 25, shift, 2 * shift if packed else shift)[None, :, None]
+        got = gradients(q, k, v, a, b, at + origin, far + origin, weights)
+        for ours, theirs in zip(got, expected):
+            assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_positions_of_a_half_precision_call_may_be_finer(half):
+    at = torch.arange(64.0).view(1, 64, 1) * 0.5 + 1000
+    module = MultiheadAttention(16, 2, batch_first=True, attention="fourier", axes=1).to(half)
+    x = torch.randn(1, 64, 16, dtype=half, requires_grad=True)
+
+    def called(at, x=x, module=module):
+        return module(x, x, x, is_causal=True, q_positions=at, k_positions=at)[0]
+
+    near, far = called(at - 1000), called(at)
+    assert near.dtype is half and torch.equal(near, far)
+    assert not torch.equal(called(at.to(half)), far)
+    wide = MultiheadAttention(16, 2, batch_first=True, attention="fourier", axes=1)
+    wide.load_state_dict(module.state_dict())
+    exact = called(at, x.float(), wide)
+    assert (far - exact).abs().max() < 0.02 * exact.abs().max()
+    at.requires_grad_()
+    q, parameters = torch.randn(1, 2, 64, 8, dtype=half), [torch.rand(2, 8, 1, dtype=half), torch.rand(2, 8, dtype=half)]
+    out = ops.fourier_attention(q, q, q, *parameters, q_positions=at, k_positions=at)
+    d_at = torch.autograd.grad(out.float().square().sum(), at)[0]
+    assert out.dtype is half and d_at.dtype is torch.float32 and d_at.abs().max() > 0
+    array = [tensor.float().numpy().astype("f2") for tensor in (q, *parameters)]
+    positions = at.detach().numpy()
+    numpy = ops.fourier_attention(array[0], array[0], array[0], *array[1:], q_positions=positions, k_positions=positions)
+    assert numpy.dtype == "f2"
+    step = [x[:, :, 0] for x in (q, q, q)]
+    assert ops.fourier_attention_step(*step, *parameters, q_positions=at[:, :1], k_positions=at[:, :1])[0].dtype is half
+    with pytest.raises(TypeError, match="k_positions: expected torch.*16 like q, got torch.float64"):
+        ops.fourier_attention(q, q, q, *parameters, q_positions=at, k_positions=at.double())
+
+
 @EVERY
 def test_another_device(name):
     function, parameters = CASES[name]
@@ -182,6 +245,76 @@ def test_large_keys_of_one_sequence_do_not_erase_another_in_the_formulation(mech
     # Nor does what is not finite reach it.
     k[1, 0, 0, 0] = float("nan")
     torch.testing.assert_close(chunked_attention(q, k, v, parameters, mechanism=mechanism, options=options)[0], both[0])
+
+
+FAR_APART = {
+    "kernelized": ([], {}), "kernelized that decays": ([], {"decay": [0.1, 0.9]}), "raw": ([draw(4, 5, 8)], {"rel_feature_map": "identity"}),
+    "shaw": ([draw(4, 5, 4)], {}), "shaw that decays": ([draw(4, 5, 4)], {"decay": [0.1, 0.9]}), "fourier": ([draw(2, 4, 1), EACH[0]], {}),
+    "fourier unrotated": ([draw(2, 4, 1), *EACH[:2]], {"normalizer": "unrotated"}), "toeplitz": ([draw(4, 5)], {"kind": "clipped"}),
+    "hedgehog": ([draw(4, 4, 4), draw(2, 4, 4)], {"feature_map": "hedgehog:exp"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", FAR_APART)
+def test_keys_far_apart_under_exp_in_the_formulation(name, is_causal):
+    """A row is a mean of what it sees: neither a later key, nor one that has decayed, nor an ignored one makes it vanish."""
+    parameters, options = FAR_APART[name]
+    mechanism = "kernelized" if name == "hedgehog" else "shaw" if name == "raw" else name.split()[0]
+    if "decay" in options and not is_causal:
+        pytest.skip("a decay has an order")
+    options = {"feature_map": "exp", **options}
+    queries = 300
+    q, k, v = draw(1, 4, queries, 4), draw(1, 2, queries, 4, seed=1), draw(1, 2, queries, 4, seed=2)
+    if name == "raw":
+        parameters = [parameters[0][..., :4].exp()]
+    scale = 20 if name == "hedgehog" else 1
+    k[:, :, :100], k[:, :, 100:200], k[:, :, 250] = k[:, :, :100] - 150 / scale, k[:, :, 100:200] + 200 / scale, 400 / scale
+    ignored = torch.zeros(1, queries, dtype=torch.bool)
+    ignored[:, 250] = ignored[:, :3] = True
+
+    def formulated(q, k, v, *parameters):
+        return chunked_attention(q, k, v, parameters, mechanism=mechanism, options=json.dumps(options), is_causal=is_causal,
+                                 key_padding_mask=ignored)  # fmt: skip
+
+    wide, single = [leaves(*(x.to(dtype) for x in (q, k, v, *parameters))) for dtype in (torch.float64, torch.float32)]
+    # Exponents up to 400 fit doubles, so that a formula needs no shift.
+    expected, got = definition_under_exp(wide, mechanism, options, is_causal, ignored), formulated(*single)
+    torch.testing.assert_close(got.double(), expected, rtol=2e-3, atol=2e-4)
+    weights = draw(*expected.shape)
+    first, second = torch.autograd.grad((expected * weights).sum(), wide[2]), torch.autograd.grad((got * weights).sum(), single[2])
+    torch.testing.assert_close(second[0].double(), first[0], rtol=2e-3, atol=2e-3)
+
+
+def definition_under_exp(tensors, mechanism, options, is_causal, ignored):
+    """Pair by pair."""
+    q, k, v, *parameters = tensors
+    k, v, length = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), q.shape[2]
+    distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+    if options["feature_map"].startswith("hedgehog"):
+        of_queries, of_keys = parameters
+        q, k = q @ of_queries.mT, k @ of_keys.repeat_interleave(2, 0).mT
+        q, k, parameters = torch.cat([q, -q], -1), torch.cat([k, -k], -1), []
+    phi_q, phi_k = q.exp(), k.exp()
+    if mechanism == "fourier":
+        a, b, *c = parameters
+        turns = a[..., 0].repeat_interleave(2, 0)[:, None, None] * -distance[..., None] + b[:, None, None]
+        each = torch.einsum("bhim,bhjm->bhijm", phi_q, phi_k)
+        weights = (each * (turns.cos() * (c[0][:, None, None] if c else 1) + (0 if c else 1))).sum(-1)
+        divisors = (each if c else each * (turns.cos() + 1)).sum(-1)
+    else:
+        weights = phi_q @ phi_k.mT
+        if mechanism == "shaw":
+            rows = parameters[0] if options.get("rel_feature_map") else parameters[0].exp()
+            weights = weights + (phi_q @ rows.mT).gather(-1, (distance.clamp(-2, 2) + 2).expand(1, 4, -1, -1))
+        if mechanism == "toeplitz":
+            weights = weights * parameters[0][:, distance.clamp(-2, 2) + 2].exp()
+        divisors = weights
+    seen = ~ignored[:, None, None, :] & ((distance <= 0) if is_causal else torch.ones_like(distance, dtype=torch.bool))
+    if "decay" in options:
+        seen = seen * torch.tensor(options["decay"]).double().repeat_interleave(2)[:, None, None] ** distance.neg().clamp(min=0)
+    weights, divisors = weights * seen, (divisors * seen).sum(-1, keepdim=True)
+    return torch.where(divisors == 0, 0, (weights @ v) / torch.where(divisors == 0, 1, divisors))
 
 
 def test_packed_sequences_beside_a_padding_mask_are_refused_by_the_formulation():

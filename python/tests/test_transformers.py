@@ -90,6 +90,19 @@ def test_beams():
     assert torch.equal(got, llama.generate(ids, past_key_values=transformers.DynamicCache(), **options))
 
 
+@torch.no_grad()
+def test_several_continuations_of_a_prompt():
+    llama, ids, cache = model(), torch.randint(2, 50, (2, 7)), StateCache()
+    llama(ids[:, :6], past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match=r"expected states of as many sequences as the batch, 6, got 2; .*batch_repeat_interleave\(n\)"):
+        llama(ids[:, 6:].repeat_interleave(3, 0), past_key_values=cache, use_cache=True)
+    cache = StateCache()
+    llama(ids[:, :6], past_key_values=cache, use_cache=True)
+    cache.batch_repeat_interleave(3)
+    got = llama(ids[:, 6:].repeat_interleave(3, 0), past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(got, llama(ids).logits[:, 6:].repeat_interleave(3, 0), rtol=1e-4, atol=1e-4)
+
+
 def test_it_learns():
     llama = model().train()
     ids = torch.randint(2, 50, (4, 16))
@@ -125,6 +138,9 @@ def test_a_folder_keeps_the_attention(tmp_path):
 def test_what_is_refused():
     with pytest.raises(ValueError, match="register: mechanism: expected one of kernelized, softmax, got 'shaw'"):
         register("other", "shaw")
+    for options in ({"feature": "relu"}, {"state": None}, {"scale": 1.0}):
+        with pytest.raises(TypeError, match="register: .*: expected an option of kernelized_attention_step"):
+            register("other", **options)
     ids = torch.randint(2, 50, (1, 9))
     with pytest.raises(ValueError, match=r"longspan: attention_mask: expected shape \(batch, tokens\)"):
         model()(ids, attention_mask=torch.ones(1, 1, 9, 9))

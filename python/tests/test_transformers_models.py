@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from agreement import learned  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from test_runs import WORDS, run_command as run, settings_of  # noqa: E402
 
 from longspan.torch.runs import END, START, Tokenizer  # noqa: E402
@@ -34,6 +35,8 @@ def train(place, flag, contents, *settings):
     data.write_text(contents)
     # The command refuses settings that a kind of run does not use.
     unused = ("encoder_layers", "decoder_layers") if flag != "--pairs" else ("layers",)
+    mechanisms = next((setting for setting in settings if setting.startswith("attention=")), "attention=shaw")
+    unused += () if "shaw" in mechanisms else ("radius",)
     most = [] if flag == "--text" else ["max_tokens=40"]
     most += ["base=false"] if flag == "--labelled" else []
     settings = [*(f"{name}={size}" for name, size in SIZES.items() if name not in unused), *most, *settings]
@@ -304,3 +307,14 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="synthetic: expected a task of a language model, got compression"):
         (tmp_path / "config.json").write_text(json.dumps({"synthetic": "compression:length=32,vocabulary=16"}))
         LongspanConfig.from_pretrained(tmp_path)
+
+
+def test_another_vocabulary_is_refused_and_other_types_of_weights_are_read(tmp_path):
+    model = LongspanForCausalLM(LongspanConfig(**{**SIZES, "radius": 3}))
+    with pytest.raises(NotImplementedError, match="resize_token_embeddings: expected the vocabulary of the run's tokenizers"):
+        model.resize_token_embeddings(300)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    again = LongspanForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a.bfloat16().float(), b) for a, b in zip(model.parameters(), again.parameters()))

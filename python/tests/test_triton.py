@@ -16,7 +16,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 from device_cases import CASES, Case, error  # noqa: E402
 
 from longspan import ops  # noqa: E402
-from longspan.torch import TensorState, _dispatch, _triton, chunked_attention  # noqa: E402
+from longspan.torch import TensorState, _triton, chunked_attention  # noqa: E402
 from longspan.torch._triton import kernelized  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -29,7 +29,6 @@ def on_device(monkeypatch):
     """Under the interpreter tensors on the CPU are taken for those of a device."""
     if INTERPRETED:
         monkeypatch.setattr(_triton, "serves", lambda tensor: tensor.dtype is not torch.float64)
-        monkeypatch.setattr(_dispatch, "_simple", lambda tensors: False)
 
 
 def attend(case, q, k, v, **more):

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from . import ops
-from ._native import State, get_num_threads, set_num_threads
+from ._native import State, empty_cache, get_num_threads, set_num_threads
 from .plans import MechanismInfo, Plan, combine, explain, mechanisms
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ __all__ = [
     "Plan",
     "State",
     "combine",
+    "empty_cache",
     "explain",
     "get_num_threads",
     "mechanisms",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,12 +70,36 @@ def cached(name: str, options: str, operation: str, shaped: tuple[tuple[str, Any
     return _native.Mechanism(name, options, operation)
 
 
+@functools.lru_cache(maxsize=1024)
+def _parsed(options: str) -> tuple[tuple[str, Any], ...]:
+    return tuple([(name, tuple(value) if isinstance(value, list) else value) for name, value in json.loads(options).items()])
+
+
+def _settings(options: str) -> tuple[tuple[str, Any], ...]:
+    return _parsed(options)
+
+
+def settings(options: str) -> dict[str, Any]:
+    """The options of a call by their names."""
+    return dict(_settings(options))
+
+
 @functools.lru_cache(maxsize=256)
-def features(feature_map: str, head_dim: int) -> int:
-    """Features that a map makes of rows of ``head_dim`` numbers: as many as Fourier positions have angles."""
+def _features(feature_map: str, head_dim: int) -> int:
     native = cached("fourier", _options.as_object(feature_map=feature_map), "feature_map")
     ((_, shape), *_) = native.parameter_shapes((1, 1, 1, 1, 1, head_dim, head_dim))
     return shape[1]
+
+
+def features(feature_map: str, head_dim: int) -> int:
+    """Features that a map makes of rows of ``head_dim`` numbers: as many as Fourier positions have angles."""
+    return _features(feature_map, head_dim)
+
+
+# What `torch.compiler.assume_constant_result` does, without torch: a compiler can trace neither json nor the compiled half.
+_CONSTANT: tuple[Any, ...] = (_settings, features)
+for _function in _CONSTANT:
+    _function._dynamo_marked_constant = True
 
 
 def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] | None:
@@ -84,10 +110,11 @@ def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] |
     lists: list[list[int]] = []
     for bounds in cu_seqlens if pair else (cu_seqlens,):
         try:
-            numbers = bounds.tolist() if hasattr(bounds, "tolist") else list(bounds)
+            given = bounds.tolist() if hasattr(bounds, "tolist") else list(bounds)
+            numbers = [int(number) for number in given if isinstance(number, Integral) and not isinstance(number, bool)]
         except TypeError:
-            numbers = [None]
-        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            given, numbers = [None], []
+        if len(numbers) != len(given):
             raise TypeError(f"{operation}: cu_seqlens: expected integers, or a pair of such lists, got {cu_seqlens!r}")
         if any(not 0 <= number < 1 << 63 for number in numbers):
             raise ValueError(f"{operation}: cu_seqlens: expected numbers from 0 to 2**63 - 1, got {numbers}")
@@ -103,10 +130,13 @@ _PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "af
                "short-convolution": ("taps",), "gated": ("log_decay",), "delta": ("log_decay", "beta")}  # fmt: skip
 
 
-def names(mechanism: str, parameters: Sequence[Any]) -> list[str]:
+def names(mechanism: str, options: str, parameters: Sequence[Any]) -> list[str]:
     """Names of a call's arrays. More names than arrays do no harm: zip stops at the shorter."""
     if mechanism == "fourier":
-        return ["q", "k", "v", "a", "b", *(["c, beta, positions or maps"] * len(parameters))]
+        given = settings(options)
+        free = () if given.get("wave") == "pairs" else ("b", *_options.FREE[given.get("normalizer", "one_plus")])
+        positions = () if given.get("axes") is None else ("q_positions", "k_positions")
+        return ["q", "k", "v", "a", *free, *positions, "maps", "maps"]
     if mechanism == "aft-full":
         return ["q", "k", "v", *(["w"] if len(parameters) == 1 else ["u", "z"])]
     return ["q", "k", "v", *_PARAMETERS.get(mechanism, ()), "maps", "maps"]

@@ -6,11 +6,20 @@ Text, because a torch operator can take it and a cache can look it up.
 from __future__ import annotations
 
 import sys
+from numbers import Integral, Real
 from typing import Any
+
+import numpy as np
+
+
+#: The largest size of a module.
+MOST = (1 << 24) - 1
 
 
 def as_json(value: Any) -> str:
     """JSON of an option. Not by the module json, which torch.compile cannot trace."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None:
         return "null"
     if value is True:
@@ -29,8 +38,24 @@ def as_object(**options: Any) -> str:
 
 
 def expect_type(operation: str, name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
+    if not isinstance(value, (bool, np.bool_) if kind is bool else kind):
         raise TypeError(f"{operation}: {name}: expected {kind.__name__}, got {type(value).__name__}")
+
+
+def expect_integer(operation: str, name: str, value: Any, least: int, most: int) -> None:
+    """Refuses what is no integer, of Python's or NumPy's, from ``least`` to ``most``."""
+    expected = f"{operation}: {name}: expected an integer from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{expected}, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{expected}, got {value}")
+
+
+def expect_scale(operation: str, scale: Any) -> None:
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
+        raise TypeError(f"{operation}: scale: expected a number or None, got {scale!r}")
+    if scale is not None and not abs(scale) < float("inf"):
+        raise ValueError(f"{operation}: scale: expected a finite number, got {scale}")
 
 
 def _differentiated(value: Any) -> bool:
@@ -48,7 +73,7 @@ def decays(operation: str, k: Any, decay: Any) -> list[float] | None:
     if _differentiated(decay) or (isinstance(decay, (list, tuple)) and any(map(_differentiated, decay))):
         raise ValueError(f"{operation}: decay: expected constants, got a tensor that requires a gradient, which there is none "
                          "of; give decay.detach()")  # fmt: skip
-    if isinstance(decay, (int, float)) or getattr(decay, "ndim", None) == 0:
+    if isinstance(decay, Real) or getattr(decay, "ndim", None) == 0:
         numbers = [float(decay)] * (k.shape[1] if getattr(k, "ndim", 0) > 1 else 1)
     else:
         try:
@@ -98,18 +123,10 @@ def shaw(
 
 
 def softmax(operation: str, scale: float | None, capacity: int, window: int | None) -> str:
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise TypeError(f"{operation}: scale: expected a number or None, got {type(scale).__name__}")
-    if scale is not None and not abs(scale) < float("inf"):
-        raise ValueError(f"{operation}: scale: expected a finite number, got {scale}")
-    if not isinstance(capacity, int):
-        raise TypeError(f"{operation}: capacity: expected an integer, got {type(capacity).__name__}")
-    if not 0 <= capacity <= 1 << 32:
-        raise ValueError(f"{operation}: capacity: expected between 0 and 2**32 tokens, got {capacity}")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
-        raise TypeError(f"{operation}: window: expected an integer or None, got {type(window).__name__}")
-    if window is not None and not 1 <= window <= 1 << 22:
-        raise ValueError(f"{operation}: window: expected between 1 and {1 << 22} keys, got {window}")
+    expect_scale(operation, scale)
+    expect_integer(operation, "capacity", capacity, 0, 1 << 32)
+    if window is not None:
+        expect_integer(operation, "window", window, 1, 1 << 22)
     return as_object(scale=None if scale is None else float(scale), capacity=capacity, window=window)
 
 
@@ -179,9 +196,7 @@ def toeplitz(
         expected = {"table": "(heads, 2n - 1) with a state", "clipped": "(heads, 2R + 1)",
                     "grid": "(heads, 2 * height - 1, 2 * width - 1)"}[kind]  # fmt: skip
         raise ValueError(f"{operation}: bias: expected shape {expected}, got shape {tuple(bias.shape)}")
-    expect_type(operation, "max_distance", max_distance, int)
-    if not 0 < max_distance < 1 << 40:
-        raise ValueError(f"{operation}: max_distance: expected a distance from 1 on, got {max_distance}")
+    expect_integer(operation, "max_distance", max_distance, 1, (1 << 40) - 1)
     expect_type(operation, "bidirectional", bidirectional, bool)
     expect_type(operation, "feature_map", feature_map, str)
     expect_type(operation, "algorithm", algorithm, str)
@@ -207,10 +222,10 @@ def aft_conv(
         expect_axes(operation, "w", w, 2, "(heads, taps)")
     else:
         sides = list(image) if isinstance(image, (tuple, list)) else []
-        if len(sides) != 2 or not all(type(side) is int for side in sides):
+        if len(sides) != 2:
             raise TypeError(f"{operation}: image: expected (height, width), got {image!r}")
-        if not all(0 < side < 1 << 24 for side in sides):
-            raise ValueError(f"{operation}: image: expected a height and a width from 1 on, got {image!r}")
+        for side in sides:
+            expect_integer(operation, "image", side, 1, MOST)
         expect_axes(operation, "w", w, 3, "(heads, rows of taps, taps)")
     if (gamma is None) != (beta is None):
         raise ValueError(f"{operation}: beta: expected both gamma and beta or neither, got one")
@@ -229,8 +244,7 @@ def gated(
     operation: str, log_decay: Any, others: tuple[Any, ...], l2_norm: bool, scale: float | None
 ) -> tuple[str, tuple[Any, ...]]:
     expect_type(operation, "l2_norm", l2_norm, bool)
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise TypeError(f"{operation}: scale: expected a number or None, got {scale!r}")
+    expect_scale(operation, scale)
     for beta in others:
         expect_axes(operation, "beta", beta, 3, "(batch, kv_heads, tokens)")
     if log_decay is None:
@@ -254,9 +268,3 @@ def maps(operation: str, feature_map: str, given: Any) -> tuple[Any, ...]:
     for name, matrix in zip(("map of queries", "map of keys"), given):
         expect_axes(operation, name, matrix, 3, "(heads, width, head_dim)")
     return tuple(given)
-
-
-def expect_size(module: str, name: str, size: int) -> None:
-    """Refuses the size of a module that is none."""
-    if not isinstance(size, int) or not 1 <= size < 1 << 24:
-        raise ValueError(f"{module}: {name}: expected an integer from 1 to 2**24 - 1, got {size!r}")

@@ -27,15 +27,15 @@ _NATIVE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float1
 
 
 def _numpy_arrays(
-    operation: str, name: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...]
+    operation: str, name: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...]
 ) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
     """NumPy arrays as the kernels take them, and the bfloat16 of another package that they came in, if any."""
     if type(q) is np.ndarray and q.dtype in _NATIVE_DTYPES:
-        for given, array in zip(_calls.names(name, parameters), (q, k, v, *parameters)):
+        for given, array in zip(_calls.names(name, options, parameters), (q, k, v, *parameters)):
             if type(array) is not np.ndarray:
                 _expect_unmasked(operation, given, array)
         return q, k, v, parameters, None
-    (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), _calls.names(name, parameters))
+    (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), _calls.names(name, options, parameters))
     return q, k, v, tuple(rest), other
 
 
@@ -51,10 +51,11 @@ def _as_two_bytes(operation: str, arrays: Sequence[Any], names: Sequence[str]) -
             raise TypeError(f"{operation}: {name}: expected float32, float64, float16 or bfloat16, got {array.dtype}")
     if first.dtype.name != "bfloat16":
         return list(arrays), None
-    for name, array in zip(names, arrays):
-        if array.dtype != first.dtype:
+    finer = [name.endswith("_positions") and array.dtype == np.float32 for name, array in zip(names, arrays)]
+    for name, array, fine in zip(names, arrays, finer):
+        if array.dtype != first.dtype and not fine:
             raise TypeError(f"{operation}: {name}: expected {first.dtype} like q, got {array.dtype}")
-    return [array.view(_calls.BFLOAT16) for array in arrays], first.dtype
+    return [array if fine else array.view(_calls.BFLOAT16) for array, fine in zip(arrays, finer)], first.dtype
 
 
 def _expect_unmasked(operation: str, name: str, array: Any) -> None:
@@ -77,7 +78,7 @@ def attend(
             operation, name, options, q, k, v, parameters,
             is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
         )  # fmt: skip
-    q, k, v, parameters, other = _numpy_arrays(operation, name, q, k, v, parameters)
+    q, k, v, parameters, other = _numpy_arrays(operation, name, options, q, k, v, parameters)
     is_causal = _calls.flag(operation, "is_causal", is_causal)
     output_final_state = _calls.flag(operation, "output_final_state", output_final_state)
     if initial_state is not None:
@@ -100,7 +101,7 @@ def step(
     if is_tensor(q):
         return _in_torch().step(operation, name, options, q, k, v, parameters, state)
     state = _calls.plain_state(operation, "state", state)
-    q, k, v, parameters, other = _numpy_arrays(operation, name, q, k, v, parameters)
+    q, k, v, parameters, other = _numpy_arrays(operation, name, options, q, k, v, parameters)
     with_token = q.ndim == 4
     if with_token:
         q, k, v = _calls.without_token_axis(operation, q, k, v)

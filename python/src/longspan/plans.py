@@ -190,14 +190,9 @@ def explain(
              "keys": queries if keys is None else keys, "head_dim": head_dim,
              "value_dim": head_dim if value_dim is None else value_dim}  # fmt: skip
     for name, size in sizes.items():
-        if not isinstance(size, int):
-            raise TypeError(f"explain: {name}: expected an integer, got {type(size).__name__}")
-        if not 0 <= size < 1 << 40:
-            raise ValueError(f"explain: {name}: expected a size from 0 on, got {size}")
+        _options.expect_integer("explain", name, size, 0, (1 << 40) - 1)
     _options.expect_type("explain", "mechanism", mechanism, str)
-    _options.expect_type("explain", "offset", offset, int)
-    if not -(1 << 62) < offset < 1 << 62:
-        raise ValueError(f"explain: offset: expected an integer between -2**62 and 2**62, got {offset}")
+    _options.expect_integer("explain", "offset", offset, -(1 << 62), 1 << 62)
     is_causal = _calls.flag("explain", "is_causal", is_causal)
     with_backward = _calls.flag("explain", "with_backward", with_backward)
     options = {**_EXPLAINED.get(mechanism, {}), **options}

@@ -443,8 +443,8 @@ def _by_position(
     if given != (queries, keys):
         wanted = f"w: expected shape {(queries, keys)}" if len(biases) == 1 else f"u, z: expected {queries} and {keys} rows"
         raise ValueError(f"{operation}: {wanted}, got {given}")
-    if not isinstance(offset, int) or isinstance(offset, bool):
-        raise TypeError(f"{operation}: offset: expected an integer that fits 64 bits, got {offset!r}")
+    _options.expect_integer(operation, "offset", offset, -(1 << 63), (1 << 63) - 1)
+    offset = int(offset)
     # Biases ignore the offset: without a mask it changes nothing, and beyond the last key no more than at it.
     offset = min(offset, keys) if is_causal else 0
     missing = None

@@ -29,7 +29,8 @@ def fourier_attention(
     c, beta : array ``[H, m]``, optional
         Amplitudes and constants, as far as ``normalizer`` leaves them free.
     q_positions, k_positions : array ``[B, Lq, n]``, ``[B, Lk, n]``, optional
-        Real numbers. Without them query ``i`` is at ``i + offset``, key ``j`` at ``j``, and ``n`` is 1.
+        Real numbers, also of float32 where the others are of half precision. Without them query ``i`` is at ``i + offset``, key
+        ``j`` at ``j``, and ``n`` is 1. Calls with states take them as they are: count near 0 there, or the gradient of ``a`` loses digits.
     normalizer : str
         What a row is divided by:
 

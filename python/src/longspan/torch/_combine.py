@@ -6,7 +6,6 @@ What each part of a state means, and how two become one, is in ``state.rs`` of `
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import _native, _options
+from .. import _calls, _native, _options
 from .._native import State
 from . import _operators
 from ._states import TensorState
@@ -29,7 +28,7 @@ def combine(
     parameters: Sequence[Any],
 ) -> TensorState:  # fmt: skip
     """The kernel's own numbers, with the gradients of the formula that it computes."""
-    chosen = json.loads(options)
+    chosen = _calls.settings(options)
     if earlier.mechanism == "softmax-window":
         raise ValueError(f"{operation}: earlier: expected a longspan.State, because states of a window have no sum with "
                          "gradients, got a TensorState; give state.detach(), or for gradients the earlier state as "

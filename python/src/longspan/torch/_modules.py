@@ -42,15 +42,6 @@ def refuse_hooks(module: nn.Module) -> None:
                            "some; remove them, or call the module on the whole sequence")  # fmt: skip
 
 
-def learned(module: Any, kind: type[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a plain `nn.Linear` or `nn.LayerNorm` whose calls nobody sees."""
-    if type(module) is not kind or _watched(module):
-        return None
-    parameters = module._parameters
-    weight = parameters.get("weight")
-    return None if weight is None or "bias" not in parameters else (weight, parameters["bias"])
-
-
 def _watched(module: nn.Module) -> bool:
     """Whether somebody sees a call of this module, or has changed what it does."""
     if "forward" in module.__dict__ or module._compiled_call_impl is not None or torch.compiler.is_compiling():

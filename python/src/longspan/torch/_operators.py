@@ -132,9 +132,11 @@ def _differentiable_gradients(
     """Gradients in torch's own operations, which torch can differentiate again and batch; the kernels' it cannot."""
     with torch.enable_grad():
         # Views, so that tensors that are given twice have a gradient each.
-        seen = [tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_() for tensor in tensors]
+        seen = [tensor.view_as(tensor) for tensor in tensors]
         out = in_torch(call, seen, key_padding_mask, packed)
-        return list(torch.autograd.grad(out, seen, d_out, create_graph=torch.is_grad_enabled(), allow_unused=True))
+        wanted = [tensor for tensor in seen if tensor.requires_grad]
+        found = iter(torch.autograd.grad(out, wanted, d_out, create_graph=torch.is_grad_enabled(), allow_unused=True))
+        return [next(found) if tensor.requires_grad else None for tensor in seen]
 
 
 #: Whether a tensor is of ``is_grads_batched=True``; a torch that lacks it has no such tensors.

@@ -75,6 +75,8 @@ def names(settings: Settings) -> list[str]:
 def attention(settings: Settings, name: str) -> Attention:
     if name not in _OPTIONS:
         raise ValueError(f"config.json: attention: expected one of {', '.join(_OPTIONS)}, got {name!r}")
+    if settings["d_model"] % settings["heads"]:
+        raise ValueError(f"config.json: d_model: expected a multiple of heads = {settings['heads']}, got {settings['d_model']}")
     module: Callable[..., Attention] = MODULES[name.removesuffix("-window")]
     if len(set(names(settings))) > 1:
         # Where layers differ the options of each stand under its name.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _calls
 from .._native import State
 from . import _dispatch
 from ._states import TensorState
@@ -54,10 +55,10 @@ class Attention:
     parameters: tuple[Tensor, ...]
 
     def option(self, name: str) -> Any:
-        return json.loads(self.options).get(name)
+        return _calls.settings(self.options).get(name)
 
     def with_options(self, **options: Any) -> Attention:
-        return replace(self, options=json.dumps({**json.loads(self.options), **options}))
+        return replace(self, options=json.dumps({**_calls.settings(self.options), **options}))
 
     def with_parameters(self, *parameters: Tensor) -> Attention:
         return replace(self, parameters=parameters)

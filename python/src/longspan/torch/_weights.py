@@ -5,20 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from .aft import AftConv, AftFull
 from .gated_norm import GatedRMSNorm
 from .mechanisms import ShawAttention, ToeplitzAttention
-
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "F16": np.dtype("<f2")}
+_Read = TypeVar("_Read")
 
 
 def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tensor]:
@@ -48,6 +47,14 @@ def _parameters(model: nn.Module, values: Mapping[str, Tensor] | None = None) ->
             name, view = _file_entry(own, (parameter if values is None else values[own]).detach(), module)
             entries[name] = view
     return entries
+
+
+def read_file(path: Path, read: Callable[[Path], _Read]) -> _Read:
+    """What ``read`` finds in a file of safetensors."""
+    try:
+        return read(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: damaged or no safetensors file: {error}") from error
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -80,34 +87,20 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     True
     """
     path = Path(path)
-    data = path.read_bytes()
-    try:
-        (length,) = struct.unpack_from("<Q", data)
-        if length > len(data) - 8:
-            raise ValueError("its header is cut short")
-        header = json.loads(data[8 : 8 + length])
-        header.pop("__metadata__", None)
-        body = memoryview(data)[8 + length :]
-        found = {}
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            dtype = _DTYPES[entry["dtype"]]
-            count = int(np.prod(entry["shape"], dtype=np.int64))
-            if not 0 <= start <= end <= len(body) or end - start != count * dtype.itemsize:
-                raise ValueError(f"{name} does not lie inside it")
-            found[name] = np.frombuffer(body[start:end], dtype).reshape(entry["shape"])
-    except (struct.error, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path}: damaged or no safetensors file: {error}") from error
+    found = read_file(path, load_file)
+    for name, tensor in found.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{path}: {name}: expected a floating-point type, got {tensor.dtype}")
     parameters = _parameters(model)
     missing, surplus = sorted(parameters.keys() - found.keys()), sorted(found.keys() - parameters.keys())
     if missing or surplus:
         raise ValueError(f"{path}: expected the parameters of this model, got none for {missing[:3]} and {surplus[:3]} "
                          "besides")  # fmt: skip
     for name, view in parameters.items():
-        if tuple(view.shape) != found[name].shape:
-            raise ValueError(f"{path}: {name}: expected shape {tuple(view.shape)}, got {found[name].shape}")
+        if tuple(view.shape) != tuple(found[name].shape):
+            raise ValueError(f"{path}: {name}: expected shape {tuple(view.shape)}, got {tuple(found[name].shape)}")
     for name, view in parameters.items():
-        view.copy_(torch.from_numpy(found[name].copy()))
+        view.copy_(found[name])
 
 
 def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -146,18 +139,8 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def weights_file(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> bytes:
     """The contents of a ``model.safetensors``: of the model's parameters, or of ``values`` with their names."""
-    header: dict[str, Any] = {}
-    pieces = []
-    offset = 0
-    for name, view in sorted(_parameters(model, values).items()):
-        numbers = view.cpu().to(torch.float32).contiguous().numpy().astype("<f4")
-        header[name] = {"dtype": "F32", "shape": list(numbers.shape), "data_offsets": [offset, offset + numbers.nbytes]}
-        offset += numbers.nbytes
-        pieces.append(numbers.tobytes())
-    text = json.dumps(header).encode()
-    # The format wants numbers to begin at whole multiples of 8 bytes.
-    text += b" " * (-len(text) % 8)
-    return b"".join([struct.pack("<Q", len(text)), text, *pieces])
+    entries = _parameters(model, values)
+    return save({name: view.to("cpu", torch.float32).clone(memory_format=torch.contiguous_format) for name, view in entries.items()})
 
 
 def store(folder: Path, files: Mapping[str, bytes]) -> None:

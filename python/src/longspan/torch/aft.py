@@ -47,8 +47,8 @@ class AftFull(Attention):
         device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(num_heads, head_dim, "{}", num_kv_heads)
-        _options.expect_size("AftFull", "length", length)
-        _options.expect_size("AftFull", "rank", 1 if rank is None else rank)
+        _options.expect_integer("AftFull", "length", length, 1, _options.MOST)
+        _options.expect_integer("AftFull", "rank", 1 if rank is None else rank, 1, _options.MOST)
         place = {"device": device, "dtype": dtype}
         names = ("w",) if rank is None else ("u", "z")
         self._learn({name: torch.empty((length, length if rank is None else rank), **place) for name in names}, place)
@@ -93,8 +93,8 @@ class AftLocal(Attention):
         self, num_heads: int, head_dim: int, *, window: int = 8, length: int = 1024, num_kv_heads: int | None = None,
         device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        _options.expect_size("AftLocal", "window", window)
-        _options.expect_size("AftLocal", "length", length)
+        _options.expect_integer("AftLocal", "window", window, 1, _options.MOST)
+        _options.expect_integer("AftLocal", "length", length, 1, _options.MOST)
         place = {"device": device, "dtype": dtype}
         w = torch.empty((length, 2 * window - 1), **place)
         super().__init__(num_heads, head_dim, _options.aft_local("AftLocal", w, True), num_kv_heads)
@@ -179,9 +179,9 @@ class AftConv(Attention):
         self, num_heads: int, head_dim: int, *, taps: int = 15, normalized: bool = True, image: tuple[int, int] | None = None,
         tap_rows: int | None = None, num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        _options.expect_size("AftConv", "taps", taps)
+        _options.expect_integer("AftConv", "taps", taps, 1, _options.MOST)
         tap_rows = taps if tap_rows is None else tap_rows
-        _options.expect_size("AftConv", "tap_rows", tap_rows)
+        _options.expect_integer("AftConv", "tap_rows", tap_rows, 1, _options.MOST)
         place = {"device": device, "dtype": dtype}
         w = torch.empty((num_heads, taps) if image is None else (num_heads, tap_rows, taps), **place)
         scale = torch.empty(num_heads) if normalized else None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .. import _calls
+from .. import _calls, _options
 from .._native import State
 from . import _combine, _dispatch, _operators
 from ._modules import refuse_hooks
@@ -57,8 +56,7 @@ class Attention(nn.Module):
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", kv_heads)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{type(self).__name__}: {name}: expected an integer from 1 on, got {size!r}")
+            _options.expect_integer(type(self).__name__, name, size, 1, _options.MOST)
         if num_heads % kv_heads:
             raise ValueError(f"{type(self).__name__}: num_kv_heads: expected a divisor of num_heads = {num_heads}, "
                              f"got {kv_heads}")  # fmt: skip
@@ -70,7 +68,7 @@ class Attention(nn.Module):
         self._own: tuple[str, ...] = ()
         self._maps: tuple[str, ...] = ()
         #: Whether an output depends on where its query stands.
-        self.sees_order = self.mechanism not in WITHOUT_ORDER or json.loads(options).get("decay") is not None
+        self.sees_order = self.mechanism not in WITHOUT_ORDER or _calls.settings(options).get("decay") is not None
 
     @property
     def key_dim(self) -> int:
@@ -91,6 +89,13 @@ class Attention(nn.Module):
                 raise ValueError(f"{type(self).__name__}: {name}: expected None, because the mechanism counts tokens, "
                                  "got a tensor")  # fmt: skip
         return self._learned()
+
+    @staticmethod
+    def _like(q: Tensor, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Parameters of half precision for queries in float32."""
+        if getattr(q, "dtype", None) is torch.float32 and any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters):
+            return tuple([parameter.float() for parameter in parameters])
+        return parameters
 
     def _learn(self, own: dict[str, Tensor], place: dict[str, Any], feature_map: str = "") -> None:
         """Makes and draws what is learned: ``own``, in the kernels' order, and the matrices of a feature map that learns. Refuses
@@ -148,9 +153,9 @@ class Attention(nn.Module):
         Tensor ``[B, H, Lq, dv]``, or ``(Tensor, state)``
             Laid out token by token. The state is a `TensorState` where gradients are recorded.
         """
+        parameters = self._like(q, self._parameters_at(q_positions, k_positions))
         return _dispatch.attend(
-            type(self).__name__, self.mechanism, self._options, q, k, v, self._parameters_at(q_positions, k_positions),
-            is_causal, offset,
+            type(self).__name__, self.mechanism, self._options, q, k, v, parameters, is_causal, offset,
             key_padding_mask, cu_seqlens, initial_state, output_final_state, token_major=True,
         )  # fmt: skip
 
@@ -177,7 +182,7 @@ class Attention(nn.Module):
         """
         refuse_hooks(self)
         name = type(self).__name__
-        learned = self._parameters_at(q_positions, k_positions)
+        learned = self._like(q, self._parameters_at(q_positions, k_positions))
         out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
         return out
 
@@ -192,17 +197,6 @@ class Attention(nn.Module):
         learned = self._parameters_at(None, None)
         name = type(self).__name__
         return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
-
-    def encoder_layer_step(
-        self, token: Tensor, weights: Sequence[Tensor | None], layer: tuple[tuple[int, int], tuple[float, float], str, bool],
-        state: Any,
-    ) -> tuple[Tensor, State] | None:  # fmt: skip
-        """`step` with the encoder layer around it, or ``None`` as in `step_together`."""
-        if not self._steps_unseen():
-            return None
-        learned = self._parameters_at(None, None)
-        name = type(self).__name__
-        return _dispatch.encoder_layer_step(name, self.mechanism, self._options, token, weights, learned, layer, state)
 
     def _steps_unseen(self) -> bool:
         own = type(self).step is Attention.step and "step" not in self.__dict__

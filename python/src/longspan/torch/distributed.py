@@ -8,7 +8,6 @@ exchanged, what it costs and what can fail: ``docs/distributed.md``.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -83,7 +82,7 @@ class Over:
         try:
             if output_final_state:
                 raise ValueError(f"{operation}: output_final_state: expected False over several processes, got True")
-            _dispatch.check(operation, tensors, _calls.names(asked.mechanism, tensors[3:]), key_padding_mask)
+            _dispatch.check(asked, tensors, key_padding_mask)
             with torch.autocast(device.type, enabled=False):
                 call = _Stretch(asked, tensors, key_padding_mask, cu_seqlens)
         except Exception as error:
@@ -136,7 +135,7 @@ class _Stretch:
                 raise ValueError(f"{self.operation}: {name}: expected four axes, got shape {tuple(x.shape)}")
         if offset != 0 or isinstance(offset, bool):
             raise ValueError(f"{self.operation}: offset: expected 0 over several processes, got {offset!r}")
-        chosen = json.loads(options)
+        chosen = _calls.settings(options)
         if chosen.get("image") is not None:
             raise ValueError(f"{self.operation}: image: expected None over several processes: an image's rows reach over stretches")
         if not self.is_causal and chosen.get("decay") is not None:
@@ -251,7 +250,7 @@ class _Stretch:
 
 def _positioned(options: str) -> bool:
     """Whether positions, as many as tokens, are among the parameters."""
-    return json.loads(options).get("axes") is not None
+    return _calls.settings(options).get("axes") is not None
 
 
 def _running(side: Any, stretches: Sequence[Tensor], broken: Sequence[bool]) -> list[Tensor]:

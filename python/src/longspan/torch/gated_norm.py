@@ -61,12 +61,12 @@ class GatedRMSNorm(nn.Module):
         Parameters
         ----------
         x, gate : Tensor ``[..., num_heads * head_dim]``
-            The heads, and what opens them.
+            The heads, which may be float32 where the gate is of half precision, and what opens them.
 
         Returns
         -------
         Tensor
-            Of the shape of ``x``.
+            Of the shape of ``x`` in the type of ``gate``.
 
         Raises
         ------
@@ -80,4 +80,10 @@ class GatedRMSNorm(nn.Module):
         if gate.shape != x.shape:
             raise ValueError(f"GatedRMSNorm: gate: expected shape {tuple(x.shape)}, as x, got {tuple(gate.shape)}")
         heads = x.unflatten(-1, (self.num_heads, self.head_dim))
-        return F.rms_norm(heads, (self.head_dim,), eps=self.eps).flatten(-2) * self.weight * F.silu(gate)
+        normed = F.rms_norm(heads, (self.head_dim,), eps=self.eps).flatten(-2)
+        return (normed * self.weight * F.silu(gate)).to(gate.dtype)
+
+
+def before_norm(*tensors: Tensor) -> list[Tensor]:
+    """Queries, keys and values of heads that are normed: where heads are not divided by a sum of weights they grow beyond float16."""
+    return [tensor.float() if tensor.dtype is torch.float16 else tensor for tensor in tensors]

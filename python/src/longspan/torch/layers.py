@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
-from ._modules import call, drop, learned
+from ._modules import call, drop
 from ._states import TensorState
-from .attention import Attention
 from .multi_head import MultiheadAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
-_NAMES = {function: name for name, function in _ACTIVATIONS.items()}
 
 
 if TYPE_CHECKING:
@@ -195,48 +193,9 @@ class TransformerEncoderLayer(_Layer, _Encoder):
             The output, and the state with the token taken in.
         """
         _check_token(self, token)
-        if positions is None and type(self) is TransformerEncoderLayer:
-            done = self._step_at_once(token, state)
-            if done is not None:
-                return done
         kept: list[State | TensorState] = []
         out = self._residual(self._residual(token, 1, self._stepping(kept, state, positions)), 2, self._feed_forward)
         return out, kept[0]
-
-    def _step_at_once(self, token: Tensor, state: State | TensorState | None) -> tuple[Tensor, State] | None:
-        """A step as one call of native code, where the layer is as it was made and nobody has to see a part of it."""
-        modules = self._modules
-        activation = _NAMES.get(self.activation)
-        attention: Any = modules["self_attn"]
-        if self.training or activation is None or torch.compiler.is_compiling() or not _is_plain(attention):
-            return None
-        # Written out: each call takes as long as a small product.
-        dropouts: Any = modules["dropout"], modules["dropout1"], modules["dropout2"]
-        for dropout in dropouts:
-            idle = type(dropout) is nn.Dropout and not dropout.training
-            if not idle or dropout._forward_hooks or dropout._forward_pre_hooks:
-                return None
-        parameters, mechanism = attention._parameters, attention._modules["attention"]
-        weights = [parameters.get("in_proj_weight"), parameters.get("in_proj_bias")]
-        for module, kind in (
-            (attention._modules["out_proj"], nn.Linear), (modules["norm1"], nn.LayerNorm), (modules["linear1"], nn.Linear),
-            (modules["linear2"], nn.Linear), (modules["norm2"], nn.LayerNorm),
-        ):  # fmt: skip
-            own = learned(module, kind)
-            if own is None:
-                return None
-            weights.extend(own)
-        if weights[0] is None or not isinstance(mechanism, Attention):
-            return None
-        norms: Any = modules["norm1"], modules["norm2"]
-        layer = (attention._head_counts[:2], (norms[0].eps, norms[1].eps), activation, self.norm_first)
-        return mechanism.encoder_layer_step(token, weights, layer, state)
-
-
-def _is_plain(attention: Any) -> bool:
-    """Whether it steps as it was made to."""
-    own = type(attention) is MultiheadAttention and "step" not in attention.__dict__ and "in_proj_bias" in attention._parameters
-    return own and not attention.gated_attention and not attention._forward_hooks and not attention._forward_pre_hooks
 
 
 class TransformerDecoderLayer(_Layer, _Decoder):

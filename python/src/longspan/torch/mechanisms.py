@@ -8,6 +8,7 @@ class, goes on token by token. Projections are `MultiheadAttention`'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .gated import DeltaAttention, GatedAttention, GatedDeltaAttention
 
 
 def _of_heads(decay: float | Sequence[float] | None, heads: int) -> Sequence[float] | None:
-    return [decay] * heads if isinstance(decay, (int, float)) else decay
+    return [decay] * heads if isinstance(decay, Real) else decay
 
 
 class KernelizedAttention(Attention):
@@ -106,8 +107,7 @@ class ShawAttention(Attention):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         name = type(self).__name__
-        if not isinstance(radius, int) or radius < 0:
-            raise ValueError(f"{name}: radius: expected an integer from 0 on, got {radius!r}")
+        _options.expect_integer(name, "radius", radius, 0, _options.MOST)
         decay = _of_heads(decay, num_kv_heads or num_heads)
         width = head_dim if rel_feature_map == "same" else _calls.features(feature_map, head_dim)
         place = {"device": device, "dtype": dtype}
@@ -170,7 +170,7 @@ class FourierAttention(Attention):
         angles = features // 2 if wave == "pairs" else features
         each = {name: torch.empty((num_heads, features), **place) for name in names}
         if axes is not None:
-            _options.expect_size(type(self).__name__, "axes", axes)
+            _options.expect_integer(type(self).__name__, "axes", axes, 1, _options.MOST)
         a = torch.empty((num_kv_heads or num_heads, angles, axes or 1), **place)
         # Any positions: what they are does not matter to the options.
         at = None if axes is None else a
@@ -255,7 +255,7 @@ class ToeplitzAttention(Attention):
         name = type(self).__name__
         for argument, size in (("radius", radius + 1), ("reach", reach), ("buckets", buckets), ("height", height),
                                ("width", width)):  # fmt: skip
-            _options.expect_size(name, argument, size)
+            _options.expect_integer(name, argument, size, 1, _options.MOST)
         shapes = {"clipped": (2 * radius + 1,), "table": (2 * reach - 1,), "buckets": (buckets,),
                   "grid": (2 * height - 1, 2 * width - 1)}  # fmt: skip
         place = {"device": device, "dtype": dtype}
@@ -301,8 +301,7 @@ class ShortConvolution(Attention):
         self, num_heads: int, head_dim: int, *, width: int = 4, silu: bool = True, num_kv_heads: int | None = None,
         device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(width, int) or not 1 <= width <= 64:
-            raise ValueError(f"ShortConvolution: width: expected an integer from 1 to 64, got {width!r}")
+        _options.expect_integer("ShortConvolution", "width", width, 1, 64)
         place = {"device": device, "dtype": dtype}
         taps = torch.empty((num_heads if num_kv_heads is None else num_kv_heads, width, head_dim), **place)
         super().__init__(num_heads, head_dim, _options.short_convolution("ShortConvolution", taps, silu), num_kv_heads)

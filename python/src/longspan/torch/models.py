@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import WITHOUT_ORDER, Attention
-from .gated_norm import GatedRMSNorm
+from .gated_norm import GatedRMSNorm, before_norm
 from ._settings import Settings, attention, names
 from .mechanisms import FourierAttention
 
@@ -82,6 +82,8 @@ class _MultiHead(nn.Module):
         own, *others = self.query_key_value(x).split(self.widths, -1)
         q, gate = self._queries(own)
         k, v = (self._split(part) for part in others)
+        if gate is not None:
+            q, k, v = before_norm(q, k, v)
         if past is None:
             at = positions if isinstance(self.attention, FourierAttention) else None
             out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=ignored, q_positions=at, k_positions=at)
@@ -107,6 +109,8 @@ class _MultiHead(nn.Module):
             k, v = known
         first = 0 if past is None else past.tokens
         q, gate = self._queries(F.linear(x, *parts[0]))
+        if gate is not None:
+            q, k, v = before_norm(q, k, v)
         return self._joined(self.attention(q, k, v, offset=first, key_padding_mask=ignored), gate)
 
     def _joined(self, out: Tensor, gate: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from .._native import State
 from ._modules import call, refuse_hooks
 from ._states import TensorState
 from .attention import Attention
-from .gated_norm import GatedRMSNorm
+from .gated_norm import GatedRMSNorm, before_norm
 from .mechanisms import build
 
 
@@ -208,6 +208,8 @@ class MultiheadAttention(nn.Module):
         more = {name: value for name, value in more.items() if value is not None}
         if output_final_state:
             more["output_final_state"] = True
+        if self.gated_attention:
+            q, k, v = before_norm(q, k, v)
         out = self.attention(q, k, v, is_causal=is_causal, offset=offset, key_padding_mask=ignored, **more)
         if output_final_state:
             out, state = out
@@ -243,13 +245,17 @@ class MultiheadAttention(nn.Module):
             tokens.
         """
         refuse_hooks(self)
+        if token.dim() == 3 and token.shape[1] == 1:
+            token = token[:, 0]
+        if token.dim() != 2 or token.shape[1] != self.embed_dim:
+            raise ValueError(f"{type(self).__name__}.step: token: expected shape (batch, {self.embed_dim}), got shape {tuple(token.shape)}")
         # Asked of the dictionaries: `nn.Module.__getattr__` takes as long as a small product.
         modules, learned = self._modules, self._parameters
         attention: Any = modules["attention"]
         weight = learned.get("in_proj_weight")
-        if positions is None and token.dim() == 2 and weight is not None and "in_proj_bias" in learned:
+        if positions is None and weight is not None and "in_proj_bias" in learned:
             together = F.linear(token, weight, learned["in_proj_bias"])
-            if isinstance(attention, Attention):
+            if isinstance(attention, Attention) and not (self.gated_attention and together.dtype is torch.float16):
                 done = attention.step_together(together, self._head_counts, self._widths, state)
                 if done is not None:
                     out, after = done
@@ -262,6 +268,8 @@ class MultiheadAttention(nn.Module):
         sizes = zip(projected, self._head_counts, self._widths)
         q, k, v = (x.reshape(len(token), heads, width // heads) for x, heads, width in sizes)
         more = {} if positions is None else {"q_positions": positions, "k_positions": positions}
+        if self.gated_attention:
+            q, k, v = before_norm(q, k, v)
         out, after = attention.step(q, k, v, state, **more)
         out = out.flatten(1)
         if self.gated_attention:
@@ -302,11 +310,23 @@ def _ignored(mask: Tensor | None, name: str = "key_padding_mask") -> Tensor | No
     return ignored
 
 
+def _is_causal(masked: Tensor) -> bool:
+    """Whether row ``i`` hides the keys after ``i`` and no others, found without a second mask to compare with."""
+    queries, keys = masked.shape
+    seen = torch.arange(1, queries + 1, device=masked.device).clamp(max=keys)
+    if keys == 0 or not torch.equal(keys - masked.sum(1), seen):
+        return keys == 0
+    # As many as there are after `i`, and the first of them is the next one.
+    hiding = masked[: keys - 1]
+    return torch.equal(hiding.view(torch.uint8).argmax(1), seen[: len(hiding)])
+
+
 def _understood(
     attn_mask: Tensor, ignored: Tensor | None, batch: int, queries: int, keys: int
 ) -> tuple[bool, Tensor | None]:
     """Whether a mask of pairs is the causal one, and which keys are ignored if it is the same for all queries."""
-    expected = "expected a causal mask, or one that ignores the same keys for all queries (others take quadratic time)"
+    expected = ("expected a causal mask, or one that ignores the same keys for all queries (others take quadratic time; of one whose "
+                "last row sees all keys, is_causal=True and offset=keys - queries)")  # fmt: skip
     if torch.compiler.is_compiling():
         raise ValueError("MultiheadAttention: attn_mask: expected None in a compiled function, which cannot look at it; say "
                          "is_causal=True or key_padding_mask instead")  # fmt: skip
@@ -315,7 +335,7 @@ def _understood(
                          f"{tuple(attn_mask.shape)}")  # fmt: skip
     masked = _ignored(attn_mask, "attn_mask")
     assert masked is not None
-    if torch.equal(masked, torch.ones_like(masked).triu(1)):
+    if _is_causal(masked):
         return True, ignored
     if queries and not bool((masked == masked[:1]).all()):
         raise ValueError(f"MultiheadAttention: attn_mask: {expected}, got another one")

@@ -98,7 +98,8 @@ def _replace(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
 
     @functools.wraps(theirs)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if args[0].device.type != "cpu" if args else True:
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if first is None or first.device.type != "cpu":
             return theirs(*args, **kwargs)
         return ours(*args, **{name: value for name, value in kwargs.items() if name in known})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,10 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
     if mechanism not in _FUNCTIONS:
         raise ValueError(f"register: mechanism: expected one of {', '.join(_FUNCTIONS)}, got {mechanism!r}")
     whole, step = _FUNCTIONS[mechanism]
+    known = inspect.signature(step).parameters
+    for option in options:
+        if option not in known or option in ("q", "k", "v", "state", "scale"):
+            raise TypeError(f"register: {option}: expected an option of {step.__name__}, got another name")
 
     def attention(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
@@ -76,6 +81,9 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
         layer: _StateLayer | None = getattr(key, "_longspan_layer", None)
         if layer is not None:
             layer.owner.pending = None
+            if layer.state is not None and layer.state.batch != query.shape[0]:
+                raise ValueError(f"{name}: cache: expected states of as many sequences as the batch, {query.shape[0]}, got "
+                                 f"{layer.state.batch}; for more continuations of each, cache.batch_repeat_interleave(n)")  # fmt: skip
         if layer is None:
             offset = key.shape[2] - query.shape[2] if causal else 0
             out = whole(query, key, value, is_causal=causal, offset=offset, key_padding_mask=ignored, **chosen)
@@ -93,12 +101,13 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
         return out.transpose(1, 2).contiguous(), None
 
     def mask(
-        batch_size: int, q_length: int, kv_length: int, q_offset: Any = None, kv_offset: Any = 0, *args: Any, mask_function: Callable[..., Any] = causal_mask_function,
-        attention_mask: Tensor | None = None, **others: Any,
+        batch_size: int, q_length: int, kv_length: int, q_offset: Any = None, kv_offset: Any = 0, *args: Any,
+        mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None, **others: Any,
     ) -> Tensor | None:  # fmt: skip
         if mask_function not in (causal_mask_function, bidirectional_mask_function):
             raise ValueError(f"{name}: attention_mask: expected a causal mask, or none, and ignored tokens, got another pattern "
-                             "(sliding windows and packed sequences need attention over pairs)")  # fmt: skip
+                             "(for sliding windows and packed sequences call longspan.ops, whose softmax_attention has a window and "
+                             "whose functions take cu_seqlens)")  # fmt: skip
         if q_offset is not None and mask_function is causal_mask_function and int(q_offset) + q_length < kv_length + int(kv_offset):
             raise ValueError(f"{name}: cache: expected a cache of the tokens so far, got one with {kv_length} places of which "
                              f"{int(q_offset) + q_length} are written (a StaticCache); give longspan.transformers.StateCache() or "
@@ -180,7 +189,8 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
 class StateCache(Cache):  # type: ignore[misc]
     """A cache of states for an attention that `register` made known: what ``generate`` keeps of a text does not grow with it.
 
-    Give it as ``cache``, before transformers 5.24 as ``past_key_values``. Beam search works; what would have to take tokens back, such as assisted decoding, does not.
+    Give it as ``cache``, before transformers 5.24 as ``past_key_values``. Beam search works; what would have to take tokens back, such as
+    assisted decoding, does not.
 
     Examples
     --------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from ..torch import _weights, runs
@@ -216,10 +216,5 @@ def _of_folder(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _shapes(path: Path) -> dict[str, list[int]]:
     """Shapes of the tensors in a file of weights."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-        try:
-            header = json.loads(file.read(min(length, path.stat().st_size)))
-            return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: damaged or no safetensors file: {error}") from error
+    with _weights.read_file(path, lambda path: safe_open(path, "pt")) as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}

@@ -83,6 +83,11 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
         self.model = make({**config.settings, "capacity": config.capacity}, *sizes)
         self.post_init()
 
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> Any:
+        """Refused: a vocabulary is that of the run's tokenizers, which the command reads, too."""
+        raise NotImplementedError(f"{type(self).__name__}.resize_token_embeddings: expected the vocabulary of the run's tokenizers, got "
+                                  "another size; make a new model with vocab_size in its LongspanConfig")  # fmt: skip
+
     def _init_weights(self, module: torch.nn.Module) -> None:
         """The modules draw their own."""
 

@@ -1,13 +1,12 @@
 """The mechanisms in torch's own operations, chunk by chunk: for tensors that are not on the CPU.
 
 Everything runs on the device of ``q``, content, Shaw and Fourier positions in O(L) time, Toeplitz positions and AFT in O(L^2)
-time and bounded memory, gates and the delta rule token by token; torch's autograd differentiates it. Sums are taken in float32 for half
-precision. The kernels' tests hold it to the same definition.
+time and O(L) memory, gates and the delta rule token by token; torch's autograd differentiates it, in the same memory once, in O(L^2)
+twice. Sums are taken in float32 for half precision. The kernels' tests hold it to the same definition.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -98,7 +97,7 @@ def chunked_attention(
     if mechanism not in _FORMULATIONS:
         raise NotImplementedError(f"{mechanism}: no formulation for {q.device}; move the tensors to the cpu")
     formulation = _FORMULATIONS[mechanism]
-    settings = json.loads(options)
+    settings = _calls.settings(options)
     check_shapes(mechanism, q, k, v, key_padding_mask)
     dtype = q.dtype
     # Without autocast, which would compute sums in half precision.
@@ -160,6 +159,8 @@ def check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_ma
                              f"got shape {tuple(tensor.shape)}")  # fmt: skip
     batch, heads, _, head_dim = q.shape
     _, kv_heads, keys, _ = k.shape
+    if head_dim == 0 and v.shape[3] > 0:
+        raise ValueError(f"{mechanism}: q: expected heads of 1 feature or more, got 0")
     key_dim = 1 if mechanism == "aft-conv" else head_dim
     for name, tensor, shape in (("k", k, (batch, kv_heads, keys, key_dim)),
                                 ("v", v, (batch, kv_heads, keys, v.shape[3]))):  # fmt: skip

@@ -16,8 +16,8 @@ def aft(biases: Callable[[Call, slice, Tensor], Tensor] | None) -> Callable[[Cal
     def formulation(call: Call) -> Tensor:
         k, v, there = call.without_padding()
         k, v = k.repeat_interleave(call.group, 1), v.repeat_interleave(call.group, 1)
-        pieces = []
-        for rows, distance in call.row_ranges(k.shape[2] * call.q.shape[3]):
+
+        def piece(rows: slice, distance: Tensor) -> Tensor:
             seen = there[:, :, None, :, 0] > 0
             if call.is_causal:
                 seen = seen & (distance <= 0)
@@ -27,19 +27,19 @@ def aft(biases: Callable[[Call, slice, Tensor], Tensor] | None) -> Callable[[Cal
             weights = exponentials(scores, seen[..., None])
             total = weights.sum(3)
             means = torch.where(total == 0, 0, (weights * v[:, :, None]).sum(3) / torch.where(total == 0, 1, total))
-            pieces.append(means * torch.sigmoid(call.q[:, :, rows]))
-        return torch.cat(pieces, 2)
+            return means * torch.sigmoid(call.q[:, :, rows])
+
+        return call.by_rows(k.shape[2] * call.q.shape[3], piece)
 
     return formulation
 
 
 def _positions(table: Tensor, rows: slice, offset: int) -> Tensor:
     """Rows of a table by position for the queries ``rows``; an error where the table has none."""
-    position = torch.arange(rows.start, rows.stop, device=table.device) + offset
-    outside = (position < 0) | (position >= table.shape[0])
-    if table.device.type != "meta" and bool(outside.any()):
-        raise ValueError(f"aft: position: expected positions of queries from 0 to {table.shape[0] - 1}, got others")
-    return table[position]
+    first, last = rows.start + offset, rows.stop + offset
+    if rows.start < rows.stop and not 0 <= first < last <= table.shape[0]:
+        raise ValueError(f"aft: position: expected positions of queries from 0 to {table.shape[0] - 1}, got {first} to {last - 1}")
+    return table[max(first, 0) : max(last, 0)]
 
 
 def full_biases(call: Call, rows: slice, distance: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .features import MAPS, elementwise, lift
 
@@ -30,6 +31,8 @@ class Call:
     is_causal: bool = False
     offset: int = 0
     key_padding_mask: Tensor | None = None
+    #: Logarithms of factors of the keys' features, for sums that the caller divides.
+    exponents: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -61,26 +64,49 @@ class Call:
         # Selected, not multiplied: 0 times a NaN in the padding would be NaN.
         return k.masked_fill(ignored, 0), v.masked_fill(ignored, 0), (~ignored).to(k.dtype)
 
-    def features(self, k: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Those of the queries, and of the keys ``k``."""
+    def features(self, k: Tensor, divided: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the queries, those of the keys ``k`` times ``exp(-exponents)``, and these exponents, ``[batch, heads, keys, 1]``: each
+        key's own, since one for all would make the smaller ones vanish; -inf where a key is ignored."""
         whole = self.settings.get("feature_map", "elu+1")
         name = elementwise(whole)
         q, k = lift(whole, self.q, self.maps[0]), lift(whole, k, self.maps[1])
-        if name == "exp" and normalize:
+        exponents = k.new_zeros((*k.shape[:3], 1)) if self.exponents is None else self.exponents
+        if name == "exp" and divided and k.shape[-1]:
             # Cancels in the division; without it the exponentials overflow.
-            q = q - q.amax(dim=-1, keepdim=True).detach() if q.shape[-1] else q
-            # One exponent for each sequence and head: another sequence's keys are none of its business.
-            k = k - k.amax((2, 3), keepdim=True).detach() if k.numel() else k
-        return MAPS[name](q), MAPS[name](k)
+            q = q - q.amax(dim=-1, keepdim=True).detach()
+            exponents = k.amax(dim=-1, keepdim=True).detach()
+            k = k - exponents
+        features = MAPS[name](k)
+        if self.key_padding_mask is not None:
+            ignored = self.key_padding_mask[:, None, :, None]
+            features, exponents = features.masked_fill(ignored, 0), exponents.masked_fill(ignored, -torch.inf)
+        return MAPS[name](q), features, exponents
 
-    def row_ranges(self, numbers_per_row: int) -> Iterator[tuple[slice, Tensor]]:
-        """A few rows at a time, and ``j - (i + offset)`` of their pairs, ``[rows, keys]``; without queries one range of no row."""
+    def by_rows(self, numbers_per_row: int, piece: Callable[[slice, Tensor], Tensor]) -> Tensor:
+        """``piece(rows, distance)`` of a few rows at a time, ``distance`` being ``j - (i + offset)`` of their pairs, ``[rows, keys]``;
+        without queries of no row. Autograd keeps no weights of pairs: the backward computes them again."""
         queries, device = self.q.shape[2], self.q.device
         step = max(1, _PAIRS // max(1, self.q.shape[0] * self.q.shape[1] * numbers_per_row))
-        for start in range(0, max(queries, 1), step):
-            stop = min(start + step, queries)
-            token = torch.arange(start, stop, device=device) + self.offset
-            yield slice(start, stop), torch.arange(self.k.shape[2], device=device)[None, :] - token[:, None]
+
+        def computed(rows: slice) -> Tensor:
+            token = torch.arange(rows.start, rows.stop, device=device) + self.offset
+            return piece(rows, torch.arange(self.k.shape[2], device=device)[None, :] - token[:, None])
+
+        ranges = [slice(start, min(start + step, queries)) for start in range(0, max(queries, 1), step)]
+        if _records():
+            return torch.cat([checkpoint(computed, rows, use_reentrant=False, preserve_rng_state=False) for rows in ranges], 2)
+        return torch.cat([computed(rows) for rows in ranges], 2)
+
+
+# Where a version of torch lacks it, what autograd saves is kept.
+_interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+
+
+def _records() -> bool:
+    """Whether autograd alone keeps what a backward needs: torch.func takes no hooks of saved tensors, a compiler decides itself."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return _interpreter is not None and _interpreter() is None
 
 
 def divide(sums: Tensor, normalize: bool = True) -> Tensor:

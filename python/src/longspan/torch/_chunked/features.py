@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ... import _native
+
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu+1": lambda x: torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0))),
     "relu": torch.relu,
@@ -29,10 +31,17 @@ def elementwise(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _random_rows(name: str, head_dim: int) -> Any:
-    from ..._native import random_rows
+def _drawn(name: str, head_dim: int) -> Any:
+    return _native.random_rows(name, head_dim)
 
-    return random_rows(name, head_dim)
+
+def _random_rows(name: str, head_dim: int) -> Tensor:
+    # Not kept as a tensor: while a program is exported that is a fake one.
+    return torch.from_numpy(_drawn(name, head_dim))
+
+
+# See `longspan._calls.settings`.
+_random_rows._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
@@ -44,7 +53,7 @@ def lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
     width = x.shape[-1]
     scale = max(width, 1) ** -0.25
     if kind in ("prf", "nprf"):
-        rows = torch.as_tensor(_random_rows(name, width), dtype=x.dtype, device=x.device)
+        rows = _random_rows(name, width).to(x)
         features = max(rows.shape[0], 1)
         if kind == "prf":
             exponents: Tensor = x @ rows.T - 0.5 * (x * scale).square().sum(-1, keepdim=True) - 0.5 * math.log(features)

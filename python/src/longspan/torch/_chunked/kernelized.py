@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -40,56 +41,55 @@ def kernelized(call: Call) -> Tensor:
     rho = phi if same else MAPS["identity"]
 
     k, v, there = call.without_padding()
-    q, k = lift(whole, call.q, of_queries), lift(whole, k, of_keys)
-    if name == "exp" and normalize and keys > 0:
-        # Cancels in the division; without it the exponentials overflow.
-        q = q - q.amax(dim=-1, keepdim=True).detach() if q.shape[-1] else q
-        highest = k.new_zeros(())
-        if k.numel():
-            # One for each sequence and head; a table's rows, which all share, have one in common with them.
-            highest = (k.amax((2, 3), keepdim=True) if table is None else k.amax()).detach()
-        if table is not None and same:
-            highest = torch.maximum(highest, table.amax().detach())
-        k = k - highest
-        if table is not None:
-            # A raw table is a factor of the weights as it is.
-            table = table - highest if same else table * torch.exp(-highest)
-    features = phi(k)
-    if call.key_padding_mask is not None:
-        features = features.masked_fill(there == 0, 0)
+    q, features, exponents = call.features(k, normalize)
+    # Sums are divided here or, where a call brings exponents, by its caller.
+    divided = normalize or call.exponents is not None
     values = torch.cat([v, there.expand(-1, kv_heads, -1, -1)], dim=-1)
     if call.group != 1:
         features, values = features.repeat_interleave(call.group, 1), values.repeat_interleave(call.group, 1)
-    q = phi(q)
-    rows = None
-    radius = 0
+        exponents = exponents.repeat_interleave(call.group, 1)
+    rows, of_rows, radius = None, q.new_zeros((1, 1, 1, 1)), 0
     if table is not None:
-        rows = rho(table if table.ndim == 3 else table[None]).expand(heads, -1, -1)
+        table = table if table.ndim == 3 else table[None]
+        if name == "exp" and same and divided and table.numel():
+            of_rows = table.amax((1, 2)).detach()[None, :, None, None]
+        # A raw table is a factor of the weights as it is.
+        rows = rho(table - of_rows[0]).expand(heads, -1, -1)
         radius = rows.shape[1] // 2
-    gamma = settings.get("decay")
-    if gamma is not None:
-        if not call.is_causal:
-            raise ValueError("decay with a bidirectional mask has no meaning; use a causal mask or leave the decay out")
-        gamma = torch.tensor(gamma, dtype=q.dtype, device=q.device).repeat_interleave(call.group)[:, None, None]
+    decay = settings.get("decay")
+    if decay is not None and not call.is_causal:
+        raise ValueError("decay with a bidirectional mask has no meaning; use a causal mask or leave the decay out")
 
     recurrence = RECURRENCE.get()
     if recurrence is not None and call.is_causal and rows is None and call.offset == 0 and queries == keys:
-        return divide(recurrence(q, features, values, gamma), normalize)
-    walk = _Causal if call.is_causal else _Bidirectional
-    sums = walk(features if content else None, values, rows, radius, gamma)
-    if not call.is_causal and rows is None:
-        # All rows read the same state.
-        return divide(sums.chunk(q, 0, queries), normalize)
-    pieces = []
+        gamma = None if decay is None else q.new_tensor(decay).repeat_interleave(call.group)[:, None, None]
+        of_all = exponents.amax(2, keepdim=True).clamp(min=_lowest(q))
+        return divide(recurrence(q, features * (exponents - of_all).exp(), values, gamma), normalize)
+    walk: _Bidirectional | _Causal
+    if call.is_causal:
+        rate = q.new_tensor([0.0] * kv_heads if decay is None else [math.log(gamma) for gamma in decay])
+        rate = rate.repeat_interleave(call.group)[None, :, None, None]
+        walk = _Causal(features if content else None, exponents, values, rows, of_rows, radius, rate, divided)
+    else:
+        # All keys and rows of the table have one exponent in common.
+        highest = of_rows
+        if divided and keys:
+            highest = exponents.amax(2, keepdim=True).clamp(min=_lowest(q))
+            highest = highest if rows is None else torch.maximum(highest, of_rows)
+        rows = None if rows is None else rows * (of_rows - highest).exp()
+        walk = _Bidirectional(features * (exponents - highest).exp() if content else None, values, rows, radius)
+        if rows is None:
+            # All rows read the same state.
+            return divide(walk.chunk(q, 0, queries), normalize)
     # Without queries one empty chunk runs, so that autograd still reaches all tensors.
-    for start in range(0, max(queries, 1), CHUNK):
-        stop = min(start + CHUNK, queries)
-        pieces.append(sums.chunk(q[:, :, start:stop], start + call.offset, stop + call.offset))
+    ranges = [slice(start, min(start + CHUNK, queries)) for start in range(0, max(queries, 1), CHUNK)]
+    pieces = [walk.chunk(q[:, :, part], part.start + call.offset, part.stop + call.offset) for part in ranges]
     return divide(torch.cat(pieces, dim=2), normalize)
 
 
-def _power(gamma: Tensor, exponent: Any) -> Tensor:
-    return torch.pow(gamma, exponent)
+def _lowest(like: Tensor) -> float:
+    """An exponent below all others, finite so that what has none is 0."""
+    return torch.finfo(like.dtype).min / 4
 
 
 def _clip(token: int, keys: int) -> int:
@@ -99,9 +99,7 @@ def _clip(token: int, keys: int) -> int:
 class _Bidirectional:
     """All keys through one state; relative positions through a band and running sums from both ends."""
 
-    def __init__(
-        self, features: Tensor | None, values: Tensor, rows: Tensor | None, radius: int, gamma: Tensor | None
-    ) -> None:
+    def __init__(self, features: Tensor | None, values: Tensor, rows: Tensor | None, radius: int) -> None:
         self.values, self.rows, self.radius = values, rows, radius
         self.state = None if features is None else features.transpose(-1, -2) @ values
         if rows is not None:
@@ -135,87 +133,97 @@ def _band(weights: Tensor, first: int, last: int, near: int, far: int, radius: i
 
 
 class _Causal:
-    """A state of all keys that every row of a chunk sees, and dense weights for those that only some rows see."""
+    """A state of all keys that every row of a chunk sees, and dense weights for those that only some rows see.
+
+    Key ``j`` counts for a row at token ``i`` with the factor ``exp(exponents[j] + rate * (i - j))``, a row of the table with
+    ``exp(of_rows + rate * (i - j))``: sums are relative to the largest of those that the row sees, so that no later key, and none that
+    has decayed, makes them vanish; or, where nobody divides them, to 1.
+    """
 
     def __init__(
-        self, features: Tensor | None, values: Tensor, rows: Tensor | None, radius: int, gamma: Tensor | None
-    ) -> None:
-        self.features, self.values, self.rows, self.radius, self.gamma = features, values, rows, radius, gamma
-        # Keys below these are in the state; for relative positions only those at least `radius` before.
-        self.taken = 0
-        self.far_taken = 0
-        self.state: Tensor | None = None
-        self.far: Tensor | None = None
+        self, features: Tensor | None, exponents: Tensor, values: Tensor, rows: Tensor | None, of_rows: Tensor, radius: int,
+        rate: Tensor, divided: bool,
+    ) -> None:  # fmt: skip
+        self.features, self.exponents, self.values, self.rows, self.of_rows = features, exponents, values, rows, of_rows
+        self.radius, self.rate, self.divided = radius, rate, divided
+        # Keys below these are in the sums of all keys, and of those at least `radius` before, which both start with none.
+        self.taken = self.far_taken = 0
         # The token that decays are counted from.
         self.base = 0
+        nothing = values.new_zeros((*values.shape[:2], 1, values.shape[-1]))
+        lowest = nothing[..., :1].detach() + (_lowest(values) if divided else 0.0)
+        # Sums, and the exponents that they are relative to.
+        self.far = (nothing, lowest)
+        self.state = (nothing if features is None else nothing.expand(-1, -1, features.shape[-1], -1), lowest)
 
     def chunk(self, q: Tensor, first: int, last: int) -> Tensor:
         """Sums for the queries ``q`` that stand at keys ``first`` to ``last - 1``; chunks come in order."""
-        values, keys = self.values, self.values.shape[2]
-        token = torch.arange(first, last, device=q.device)
-        self._age(first)
-        start = _clip(first + 1, keys)
-        stop = max(_clip(last, keys), start)
-        out = q.new_zeros((*q.shape[:3], values.shape[-1]))
-        since = None if self.gamma is None else _power(self.gamma, (token - first)[:, None])
-
-        def visible(key: Tensor) -> Tensor:
-            return key[None, :] <= token[:, None]
-
+        keys = self.values.shape[2]
+        token = torch.arange(first, last, device=q.device)[:, None]
+        since = self.rate * (token - first)
+        # Products of the queries, their exponents, and what they weigh.
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
         if self.features is not None:
-            self.state = self._enter(self.state, self.features, self.taken, start, first)
-            self.taken = max(self.taken, start)
-            if self.state is not None:
-                out = out + self._aged(q @ self.state, since)
-            key = torch.arange(start, stop, device=q.device)
-            scores = (q @ self.features[:, :, start:stop].transpose(-1, -2)).masked_fill(~visible(key), 0)
-            out = out + self._decayed(scores, token, key) @ values[:, :, start:stop]
+            start = max(_clip(first + 1, keys), self.taken)
+            self.state = self._entered(self.state, self.features, self.exponents, self.taken, start, first)
+            self.taken, stop = start, max(_clip(last, keys), start)
+            state, level = self.state
+            own = self.exponents[:, :, start:stop].transpose(-1, -2) + self._ages(token, start, stop)
+            parts = [(q, level + since, state),
+                     (q @ self.features[:, :, start:stop].transpose(-1, -2), own, self.values[:, :, start:stop])]  # fmt: skip
         if self.rows is not None:
+            near = max(_clip(first - self.radius + 1, keys), self.far_taken)
+            self.far = self._entered(self.far, None, self.of_rows, self.far_taken, near, first)
+            self.far_taken, stop = near, max(_clip(last, keys), near)
+            far, level = self.far
             weights = q @ self.rows[:, : self.radius + 1].transpose(-1, -2)
-            near = _clip(first - self.radius + 1, keys)
-            stop = max(stop, near)
-            self.far = self._enter(self.far, None, self.far_taken, near, first)
-            self.far_taken = max(self.far_taken, near)
-            if self.far is not None:
-                out = out + self._aged(weights[..., :1] * self.far, since)
-            key = torch.arange(near, stop, device=q.device)
             band = _band(weights, first, last, near, stop, self.radius)
-            band = band.masked_fill(~visible(key), 0)
-            out = out + self._decayed(band, token, key) @ values[:, :, near:stop]
+            parts += [(weights[..., :1], level + since, far),
+                      (band, self.of_rows + self._ages(token, near, stop), self.values[:, :, near:stop])]  # fmt: skip
+        self.base = first
+        highest = since.new_zeros(())
+        if self.divided:
+            for _, exponents, _ in parts:
+                if exponents.shape[-1]:
+                    most = exponents.amax(-1, keepdim=True)
+                    highest = torch.maximum(highest, most) if highest.dim() else most
+        out = q.new_zeros((*q.shape[:3], self.values.shape[-1]))
+        for weights, exponents, weighed in parts:
+            out = out + (weights * (exponents - highest).exp()) @ weighed
         return out
 
-    def _age(self, token: int) -> None:
-        """Lets the states grow older until ``token``."""
-        if self.gamma is not None:
-            passed = _power(self.gamma, token - self.base)
-            self.state = None if self.state is None else self.state * passed
-            self.far = None if self.far is None else self.far * passed
-        self.base = token
+    def _ages(self, token: Tensor, start: int, stop: int) -> Tensor:
+        """Exponents of what time leaves of the keys ``start .. stop``; of those that a row does not see yet, nothing."""
+        key = torch.arange(start, stop, device=token.device)
+        return (self.rate * (token - key).clamp(min=0)).masked_fill(key > token, -torch.inf)
 
-    def _enter(
-        self, state: Tensor | None, features: Tensor | None, taken: int, until: int, token: int
-    ) -> Tensor | None:
-        """Takes the keys ``taken .. until`` into a state as seen from ``token``."""
+    def _entered(
+        self, sums: tuple[Tensor, Tensor], features: Tensor | None, exponents: Tensor, taken: int, until: int, token: int
+    ) -> tuple[Tensor, Tensor]:
+        """Sums and their exponent as seen from ``token``, with the keys ``taken .. until``."""
+        before, level = sums
+        level = level + self.rate * (token - self.base)
         if until <= taken:
-            return state
-        values = self.values[:, :, taken:until]
-        if self.gamma is not None:
-            key = torch.arange(taken, until, device=values.device)
-            values = values * _power(self.gamma, (token - key)[:, None])
-        if features is None:
-            added = values.sum(2, keepdim=True)
-        else:
-            added = features[:, :, taken:until].transpose(-1, -2) @ values
-        return added if state is None else state + added
+            return before, level
+        age = token - torch.arange(taken, until, device=before.device)[:, None]
+        # Those of a table are the same for all keys.
+        own = (exponents if exponents.shape[2] == 1 and features is None else exponents[:, :, taken:until]) + self.rate * age
+        highest = torch.maximum(level, own.amax(2, keepdim=True)) if self.divided else torch.zeros_like(level)
+        values = self.values[:, :, taken:until] * (own - highest).exp()
+        added = values.sum(2, keepdim=True) if features is None else features[:, :, taken:until].transpose(-1, -2) @ values
+        return before * (level - highest).exp() + added, highest
 
-    @staticmethod
-    def _aged(sums: Tensor, since: Tensor | None) -> Tensor:
-        return sums if since is None else sums * since
 
-    def _decayed(self, scores: Tensor, token: Tensor, key: Tensor) -> Tensor:
-        if self.gamma is None:
-            return scores
-        return scores * _power(self.gamma, (token[:, None] - key[None, :]).clamp(min=0))
+def _near(at_query: Tensor, at_key: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions counted from the one nearest to zero, those of ignored keys 0. Only differences matter to outputs, but gradients of
+    frequencies are sums of products with positions, and lose the digits that all of them share."""
+    at_key = at_key.masked_fill(~there, 0)
+    if at_query.shape[1] == 0:
+        return at_query, at_key
+    least = torch.cat([at_query, at_key.masked_fill(~there, torch.inf)], 1).amin(1, keepdim=True)
+    greatest = torch.cat([at_query, at_key.masked_fill(~there, -torch.inf)], 1).amax(1, keepdim=True)
+    origin = (least.clamp(min=0) + greatest.clamp(max=0)).detach()
+    return at_query - origin, at_key - origin
 
 
 def fourier(call: Call) -> Tensor:
@@ -224,11 +232,11 @@ def fourier(call: Call) -> Tensor:
     k, v, there = call.without_padding()
     normalizer = settings.get("normalizer", "one_plus")
     pairs = settings.get("wave", "each") == "pairs"
-    queries, keys = call.features(k, normalizer != "none")
-    keys = keys * there
+    queries, keys, exponents = call.features(k, normalizer != "none")
     a, *rest = call.parameters
     if settings.get("axes"):
         *rest, at_query, at_key = rest
+        at_query, at_key = _near(at_query, at_key, there[:, 0] > 0)
     else:
         at_query = torch.arange(call.q.shape[2], dtype=k.dtype, device=k.device)[None, :, None] + call.offset
         at_key = torch.arange(k.shape[2], dtype=k.dtype, device=k.device)[None, :, None]
@@ -259,7 +267,10 @@ def fourier(call: Call) -> Tensor:
     plain = {"feature_map": "identity", "normalize": False, "decay": settings.get("decay")}
 
     def summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernelized(replace(call, q=q, k=k, v=v, parameters=(), maps=(None, None), settings=plain, key_padding_mask=None))
+        # Where nobody divides the sums keys have no exponents, but for -inf where they are ignored, and values are 0 there.
+        own = None if normalizer == "none" else exponents
+        call_of = replace(call, q=q, k=k, v=v, parameters=(), maps=(None, None), settings=plain, key_padding_mask=None)
+        return kernelized(replace(call_of, exponents=own))
 
     if normalizer == "none":
         return summed(left, right, v)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import _calls
 from ..._calls import Request
 
 #: Feature maps that the kernels have.
@@ -41,27 +41,13 @@ def _triton_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-@functools.lru_cache(maxsize=256)
-def _unsupported_options(mechanism: str, options: str) -> str | None:
-    if mechanism != "kernelized":
-        return f"the mechanism {mechanism}"
-    feature_map = json.loads(options).get("feature_map", "elu+1")
-    return None if feature_map in MAPS else f"the feature map {feature_map}"
-
-
-@functools.lru_cache(maxsize=256)
-def _decays(options: str) -> bool:
-    return json.loads(options).get("decay") is not None
-
-
-@functools.lru_cache(maxsize=256)
 def is_exponential(options: str) -> bool:
     """Whether denominators have a second column, of exponents."""
-    return bool(json.loads(options).get("feature_map") == "exp")
+    return bool(_calls.settings(options).get("feature_map") == "exp")
 
 
-# What `torch.compiler.assume_constant_result` does, which takes more than a second to import the compiler.
-_CONSTANT: tuple[Any, ...] = (_available, _triton_version, _unsupported_options, _decays, is_exponential)
+# See `longspan._calls.settings`.
+_CONSTANT: tuple[Any, ...] = (_available, _triton_version)
 for _function in _CONSTANT:
     _function._dynamo_marked_constant = True
 
@@ -70,9 +56,12 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
     """What of a call the kernels do not do, in words; ``None`` if they do it all. The one rule by which a call goes to them."""
     if not _available():
         return "a device without Triton"
-    named = _unsupported_options(call.mechanism, call.options)
-    if named is not None:
-        return named
+    if call.mechanism != "kernelized":
+        return f"the mechanism {call.mechanism}"
+    options = _calls.settings(call.options)
+    feature_map, decays = options.get("feature_map", "elu+1"), options.get("decay") is not None
+    if feature_map not in MAPS:
+        return f"the feature map {feature_map}"
     q, k, v = tensors[:3]
     if any(tensor.dtype is torch.float64 for tensor in tensors):
         return "float64"
@@ -82,12 +71,12 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         if q.shape[1] != k.shape[1]:
             # Triton 3.9 fails to compile the gradients of keys and values.
             return "grouped heads on this device"
-    widest = WIDEST_EXP if is_exponential(call.options) else WIDEST
+    widest = WIDEST_EXP if feature_map == "exp" else WIDEST
     if not (0 < q.shape[3] <= widest and 0 < v.shape[3] <= widest):
         return f"heads wider than {widest}, or of width 0"
-    if call.offset > k.shape[2] and call.is_causal and _decays(call.options):
+    if call.offset > k.shape[2] and call.is_causal and decays:
         return "a decay beyond the last key"
-    if not call.is_causal and _decays(call.options):
+    if not call.is_causal and decays:
         return "a decay with a bidirectional mask"
     return None
 

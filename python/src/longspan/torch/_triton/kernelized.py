@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ... import _calls
 from ..._calls import Request
 from .scan import scan
 from .step import step
@@ -66,9 +66,8 @@ class Settings:
 
     @classmethod
     def of(cls, options: str) -> Settings:
-        given = json.loads(options)
-        decay = given.get("decay")
-        return cls(given.get("feature_map", "elu+1"), given.get("normalize", True), None if decay is None else tuple(decay))
+        given = _calls.settings(options)
+        return cls(given.get("feature_map", "elu+1"), given.get("normalize", True), given.get("decay"))
 
 
 class Launch:
