@@ -32,8 +32,8 @@ def by_hand(module, q, k, v, **call):
         log_decay = log_decay if module.gate == "channel" else log_decay[..., 0]
     if module.beta_max is None:
         l2_norm = "true" in module._options
-        return ops.gated_attention(q, x, v, log_decay, l2_norm=l2_norm, **call)
-    return ops.delta_attention(q, x, v, module.beta_max * rest[..., -1].sigmoid(), log_decay, **call)
+        return ops.gated_attention(q, x, v, log_decay, l2_norm=l2_norm, scale=1.0 if l2_norm else None, **call)
+    return ops.delta_attention(q, x, v, module.beta_max * rest[..., -1].sigmoid(), log_decay, scale=1.0, **call)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,5 +1,5 @@
 //! Gated linear attention and the delta rule: a state that forgets by what each token says, `S_t = D_t S_{t−1} + k_t u_tᵀ` and
-//! `o_t = S_tᵀ q_t / √head_dim`. Linear in the number of tokens.
+//! `o_t = S_tᵀ q_t`, over `√head_dim` unless queries and keys have length 1. Linear in the number of tokens.
 //!
 //! In tensor operations tokens are taken in chunks: the decays between all pairs of a chunk are exponentials of sums that are at most 0,
 //! and what the delta rule adds is found row after row.
@@ -113,7 +113,9 @@ fn module(
         GateConfig::Channel => Gate::Channel,
     };
     config(beta_max > 0.0 && beta_max <= 2.0, "AttentionConfig", "beta_max", "above 0 and at most 2", beta_max)?;
-    let gates = LearnedGates { attention: kernels::GatedAttention { update, gate, l2_norm, scale: None }, beta_max };
+    // Rows of length 1 have products of at most 1 however wide they are.
+    let scale = l2_norm.then_some(1.0);
+    let gates = LearnedGates { attention: kernels::GatedAttention { update, gate, l2_norm, scale }, beta_max };
     let channels = if gate == Gate::Channel { heads.head_dim } else { 1 };
     let gated = gate != Gate::None;
     let uniform = |min: f64, max: f64| Initializer::Uniform { min: min.ln(), max: max.ln() };

@@ -32,7 +32,9 @@ class _Gated(Attention):
             raise ValueError(f"{name}: gate: expected one of {', '.join(gates)}, got {gate!r}")
         if beta_max is not None and not 0 < beta_max <= 2:
             raise ValueError(f"{name}: beta_max: expected a number above 0, at most 2, got {beta_max!r}")
-        super().__init__(num_heads, head_dim, _options.as_object(gate=gate, l2_norm=l2_norm, scale=None), num_kv_heads)
+        # Rows of length 1 have products of at most 1 however wide they are.
+        options = _options.as_object(gate=gate, l2_norm=l2_norm, scale=1.0 if l2_norm else None)
+        super().__init__(num_heads, head_dim, options, num_kv_heads)
         self.gate = gate
         self.beta_max = beta_max
         numbers = _GATES.get(gate, head_dim)
@@ -115,7 +117,7 @@ class GatedAttention(_Gated):
     gate : str
         ``"head"``: one number a head decays the state; ``"channel"``: one each channel of the key; ``"none"``.
     l2_norm : bool
-        As in `longspan.ops.gated_attention`.
+        Queries and keys are divided by their length, and outputs then by nothing else.
     num_kv_heads : int, optional
         Key/value heads, a divisor of ``num_heads``, which is the default.
     device, dtype
