@@ -1,12 +1,6 @@
-//! Whether a change keeps every bit: records a hash of what a fixed grid of calls gives, and compares a later build with it.
-//!
-//! ```sh
-//! cargo run --release -p longspan-testing --example replay -- record bits.txt     # before the change
-//! cargo run --release -p longspan-testing --example replay -- compare bits.txt    # after it
-//! ```
-//!
-//! All mechanisms, masks and options, forward, backward, step and states, `f32` and `f64`, each instruction set of the processor.
-//! The file is for one machine and one toolchain.
+//! Whether a change keeps every bit: `record FILE` writes a hash of what each call of a fixed grid gives, `compare FILE` by a later build
+//! says which differ. All mechanisms, masks and options, forward, backward, step and states, `f32` and `f64`, each instruction set of
+//! the processor. The file is for one machine and one toolchain.
 
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
@@ -60,22 +54,15 @@ fn calls() -> Vec<(Subject, Case)> {
             3 => Variant::Conv2d { image: [longest.div_ceil(3).max(1), 3], taps: [3, 5], normalized: n % 4 < 2 },
             _ => Variant::Conv { taps, normalized: n % 4 < 2 },
         };
-        let image = Case {
-            dims: Dims {
-                queries: longest.div_ceil(3).max(1) * 3,
-                keys: longest.div_ceil(3).max(1) * 3,
-                ..channels.dims
-            },
-            causal: false,
-            offset: 0,
-            keys: KeyMask::All,
-            ..channels.clone()
-        };
-        let of_aft = if matches!(variant, Variant::Conv2d { .. }) { image } else { channels.clone() };
+        let mut of_aft = channels.clone();
+        if let Variant::Conv2d { image: [height, width], .. } = variant {
+            (of_aft.dims.queries, of_aft.dims.keys, of_aft.keys) = (height * width, height * width, KeyMask::All);
+            (of_aft.causal, of_aft.offset) = (false, 0);
+        }
         calls.push((Subject::new(Aft { variant, gate: n % 5 > 0 }, new), of_aft));
         calls.push((Subject::new(ShortConvolution { width: 1 + n % 7, silu: n % 2 == 0 }, new), channels.clone()));
         let window = [None, Some(1), Some(7), Some(70)][n % 4];
-        let softmax = SoftmaxAttention { capacity: longest.max(1), window, ..Default::default() };
+        let softmax = SoftmaxAttention { capacity: 2 * longest.max(1), window, ..Default::default() };
         calls.push((Subject::new(softmax, new), case.clone()));
         let update = if n % 3 == 0 { Update::Sum } else { Update::Delta };
         let gate = [Gate::Head, Gate::Channel, Gate::None][n / 3 % 3];
@@ -147,11 +134,8 @@ fn main() -> ExitCode {
     for set in ["portable", "neon", "avx2", "avx512"] {
         // The choice of an instruction set is made once a process. One that is not there makes every call an error.
         let program = std::env::current_exe().expect("this program is a file");
-        let output = Command::new(program)
-            .args(["print", set])
-            .env("LONGSPAN_SIMD", set)
-            .output()
-            .expect("can be started again");
+        let mut command = Command::new(program);
+        let output = command.args(["print", set]).env("LONGSPAN_SIMD", set).output().expect("can be started again");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         all.push_str(&String::from_utf8_lossy(&output.stdout));
     }
@@ -160,10 +144,9 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let before = std::fs::read_to_string(file).expect("a file that `record` wrote");
-    let changed: Vec<&str> =
-        all.lines().zip(before.lines()).filter(|(now, then)| now != then).map(|(now, _)| now).collect();
     assert_eq!(all.lines().count(), before.lines().count(), "calls of another grid");
-    changed.iter().take(20).for_each(|line| println!("{line}"));
+    let changed: Vec<_> = all.lines().zip(before.lines()).filter(|(now, then)| now != then).collect();
+    changed.iter().take(20).for_each(|(now, _)| println!("{now}"));
     println!("{} of {} calls differ", changed.len(), all.lines().count());
     ExitCode::from(u8::from(!changed.is_empty()))
 }
