@@ -81,7 +81,7 @@ impl<T: Task> Session<T> {
         let minutes = config.minutes.or((config.base && config.steps.is_none()).then_some(USUAL_MINUTES));
         let (task, data) = T::begin(&mut config)?;
         let tokens = data.train.tokens();
-        let sized_for = sizes_open.then(|| sizes::choose(&mut config, tokens, sizes::product_rate)).flatten();
+        let sized_for = if sizes_open { sizes::choose(&mut config, tokens, sizes::product_rate)? } else { None };
         config.steps.get_or_insert(T::usual_steps(data.train.per_epoch()));
         let workers = Workers::new(*config.workers.get_or_insert(Workers::usual_count()))?;
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.seed);

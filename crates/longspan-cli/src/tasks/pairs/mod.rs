@@ -165,7 +165,7 @@ impl Task for Pairs {
 fn read_split(config: &RunConfig) -> Result<Split<Example>> {
     let examples = match &config.pairs {
         Some(path) => file::read(path, &config.columns)?,
-        None => cmudict::examples(),
+        None => cmudict::examples()?,
     };
     split::of(config, examples, "pairs", |path| file::read(path, &config.columns), |example| &example.source)
 }
