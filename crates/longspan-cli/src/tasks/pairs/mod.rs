@@ -67,7 +67,7 @@ impl Task for Pairs {
     }
 
     fn load(folder: &RunFolder) -> Result<Self> {
-        let [source, target] = SIDES.map(|side| Tokenizer::load(&folder.tokenizer(side)));
+        let [source, target] = SIDES.map(|side| Tokenizer::load(folder, side));
         Ok(Self { source: source?, target: target? })
     }
 
