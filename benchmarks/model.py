@@ -1,6 +1,6 @@
 """A whole language model beside the same in PyTorch: one training step of one sequence.
 
-4 pre-norm blocks of width 256 with 4 heads, GELU and an inner width of 1,024, over 256 symbols, with AdamW: `longspan bench --model`
+4 pre-norm blocks of width 256 with 4 heads, GELU and an inner width of 1,024, over 256 symbols, with AdamW: `longspan-bench --model`
 measures it on Burn, this file in PyTorch with softmax attention (SDPA), as it is and compiled, and with Longspan's operators. All take
 turns, and everything runs again with an allocator that keeps its memory; of each opponent the lower ratio counts.
 
@@ -77,7 +77,7 @@ def torch_step(attention: str, length: int, compiled: bool) -> Callable[[], None
 
 def ours(command: Path, attention: str, length: int, threads: int) -> float:
     """Seconds of a step of the command's model."""
-    arguments = ["bench", "--model", "--json", "--mechanisms", attention, "--seconds", "2"]
+    arguments = ["--model", "--json", "--mechanisms", attention, "--seconds", "2"]
     arguments += ["--min-length", str(length), "--max-length", str(length), "--threads", str(threads)]
     done = subprocess.run([str(command), *arguments], capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout)["rows"][0]["step"])
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace, length: int) -> dict[str, float]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", type=Path, default=Path(__file__).parent.parent / "target/release/longspan")
+    parser.add_argument("--command", type=Path, default=Path(__file__).parent.parent / "target/release/longspan-bench")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -1,7 +1,7 @@
 //! Kernels against the machine's own matrix product and copy, measured by turns in one process; growth with length.
 //!
 //! `cargo bench -p longspan-bench --bench attention` prints tables, `-- --json` one JSON object, `-- --quick` stops at 16,384 tokens.
-//! `longspan bench` measures more and draws it. Nothing is reported for a kernel that fails its check first.
+//! `longspan-bench` measures more and draws it. Nothing is reported for a kernel that fails its check first.
 
 use std::alloc::System;
 use std::process::ExitCode;

@@ -287,7 +287,7 @@ mod tests {
     fn the_page_needs_nothing_else() {
         use_font(FONT).unwrap();
         let mut report = example();
-        report.command = "longspan bench --out \"<script>\"".into();
+        report.command = "longspan-bench --out \"<script>\"".into();
         let files = files(&report).unwrap();
         let page = files.iter().find(|file| file.name == "bench.html").unwrap();
         let html = String::from_utf8(page.contents.clone()).unwrap();
@@ -296,7 +296,7 @@ mod tests {
         }
         assert_eq!(html.matches("<svg").count(), plots(&report).len());
         assert_eq!(html.matches("<table").count(), html.matches("</table>").count());
-        for part in ["Kernelized", "Crossover lengths", "longspan bench --out", "36 of 36"] {
+        for part in ["Kernelized", "Crossover lengths", "longspan-bench --out", "36 of 36"] {
             assert!(html.contains(part), "{part}");
         }
         for plot in plots(&report) {
@@ -339,7 +339,7 @@ mod tests {
     #[test]
     fn a_report_of_nothing_is_a_page_too() {
         use_font(FONT).unwrap();
-        let empty = Report::new("longspan bench".into(), None, Vec::new());
+        let empty = Report::new("longspan-bench".into(), None, Vec::new());
         assert!(files(&empty).unwrap().iter().any(|file| file.name == "bench.html"));
     }
 }

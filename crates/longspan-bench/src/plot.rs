@@ -315,7 +315,7 @@ pub(crate) mod tests {
     use super::*;
 
     /// The command's own font; in the workspace only.
-    pub(crate) const FONT: &[u8] = include_bytes!("../../longspan-cli/assets/DejaVuSans-latin.ttf");
+    pub(crate) const FONT: &[u8] = include_bytes!("../assets/DejaVuSans-latin.ttf");
 
     fn line(label: &str, colour: Option<usize>, points: &[(f64, f64)]) -> Line {
         Line { label: label.into(), points: points.to_vec(), look: Look { colour, dashed: colour == Some(1) } }

@@ -167,7 +167,7 @@ impl Report {
     pub fn from_json(text: &str, path: &std::path::Path) -> Result<Self, Error> {
         serde_json::from_str(text).map_err(|error| Error::File {
             path: path.to_owned(),
-            reason: format!("not a report of longspan bench: {error}"),
+            reason: format!("not a report of longspan-bench: {error}"),
         })
     }
 
@@ -452,7 +452,7 @@ pub(crate) mod tests {
             }
         }
         let sweep = Sweep { rows, endings: Vec::new(), interrupted: false };
-        Report::new("longspan bench --example".into(), None, vec![(Settings::default(), sweep)])
+        Report::new("longspan-bench --example".into(), None, vec![(Settings::default(), sweep)])
     }
 
     #[test]

@@ -187,8 +187,8 @@ fn tokenizers() {
             true
         })
     });
-    fuzz("stored-tokenizer", Vec::new(), |path, _| {
-        Tokenizer::load(path).is_ok_and(|tokenizer| {
+    fuzz("stored-tokenizer", Vec::new(), |path, input| {
+        Tokenizer::stored(path, input).is_ok_and(|tokenizer| {
             try_tokenizer(&tokenizer);
             true
         })
@@ -199,8 +199,8 @@ fn tokenizers() {
 fn settings() {
     let config = RunConfig { steps: Some(3), workers: Some(2), ..RunConfig::default() };
     let made = vec![serde_json::to_vec_pretty(&config).unwrap(), serde_json::to_vec(&config).unwrap()];
-    fuzz("config", made, |path, _| {
-        RunConfig::load(path).is_ok_and(|config| {
+    fuzz("config", made, |path, input| {
+        RunConfig::parse(path, input).is_ok_and(|config| {
             // The model's sizes are checked before its memory is asked for.
             let _ = attention::of_run(&config, config.max_tokens);
             true

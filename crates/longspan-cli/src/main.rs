@@ -6,7 +6,6 @@
 //!
 //! Results go to standard output; progress, notes and errors to standard error, an error as one line.
 
-mod allocator;
 mod commands;
 #[cfg(test)]
 mod fuzz;
@@ -19,16 +18,20 @@ use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
+use longspan_allocator::{Keeping, keep_small_blocks};
 
-use crate::commands::{Outcome, bench, completions, eval, explain, generate, info, man, predict, train};
+use crate::commands::{Outcome, completions, eval, explain, generate, info, man, predict, train};
 use crate::terminal::notes::note;
 use crate::terminal::signals;
+
+#[global_allocator]
+static ALLOCATOR: Keeping = Keeping;
 
 /// The version, and the notice that the embedded dictionary asks to be passed on with it.
 const LONG_VERSION: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     "\n\nThis program carries the CMU pronouncing dictionary, which comes with this notice:\n\n",
-    include_str!(env!("LONGSPAN_CMUDICT_LICENCE"))
+    include_str!("../assets/cmudict.LICENSE")
 );
 
 /// Attention over long sequences at linear cost: train, run, score and explain.
@@ -51,8 +54,6 @@ enum Command {
     Eval(eval::Arguments),
     /// Show which algorithm attention of given sizes would run, and its cost
     Explain(explain::Arguments),
-    /// Measure time and memory of attention over length, and draw them
-    Bench(bench::Arguments),
     /// Describe a run folder and verify it, or all mechanisms
     Info(info::Arguments),
     /// Print what a shell needs to complete this command's arguments
@@ -62,7 +63,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    allocator::keep_small_blocks();
+    keep_small_blocks();
     signals::report_large_files();
     let arguments = match Arguments::try_parse() {
         Ok(arguments) => arguments,
@@ -74,7 +75,6 @@ fn main() -> ExitCode {
         Command::Generate(arguments) => generate::run(&arguments),
         Command::Eval(arguments) => eval::run(&arguments),
         Command::Explain(arguments) => explain::run(&arguments),
-        Command::Bench(arguments) => bench::run(&arguments),
         Command::Info(arguments) => info::run(&arguments),
         Command::Completions(arguments) => completions::run(&arguments, &mut Arguments::command()),
         Command::Man(arguments) => man::run(&arguments, Arguments::command()),
@@ -107,7 +107,7 @@ fn usage(error: &clap::Error) -> ExitCode {
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         note(
-            "error: no subcommand; give train, predict, generate, eval, explain, bench, info, completions or man, or see longspan --help",
+            "error: no subcommand; give train, predict, generate, eval, explain, info, completions or man, or see longspan --help",
         );
         return ExitCode::from(2);
     }

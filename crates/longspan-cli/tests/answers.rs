@@ -351,7 +351,7 @@ fn standard_input_and_gzip_are_read() {
     assert!(status.unwrap().success());
     assert_eq!(place.ok(&["predict", "run", "pairs.tsv.gz"]), answers);
     let input = || Stdio::from(std::fs::File::open(place.path("pairs.tsv.gz")).unwrap());
-    // Of a table the column of sources is answered; standard input has lines.
+    // Of a table the column of sources is answered; standard input has lines, unless the first one is a header or an object.
     let sources: String =
         text(&place.read("pairs.tsv")).lines().map(|line| format!("{}\n", line.split('\t').next().unwrap())).collect();
     place.write("sources", sources.as_bytes());
@@ -367,6 +367,31 @@ fn standard_input_and_gzip_are_read() {
         &["named.csv, line 1: no column `source` among `note`, `Wort`", "--source NAME"],
     );
     assert_eq!(place.ok(&["predict", "run", "named.csv", "--source", "Wort"]), answers);
+    let objects: String = sources.lines().map(|line| format!("{{\"source\": \"{line}\"}}\n")).collect();
+    place.write("sources.jsonl", objects.as_bytes());
+    let on_input = |file: &str, more: &[&str]| {
+        let input = Stdio::from(std::fs::File::open(place.path(file)).unwrap());
+        let output = place.command(&[&["predict", "run"], more].concat()).stdin(input).output().unwrap();
+        (text(&output.stdout), text(&output.stderr))
+    };
+    place.write("header.csv", format!("note,source\n{rows}").as_bytes());
+    for (file, more, column) in [
+        ("header.csv", &[][..], "source"),
+        ("named.csv", &["--source", "Wort"], "Wort"),
+        ("sources.jsonl", &[], "source"),
+    ] {
+        let (found, notes) = on_input(file, more);
+        assert!(
+            found == answers && notes.contains(&format!("the column `{column}` is predicted for")),
+            "{file}: {notes}"
+        );
+    }
+    place.fails(
+        &["predict", "run", "sources", "--source", "Wort"],
+        &["sources: read as lines of text", "no column `Wort`"],
+    );
+    // Without a known name commas are letters.
+    assert_eq!(on_input("named.csv", &[]).0.lines().count(), 201);
     let table = place.ok(&["predict", "run", "sources.csv", "--csv"]);
     let first = (sources.lines().next().unwrap(), answers.lines().next().unwrap());
     assert!(table.starts_with(&format!("source,target\n{},{}\n", first.0, first.1)), "{table}");

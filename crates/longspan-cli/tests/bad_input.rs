@@ -212,6 +212,26 @@ fn sizes_are_checked_before_memory_is_asked_for() {
 }
 
 #[test]
+fn options_of_other_mechanisms_are_refused() {
+    let place = Place::new();
+    for (more, parts) in [
+        (
+            &["--attention", "kernelized", "--set", "radius=4"][..],
+            ["`radius` is not used by kernelized", "--attention"],
+        ),
+        (&["--attention", "toeplitz", "--set", "radius=4"], ["`radius` is not used by toeplitz", "--attention"]),
+        (
+            &["--attention", "softmax", "--set", "feature_map=exp"],
+            ["`feature_map` is not used by softmax", "--attention"],
+        ),
+    ] {
+        place.fails(&place.train("run", "3", more), &parts);
+        assert!(!place.path("run").exists(), "{more:?}");
+    }
+    place.ok(&place.train("run", "3", &["--set", "radius=4", "--set", "feature_map=exp"]));
+}
+
+#[test]
 fn texts_that_the_memory_has_no_room_for_are_refused() {
     let place = Place::new();
     // A width that each token has, and few weights; 100 TB for the text.

@@ -43,7 +43,7 @@ fn table(points: usize, ahead: &[f64]) -> String {
 
 /// Arguments of a tiny training run on a file, then `more`.
 fn train<'a>(file: &'a str, out: &'a str, steps: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let source = ["--series", file, "--forecast", "6", "--set", "context=16", "--set", "radius=8"];
+    let source = ["--series", file, "--forecast", "6", "--set", "context=16"];
     support::train(&source, out, steps, more)
 }
 

@@ -58,6 +58,7 @@ fn a_run_tells_labels_with_their_probabilities_and_is_scored() {
     let answers = place.ok(&["predict", "run", "questions"]);
     let lines: Vec<Vec<&str>> = answers.lines().map(|line| line.split('\t').collect()).collect();
     assert_eq!((lines.len(), lines[0][0], lines[1][0]), (3, "pleasant", "unpleasant"), "{answers}");
+    assert_eq!(lines[2], [""], "an empty line has an empty answer");
     let sure: f64 = lines[0][1].parse().unwrap();
     assert!((0.5..=1.0).contains(&sure), "{answers}");
     let json = place.ok(&["predict", "run", "questions", "--json"]);

@@ -82,6 +82,11 @@ fn a_run_tells_kinds_of_waves_by_their_times_and_is_scored() {
     let output = place.run(&["predict", "run", "new.csv"]);
     assert_eq!(text(&output.stdout), answers);
     assert!(text(&output.stderr).contains("the times of 60 series run backwards"), "{}", text(&output.stderr));
+    for file in ["new.csv", "new.jsonl"] {
+        let input = std::fs::File::open(place.path(file)).unwrap();
+        let output = place.command(&["predict", "run"]).stdin(input).output().unwrap();
+        assert_eq!(text(&output.stdout), answers, "{file}");
+    }
 
     // Counted points do not tell them: the times do, which convolutions at even times follow too.
     let blind = ["--attention", "shaw", "--set", "clock=false", "--set", "base=false"];

@@ -1,6 +1,5 @@
 //! One file a verb. A command reads its arguments, asks the task of its run, and prints.
 
-pub mod bench;
 pub mod completions;
 pub mod eval;
 pub mod explain;

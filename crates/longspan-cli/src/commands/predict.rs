@@ -71,7 +71,15 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
     let name = lines::name(path);
     let questions = match trained.task.asked(path, &trained.config)? {
         Some(asked) => in_order(asked),
-        None => read_ahead(lines::open(path)?, name.clone()),
+        None => {
+            if let Some(column) = arguments.columns.source.as_ref().or(arguments.columns.text.as_ref()) {
+                bail!(
+                    "{name}: read as lines of text, which have no column `{column}`; give a table whose first line names it, or leave the \
+                     name out"
+                );
+            }
+            read_ahead(lines::open(path)?, name.clone())
+        }
     };
     let mut out = Answers::new(arguments, trained.task.titles(&trained.config));
     let mut unknown = BTreeSet::new();

@@ -505,11 +505,9 @@ impl RunConfig {
     }
 
     /// Reads `config.json` of a run folder.
-    pub fn load(path: &Path) -> Result<Self> {
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         let name = path.display();
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| anyhow!("cannot read {name}: {error}; the run folder is incomplete"))?;
-        let config: Self = serde_json::from_str(&text)
+        let config: Self = serde_json::from_slice(bytes)
             .map_err(|error| anyhow!("{name}: {}; the file is damaged: restore it or train again", plain(&error)))?;
         config.check().map_err(|error| anyhow!("{name}: {error:#}"))?;
         if config.steps.is_none() && config.minutes.is_none() {

@@ -24,6 +24,11 @@ pub const MODEL: &str = "model.safetensors";
 pub const CHECKPOINT: &str = "checkpoint.safetensors";
 pub const CONFIG: &str = "config.json";
 
+/// The name of the file of a tokenizer.
+pub fn tokenizer(side: &str) -> String {
+    format!("{side}_tokenizer.json")
+}
+
 /// The file that is locked, within a run folder.
 pub const LOCK: &str = ".lock";
 
@@ -72,12 +77,19 @@ impl RunFolder {
     /// Reads all settings, once they and the tokenizers are what the seal says.
     pub fn load_config(&self) -> Result<RunConfig> {
         self.verify(|name| ![MODEL, CHECKPOINT, LOG].contains(&name))?;
-        RunConfig::load(&self.config())
+        RunConfig::parse(&self.config(), &self.read(CONFIG)?)
     }
 
     /// Writes all settings.
     pub fn save_config(&self, config: &RunConfig) -> Result<()> {
         self.replace(&[(CONFIG, stored(config)?.as_bytes())])
+    }
+
+    /// The bytes of a file, which are those that the seal allows.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let sealed = if self.sealed { seal::verify(&self.path, |file| file == name)? } else { None };
+        // The seal lists what training wrote; another program may have added a file.
+        sealed.map_or_else(|| seal::read(&self.path.join(name)), Ok)
     }
 
     /// Compares files with the seal.
@@ -88,7 +100,7 @@ impl RunFolder {
     /// What was measured up to the last checkpoint: the sealed lines of the log.
     pub fn sealed_metrics(&self) -> Result<String> {
         let bytes = if self.sealed {
-            seal::verify(&self.path, |name| name == LOG)?
+            seal::verify(&self.path, |name| name == LOG)?.unwrap_or_default()
         } else {
             // A person may have removed it: nothing but the curves depends on it.
             fs::read(self.metrics()).unwrap_or_default()
@@ -111,9 +123,9 @@ impl RunFolder {
         seal::replace(&self.path, files)
     }
 
-    /// A tokenizer; `side` is what it reads, such as `source`.
+    /// The file of a tokenizer; `side` is what it reads, such as `source`.
     pub fn tokenizer(&self, side: &str) -> PathBuf {
-        self.path.join(format!("{side}_tokenizer.json"))
+        self.path.join(tokenizer(side))
     }
 
     /// What was measured, one JSON object a line.

@@ -53,7 +53,7 @@ pub const KEYS: [(&str, &[TaskKind], &str); 56] = [
     (
         "base",
         CAUSAL,
-        "whether the model learns what a simple method leaves over: of words, of random convolutions, or the season and trend",
+        "whether the model corrects a simple method: of words, of random convolutions, or of season and trend",
     ),
     (
         "tokens",

@@ -48,7 +48,8 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn read(path: &Path) -> Result<Vec<u8>> {
+/// Reads a file of a run.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))
 }
 
@@ -112,16 +113,16 @@ pub fn seal(folder: &Path) -> Result<()> {
     store(folder, files)
 }
 
-/// Compares those files of a folder that `wanted` names with its seal; the sealed bytes of the last one.
-pub fn verify(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<u8>> {
+/// Compares those files of a folder that `wanted` names with its seal; the sealed bytes of the last one, if there is one.
+pub fn verify(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<Option<Vec<u8>>> {
     // Another process may be training here, and replace a file between the two readings.
     for attempt in 0.. {
         let seal = load(folder)?;
-        let (mut contents, mut changed) = (Vec::new(), None);
+        let (mut contents, mut changed) = (None, None);
         for (name, allowed) in seal.files.iter().filter(|(name, _)| wanted(name)) {
             let path = folder.join(name);
             match sealed(&path, allowed)? {
-                Some(bytes) => contents = bytes,
+                Some(bytes) => contents = Some(bytes),
                 None => changed = Some(path),
             }
         }
@@ -135,7 +136,7 @@ pub fn verify(folder: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<u8>> {
             Some(_) => sleep(Duration::from_millis(30)),
         }
     }
-    Ok(Vec::new())
+    Ok(None)
 }
 
 /// Replaces files of a sealed folder, or of one that has no seal yet: each is a name and its new contents. The log is sealed as far as
@@ -217,15 +218,15 @@ mod tests {
         fs::write(&log, "one\n").unwrap();
         seal(folder).unwrap();
         fs::write(&log, "one\ntwo\nthr").unwrap();
-        assert_eq!(verify(folder, |name| name == LOG).unwrap(), b"one\n");
+        assert_eq!(verify(folder, |name| name == LOG).unwrap().unwrap(), b"one\n");
         replace(folder, &[]).unwrap();
-        assert_eq!(verify(folder, |name| name == LOG).unwrap(), b"one\ntwo\nthr");
+        assert_eq!(verify(folder, |name| name == LOG).unwrap().unwrap(), b"one\ntwo\nthr");
         for changed in ["one\ntwo\nthx", "one\n", ""] {
             fs::write(&log, changed).unwrap();
             assert!(verify(folder, |name| name == LOG).unwrap_err().to_string().contains("metrics.jsonl: damaged"));
         }
         replace(folder, &[(LOG, b"one\n")]).unwrap();
-        assert_eq!(verify(folder, |name| name == LOG).unwrap(), b"one\n");
+        assert_eq!(verify(folder, |name| name == LOG).unwrap().unwrap(), b"one\n");
     }
 
     #[test]

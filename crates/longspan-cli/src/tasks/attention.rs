@@ -75,6 +75,24 @@ pub fn check_split(config: &RunConfig) -> Result<()> {
     Ok(())
 }
 
+/// Refuses settings for mechanisms that the user `gives` and that none of the run's mechanisms has.
+pub fn check_options(config: &RunConfig, gives: impl Fn(&str) -> bool) -> Result<()> {
+    let names = config.attention.split(',').map(str::trim);
+    let defaults: Vec<Value> =
+        names.map(|name| Ok(serde_json::to_value(named(name, &[], &Map::new())?)?)).collect::<Result<_>>()?;
+    for (key, paths) in
+        [("feature_map", &["/kernel/feature_map", "/feature_map"][..]), ("radius", &["/relative/radius"])]
+    {
+        if gives(key) && !defaults.iter().any(|options| paths.iter().any(|path| options.pointer(path).is_some())) {
+            bail!(
+                "`{key}` is not used by {} attention; leave it out, or choose another mechanism with --attention",
+                config.attention
+            );
+        }
+    }
+    Ok(())
+}
+
 /// The mechanism `name`. Its options are, from weakest to strongest: its defaults; those of `everywhere` (a path in the
 /// options and a value) that the mechanism has; `options`, all of which it must have.
 pub fn named(name: &str, everywhere: &[(&str, Value)], options: &Map<String, Value>) -> Result<AttentionConfig> {

@@ -172,15 +172,20 @@ pub trait Task: Sized + Sync {
     /// Answers texts and scores the likeliest answer to each.
     fn score(&self, model: &Self::Model, texts: &[Self::Text], how: &Answering<'_>) -> Result<Self::Scores>;
 
-    /// What simple methods give on the texts that were just scored.
-    fn simple(
-        &self,
-        _data: &Data<Self>,
-        _texts: &[Self::Text],
-        _scores: &Self::Scores,
-        _how: &Answering<'_>,
-    ) -> Result<Vec<Simple>> {
+    /// How many times as long as the development loss, about, the scores of all that is held out take.
+    fn scoring(data: &Data<Self>, config: &RunConfig) -> Result<f64> {
+        let scored = data.held_out.len().min(config.scored());
+        Ok(scored as f64 / data.development.len().max(1) as f64)
+    }
+
+    /// What simple methods give on held-out texts.
+    fn simple(&self, _data: &Data<Self>, _texts: &[Self::Text], _config: &RunConfig) -> Result<Vec<Simple>> {
         Ok(Vec::new())
+    }
+
+    /// Whether a simple method with this score does better than a model with these.
+    fn is_behind(_scores: &Self::Scores, _simple: f64) -> bool {
+        false
     }
 
     /// Scores a person's file.

@@ -14,6 +14,7 @@ use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 use super::tokenizer_file::{Foreign, Stream, guarded};
+use crate::run::folder::{RunFolder, tokenizer};
 use crate::run::words::plain;
 
 /// Fills the ends of short sequences in a batch.
@@ -141,11 +142,14 @@ impl Tokenizer {
         })
     }
 
-    /// Reads a stored tokenizer.
-    pub fn load(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))?;
-        guarded(|| serde_json::from_str(&text))
+    /// The tokenizer that a run folder holds for a side.
+    pub fn load(folder: &RunFolder, side: &str) -> Result<Self> {
+        Self::stored(&folder.tokenizer(side), &folder.read(&tokenizer(side))?)
+    }
+
+    /// A stored tokenizer in the contents of a file.
+    pub fn stored(path: &Path, bytes: &[u8]) -> Result<Self> {
+        guarded(|| serde_json::from_slice(bytes))
             .ok_or_else(|| anyhow!("what it holds breaks its reader"))
             .and_then(|result| Ok(result?))
             .map_err(|error| {

@@ -18,7 +18,7 @@ pub fn tells_memory() -> bool {
 pub struct Place(TempDir);
 
 /// Settings of a model that takes a step in a few milliseconds.
-const TINY: [&str; 7] = ["d_model=16", "heads=2", "d_ff=16", "radius=2", "workers=2", "batch_size=8", "warmup_steps=5"];
+const TINY: [&str; 6] = ["d_model=16", "heads=2", "d_ff=16", "workers=2", "batch_size=8", "warmup_steps=5"];
 
 /// `--set` before each of these settings.
 pub fn set<'a>(settings: &[&'a str]) -> Vec<&'a str> {

@@ -170,6 +170,7 @@ fn begin(arguments: &Arguments, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result
     }
     let config = settings.finish()?;
     settings.check_use(config.kind())?;
+    attention::check_options(&config, |key| settings.gives(&[key]))?;
     config.check_words()?;
     check_ranks(&config, ranks.as_deref())?;
     let draft = match &arguments.out {
@@ -335,6 +336,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
             ));
         }
     }
+    let simple = session.simple()?;
     let name = session.config.held_out.as_deref().map_or(session.config.data_name(), lines::name);
     let how = Answering {
         config: &session.config,
@@ -355,7 +357,6 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
             write_picture(&path.with_extension("svg"), picture.svg()?.as_bytes())?;
             write_picture(&path.with_extension("png"), &picture.png()?)?;
         }
-        let simple = session.task.simple(&session.data, &held_out, &scores, &how)?;
         let named: Map<String, Value> = simple.iter().map(|one| (one.name.clone(), json!(one.score))).collect();
         session.log.write(&json!({ "step": session.saved.step, "held_out": scores, "simple": named }))?;
         session.folder.seal_metrics()?;
@@ -365,7 +366,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
             text.push_str("Simple methods on the same:\n");
         }
         text.extend(simple.iter().map(|one| format!("  {}: {}\n", one.name, one.shown)));
-        for one in simple.iter().filter(|one| one.better) {
+        for one in simple.iter().filter(|one| T::is_behind(&scores, one.score)) {
             text.push_str(&format!("{} does better than the model on these.\n", one.name));
         }
     }

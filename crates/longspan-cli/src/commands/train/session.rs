@@ -25,6 +25,7 @@ use crate::tasks::Task;
 use crate::tasks::batches::{Random, micro_batches};
 use crate::tasks::feed::Feed;
 use crate::tasks::ranks::Ranks;
+use crate::tasks::simple::Simple;
 use crate::tasks::task::Data;
 use crate::tasks::workers::Workers;
 use crate::terminal::notes::note;
@@ -55,6 +56,8 @@ pub struct Session<T: Task> {
     usual: usize,
     /// Seconds for the development loss, the last time.
     probed: f64,
+    /// What simple methods give on what is held out, once they were asked.
+    simple: Option<Rc<[Simple]>>,
 }
 
 /// What came of a step.
@@ -81,9 +84,9 @@ impl<T: Task> Session<T> {
         let minutes = config.minutes.or((config.base && config.steps.is_none()).then_some(USUAL_MINUTES));
         let (task, data) = T::begin(&mut config)?;
         let tokens = data.train.tokens();
-        let sized_for = sizes_open.then(|| sizes::choose(&mut config, tokens, sizes::product_rate)).flatten();
+        let sized_for = if sizes_open { sizes::choose(&mut config, tokens, sizes::product_rate)? } else { None };
         config.steps.get_or_insert(T::usual_steps(data.train.per_epoch()));
-        let workers = Workers::new(*config.workers.get_or_insert(Workers::usual_count()))?;
+        config.workers.get_or_insert(Workers::usual_count());
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.seed);
         let optimizer = optimizer(&config);
         let saved = Saved {
@@ -100,36 +103,19 @@ impl<T: Task> Session<T> {
             write_atomic(&folder.metrics(), b"")?;
             folder.save(&model, &optimizer, &saved, Vec::new())
         })?;
-        let log = MetricsLog::open(&folder, 0)?;
-        let ranks = None;
+        let checkpoint = Checkpoint { model, optimizer, saved, place: Place::default() };
         // What a person says is kept, in steps or minutes.
         let usual = if config.minutes.is_some() { usize::MAX } else { config.steps.unwrap_or(usize::MAX) };
-        Ok(Self {
-            folder,
-            _lock: lock,
-            config,
-            task,
-            data,
-            workers,
-            model,
-            optimizer,
-            saved,
-            log,
-            ranks,
-            sized_for,
-            began,
-            minutes,
-            usual,
-            probed: 0.0,
-        })
+        Ok(Self { sized_for, minutes, usual, ..Self::new(began, folder, lock, config, task, data, checkpoint)? })
     }
 
-    /// A run that goes on from its last checkpoint, with settings that may have changed.
+    /// A run resumed from its last checkpoint, with settings that may have changed.
     pub fn resume(folder: RunFolder, lock: Lock, config: RunConfig) -> Result<Self> {
-        let (began, minutes, usual) = (Instant::now(), config.minutes, usize::MAX);
+        let began = Instant::now();
         let task = T::load(&folder)?;
         let model = task.model(&config, &Device::flex().autodiff())?;
-        let Checkpoint { model, optimizer, mut saved, place } = folder.load_checkpoint(model, optimizer(&config))?;
+        let mut checkpoint = folder.load_checkpoint(model, optimizer(&config))?;
+        let Checkpoint { model, saved, place, .. } = &mut checkpoint;
         if config.known_steps().is_some_and(|steps| steps < saved.step) {
             bail!(
                 "the run has taken {} steps, more than {}; give as many or more with --steps",
@@ -154,13 +140,26 @@ impl<T: Task> Session<T> {
         }
         folder.sealed_metrics()?;
         if saved.step > 0 {
-            task.return_to(&mut data.train, &model, place)?;
+            task.return_to(&mut data.train, model, std::mem::take(place))?;
         }
-        folder.repair(&model, &mut saved)?;
+        folder.repair(model, saved)?;
         folder.save_config(&config)?;
+        Self::new(began, folder, lock, config, task, data, checkpoint)
+    }
+
+    /// A run as it was stored, that has taken no step yet since `began`.
+    fn new(
+        began: Instant,
+        folder: RunFolder,
+        lock: Lock,
+        config: RunConfig,
+        task: T,
+        data: Data<T>,
+        Checkpoint { model, optimizer, saved, .. }: Checkpoint<T::Model>,
+    ) -> Result<Self> {
         let log = MetricsLog::open(&folder, saved.step)?;
         let workers = Workers::new(config.workers.unwrap_or(1))?;
-        let (ranks, sized_for) = (None, None);
+        let minutes = config.minutes;
         Ok(Self {
             folder,
             _lock: lock,
@@ -172,13 +171,25 @@ impl<T: Task> Session<T> {
             optimizer,
             saved,
             log,
-            ranks,
-            sized_for,
+            ranks: None,
+            sized_for: None,
             began,
             minutes,
-            usual,
+            usual: usize::MAX,
             probed: 0.0,
+            simple: None,
         })
+    }
+
+    /// What simple methods give on what is held out.
+    pub fn simple(&mut self) -> Result<Rc<[Simple]>> {
+        if self.simple.is_none() {
+            let held_out = self.data.scored(&self.config);
+            let found =
+                if held_out.is_empty() { vec![] } else { self.task.simple(&self.data, &held_out, &self.config)? };
+            self.simple = Some(found.into());
+        }
+        Ok(self.simple.clone().unwrap_or_default())
     }
 
     /// Steps taken up to the last checkpoint.
@@ -189,6 +200,10 @@ impl<T: Task> Session<T> {
     /// Takes steps until the run is complete or someone asks to stop.
     pub fn train(&mut self, stop: &Stop) -> Result<Outcome> {
         let first = self.step();
+        if self.minutes.is_some() {
+            // Their time is part of the minutes.
+            self.simple()?;
+        }
         let mut progress = Progress::new();
         if self.config.base && first == 0 && !self.data.development.is_empty() {
             let probing = Instant::now();
@@ -322,12 +337,13 @@ impl<T: Task> Session<T> {
             self.development(&examples[..part])?;
             self.probed = started.elapsed().as_secs_f64() * development / part as f64;
         }
-        let scored = self.data.held_out.len().min(self.config.scored()) as f64;
+        let scores = self.probed * T::scoring(&self.data, &self.config)?;
         let budget = 60.0 * minutes;
-        let left = budget - spent - self.began.elapsed().as_secs_f64() - self.probed * scored / development;
+        let left = budget - spent - self.began.elapsed().as_secs_f64() - scores;
         // A tenth of the time for development losses, of which some come.
         let checkpoints = (0.1 * budget / self.probed.max(1e-6)).clamp(2.0, 20.0);
-        let each = (left - if first { checkpoints } else { 1.0 } * self.probed) / seconds;
+        let losses = if first { checkpoints } else { 1.0 };
+        let each = (left - losses * self.probed) / seconds;
         let mut steps = (step + each.max(0.0) as usize).min(self.usual);
         if let Some(before) =
             self.config.known_steps().filter(|before| (steps as f64 / *before as f64 - 1.0).abs() < 0.03)

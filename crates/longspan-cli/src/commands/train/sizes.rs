@@ -1,6 +1,10 @@
 //! The sizes of a model for which a person chose none: from the data, and from the minutes given.
 
-use longspan_bench::machine::product_seconds;
+use std::time::Instant;
+
+use anyhow::Result;
+use burn::tensor::{Device, Tensor};
+use longspan::layers::{Activation, After, linear};
 
 use crate::run::config::{RunConfig, TaskKind};
 
@@ -24,31 +28,39 @@ const SHARE_OF_PRODUCTS: f64 = 0.4;
 
 /// Sets the sizes for data of so many tokens, and says what they are for if they are not the usual ones. Without minutes, models
 /// only become smaller.
-pub fn choose(config: &mut RunConfig, tokens: f64, rate: impl FnOnce() -> f64) -> Option<String> {
+pub fn choose(config: &mut RunConfig, tokens: f64, rate: impl FnOnce() -> Result<f64>) -> Result<Option<String>> {
     let default = config.clone();
     let by_data = WEIGHTS_PER_TOKEN * tokens;
     let by_time = match default.minutes {
         // Flops of a weight and a token: 2 forward, 4 backward.
-        Some(minutes) => (SHARE_OF_PRODUCTS * rate() * 60.0 * minutes / (6.0 * TOKENS_PER_WEIGHT)).sqrt(),
+        Some(minutes) => (SHARE_OF_PRODUCTS * rate()? * 60.0 * minutes / (6.0 * TOKENS_PER_WEIGHT)).sqrt(),
         None => weights(&default),
     };
     let wanted = by_data.min(by_time).max(1.0);
     let distance = |config: &RunConfig| (weights(config) / wanted).ln().abs();
     let sizes = WIDTHS.map(|width| resized(&default, width));
-    *config = sizes.into_iter().min_by(|a, b| distance(a).total_cmp(&distance(b)))?;
-    if config.d_model == default.d_model {
-        return None;
+    if let Some(sizes) = sizes.into_iter().min_by(|a, b| distance(a).total_cmp(&distance(b))) {
+        *config = sizes;
     }
-    Some(match default.minutes {
+    Ok((config.d_model != default.d_model).then(|| match default.minutes {
         Some(minutes) if by_time < by_data => format!("{minutes} minutes of this machine"),
         _ => format!("{tokens:.0} tokens of data"),
-    })
+    }))
 }
 
 /// Flops a second of products like a model's, on all threads.
-pub fn product_rate() -> f64 {
+pub fn product_rate() -> Result<f64> {
     let [m, k, n] = [1024, 256, 1024];
-    2.0 * (m * k * n) as f64 / product_seconds(&[[m, k, n]])
+    let ones = |shape| Tensor::<2>::ones(shape, &Device::flex());
+    let (x, weight) = (ones([m, k]), ones([k, n]));
+    let mut least = f64::INFINITY;
+    // The first one also finds its memory.
+    for _ in 0..4 {
+        let started = Instant::now();
+        linear(x.clone(), weight.clone(), None, Activation::Identity, After::default())?;
+        least = least.min(started.elapsed().as_secs_f64());
+    }
+    Ok(2.0 * (m * k * n) as f64 / least)
 }
 
 /// The settings at another width, in the same proportions.
@@ -85,7 +97,7 @@ mod tests {
 
     fn chosen(config: &RunConfig, minutes: Option<f64>, tokens: f64) -> (RunConfig, Option<String>) {
         let mut config = RunConfig { minutes, ..config.clone() };
-        let told = choose(&mut config, tokens, || 250e9);
+        let told = choose(&mut config, tokens, || Ok(250e9)).unwrap();
         (config, told)
     }
 

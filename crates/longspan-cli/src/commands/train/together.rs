@@ -12,7 +12,6 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 use longspan::layers::clip_gradients;
-use longspan_bench::machine::Machine;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -57,7 +56,19 @@ enum Reply {
 
 /// What must be the same on every rank for the same bits.
 fn program() -> String {
-    format!("longspan {} with {} instructions", env!("CARGO_PKG_VERSION"), Machine::here().instructions)
+    let instructions = std::env::var("LONGSPAN_SIMD").unwrap_or_else(|_| widest().to_owned());
+    format!("longspan {} with {instructions} instructions", env!("CARGO_PKG_VERSION"))
+}
+
+/// The widest vector instructions of this processor that the kernels have code for.
+fn widest() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    for (has, name) in [(is_x86_feature_detected!("avx512f"), "avx512"), (is_x86_feature_detected!("avx2"), "avx2")] {
+        if has {
+            return name;
+        }
+    }
+    std::env::consts::ARCH
 }
 
 /// Rank 0: gets the others ready for its run.

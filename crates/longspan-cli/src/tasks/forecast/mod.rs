@@ -111,7 +111,7 @@ impl Task for Forecast {
         let needed = sizes.least() + told;
         if longest < needed {
             bail!(
-                "{name}: the longest series has {longest} points, and {needed} are needed to tell {told} from {} before them; give \
+                "{name}: the longest series has {longest} points, and {needed} are needed to predict {told} from {} before them; give \
                  longer series, or lower --forecast or context",
                 sizes.least()
             );
@@ -186,7 +186,7 @@ impl Task for Forecast {
         Ok(Loss { plain: loss.clone().detach(), smoothed: loss })
     }
 
-    fn simple(&self, _: &Data<Self>, windows: &[Window], scores: &Scores, _: &Answering<'_>) -> Result<Vec<Simple>> {
+    fn simple(&self, _: &Data<Self>, windows: &[Window], _: &RunConfig) -> Result<Vec<Simple>> {
         let season = self.scaling.base.iter().map(|base| base.way.season).max().unwrap_or(1);
         let several = self.scaling.channels() > 1;
         let ways = [Form::Repeated, Form::Damped].map(|form| Smoothing::new(form, season, false));
@@ -205,7 +205,6 @@ impl Task for Forecast {
             let sums = windows.par_iter().filter_map(|window| one(window).ok()).collect::<Vec<_>>();
             sums.iter().map(|(sum, _)| sum).sum::<f64>() / sums.iter().map(|(_, count)| count).sum::<f64>()
         };
-        let own = scores.mean_absolute_error.rate;
         let of = |ways: Vec<Smoothing>| -> Simple {
             let found = error(&ways);
             let name = if ways.windows(2).all(|pair| pair[0].way == pair[1].way) {
@@ -213,7 +212,7 @@ impl Task for Forecast {
             } else {
                 "a way chosen for each channel".into()
             };
-            Simple { name, shown: format!("mean absolute error {found:.4}"), score: found, better: found < own }
+            Simple { name, shown: format!("mean absolute error {found:.4}"), score: found }
         };
         let each = |way: &Smoothing| vec![way.clone(); self.scaling.channels()];
         let mut all: Vec<Simple> = ways.iter().map(|way| of(each(way))).collect();
@@ -221,6 +220,10 @@ impl Task for Forecast {
             all.push(of(chosen));
         }
         Ok(all)
+    }
+
+    fn is_behind(scores: &Scores, simple: f64) -> bool {
+        simple < scores.mean_absolute_error.rate
     }
 
     fn overlap(feed: &Drawn, development: usize) -> f64 {
@@ -353,7 +356,9 @@ impl Task for Forecast {
             all.into_iter().flat_map(|one| self.sizes.whole(one).windows(self.sizes, self.sizes.told)).collect();
         if windows.is_empty() {
             let least = self.sizes.least();
-            bail!("{name}: no series has more than {least} points, from which the next are told; give longer ones");
+            bail!(
+                "{name}: no series has more than {least} points, from which the next are predicted; give longer ones"
+            );
         }
         self.score(model, &windows, how)
     }
@@ -413,10 +418,7 @@ impl Task for Forecast {
             counted(data.train.count() as usize, "windows"),
             times(config, &self.scaling),
             match self.scaling.base.first() {
-                Some(base) => format!(
-                    "; the model learns what {} leaves over, chosen on the points to learn from",
-                    base.way.words()
-                ),
+                Some(base) => format!("; the model corrects {}, chosen on the points to learn from", base.way.words()),
                 None => String::new(),
             }
         )

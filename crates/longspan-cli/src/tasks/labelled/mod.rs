@@ -69,11 +69,11 @@ impl Task for Labels {
     fn load(folder: &RunFolder) -> Result<Self> {
         let target = Target::load(folder)?;
         let path = folder.path().join(BAG);
-        let bag = path.exists().then(|| Bag::load(&path, target.outputs())).transpose()?;
+        let bag = path.exists().then(|| Bag::load(folder, BAG, target.outputs())).transpose()?;
         if bag.is_none() && folder.load_config()?.base {
             bail!("{} is missing; the run folder is incomplete", path.display());
         }
-        Ok(Self { tokenizer: Tokenizer::load(&folder.tokenizer(SIDE))?, target, bag })
+        Ok(Self { tokenizer: Tokenizer::load(folder, SIDE)?, target, bag })
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
@@ -129,7 +129,9 @@ impl Task for Labels {
 
     fn answer(&self, model: &Classifier, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
         let found = self.outputs(model, texts, how)?;
-        Ok(found.iter().map(|row| self.target.answers(row)).collect())
+        // An empty text has no label.
+        let answers = |text: &str, row: &[f32]| if text.is_empty() { Vec::new() } else { self.target.answers(row) };
+        Ok(texts.iter().zip(&found).map(|(text, row)| answers(text, row)).collect())
     }
 
     fn cells(answers: &[Answer]) -> Vec<String> {
@@ -146,23 +148,21 @@ impl Task for Labels {
         self.target.score(&labels, &self.outputs(model, &sources, how)?, Self::EXAMPLES)
     }
 
-    fn simple(&self, data: &Data<Self>, texts: &[Labelled], scores: &Scores, _: &Answering<'_>) -> Result<Vec<Simple>> {
+    fn simple(&self, data: &Data<Self>, texts: &[Labelled], _: &RunConfig) -> Result<Vec<Simple>> {
         let labels: Vec<&str> = texts.iter().map(|labelled| labelled.label.as_str()).collect();
+        let simple = |name: &str, rows: &[Vec<f32>]| self.target.simple(name, &labels, rows, Self::EXAMPLES);
         let prior = self.target.prior(data.train.examples().iter().map(|example| example.goal));
-        let mut found = vec![self.target.beside(
-            self.target.prior_name(),
-            &labels,
-            &vec![prior; labels.len()],
-            scores,
-            Self::EXAMPLES,
-        )?];
+        let mut found = vec![simple(self.target.prior_name(), &vec![prior; labels.len()])?];
         if let Some(bag) = &self.bag {
             let rows: Vec<Vec<f32>> = texts.iter().map(|one| bag.predict(&one.text)).collect();
             let regression = if let Target::Labels(_) = self.target { "logistic" } else { "ridge" };
-            let name = format!("{regression} regression on words and pairs of words");
-            found.push(self.target.beside(&name, &labels, &rows, scores, Self::EXAMPLES)?);
+            found.push(simple(&format!("{regression} regression on words and pairs of words"), &rows)?);
         }
         Ok(found)
+    }
+
+    fn is_behind(scores: &Scores, simple: f64) -> bool {
+        scores.is_behind(simple)
     }
 
     fn picture(scores: &Scores) -> Option<Matrix> {
@@ -181,10 +181,8 @@ impl Task for Labels {
             data.held_out.len(),
             self.target.introduce(data.train.examples().iter().map(|example| example.goal)),
             match &self.bag {
-                Some(bag) if config.base => format!(
-                    "; the model learns what a regression on {} words and pairs of words leaves over",
-                    bag.len()
-                ),
+                Some(bag) if config.base =>
+                    format!("; the model corrects a regression on {} words and pairs of words", bag.len()),
                 _ => String::new(),
             }
         )

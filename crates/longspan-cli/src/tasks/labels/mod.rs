@@ -161,13 +161,10 @@ impl Target {
 
     /// Reads what [`store`](Self::store) wrote.
     pub fn load(folder: &RunFolder) -> Result<Self> {
-        let path = path(folder);
-        let text = std::fs::read_to_string(&path)
-            .map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))?;
-        serde_json::from_str(&text).map_err(|_| {
+        serde_json::from_slice(&folder.read(FILE)?).map_err(|_| {
             anyhow!(
                 "{}: neither a list of labels nor a mean and a deviation; the file is damaged: restore it or train again",
-                path.display()
+                path(folder).display()
             )
         })
     }
@@ -263,28 +260,19 @@ impl Target {
         if let Self::Labels(_) = self { "the commonest label" } else { "the mean" }
     }
 
-    /// How a simple method's predictions score beside the model's.
-    pub fn beside(
-        &self,
-        name: &str,
-        labels: &[&str],
-        rows: &[Vec<f32>],
-        own: &Scores,
-        unit: &'static str,
-    ) -> Result<Simple> {
-        let (found, own) = (self.score(labels, rows, unit)?, own);
-        let (score, shown, better) = match (&found, own) {
-            (Scores::Number(found), Scores::Number(own)) => {
-                let [found, own] = [found, own].map(|errors| errors.mean_absolute_error.rate);
-                (found, format!("mean absolute error {found:.4}"), found < own)
+    /// How a simple method's predictions score.
+    pub fn simple(&self, name: &str, labels: &[&str], rows: &[Vec<f32>], unit: &'static str) -> Result<Simple> {
+        let (score, shown) = match self.score(labels, rows, unit)? {
+            Scores::Number(found) => {
+                let error = found.mean_absolute_error.rate;
+                (error, format!("mean absolute error {error:.4}"))
             }
-            (Scores::Labels(found), Scores::Labels(own)) => {
-                let [found, own] = [found, own].map(|confusion| confusion.accuracy.rate);
-                (found, format!("accuracy {:.1} %", 100.0 * found), found > own)
+            Scores::Labels(found) => {
+                let accuracy = found.accuracy.rate;
+                (accuracy, format!("accuracy {:.1} %", 100.0 * accuracy))
             }
-            _ => bail!("scores of numbers beside those of labels"),
         };
-        Ok(Simple { name: name.into(), shown, score, better })
+        Ok(Simple { name: name.into(), shown, score })
     }
 
     /// The loss of a batch: of classes by `cross_entropy`, of numbers by `squared_error`; where a simple method corrected by the model gives
@@ -502,6 +490,14 @@ pub enum Scores {
 }
 
 impl Scores {
+    /// Whether a simple method with this main score does better.
+    pub fn is_behind(&self, simple: f64) -> bool {
+        match self {
+            Self::Labels(confusion) => simple > confusion.accuracy.rate,
+            Self::Number(errors) => simple < errors.mean_absolute_error.rate,
+        }
+    }
+
     /// The picture that shows them.
     pub fn picture(&self) -> Option<Matrix> {
         match self {

@@ -1,17 +1,25 @@
-//! The CMU pronouncing dictionary, as the crate `cmudict-fast` ships it: the build embeds its file.
+//! The CMU pronouncing dictionary.
+
+use std::io::Read;
+
+use anyhow::Result;
+use flate2::read::GzDecoder;
 
 use super::example::{Entry, Example, group};
 
-/// `word P1 P2 … # comment`, one pronunciation a line; further ones of a word are marked `word(2)`.
-const DICTIONARY: &str = include_str!(env!("LONGSPAN_CMUDICT"));
+/// `word P1 P2 … # comment`, one pronunciation a line; further ones of a word are marked `word(2)`. The file of the crate `cmudict-fast`
+/// 0.8, in gzip.
+const DICTIONARY: &[u8] = include_bytes!("../../../assets/cmudict.dict.gz");
 
 /// Every word with all its pronunciations, phonemes separated by spaces, without stress marks.
-pub fn examples() -> Vec<Example> {
-    let entries = DICTIONARY.lines().zip(1..).filter_map(|(text, line)| {
+pub fn examples() -> Result<Vec<Example>> {
+    let mut text = String::new();
+    GzDecoder::new(DICTIONARY).read_to_string(&mut text)?;
+    let entries = text.lines().zip(1..).filter_map(|(text, line)| {
         let (source, target) = entry(text)?;
         Some(Entry { line, source, target })
     });
-    group(entries).0
+    Ok(group(entries).0)
 }
 
 /// Splits one line into word and phonemes.
@@ -45,7 +53,7 @@ mod tests {
 
     #[test]
     fn the_whole_dictionary_has_39_phonemes_and_its_variants() {
-        let examples = examples();
+        let examples = examples().unwrap();
         assert!(examples.len() > 120_000, "{} words", examples.len());
         let mut phonemes: Vec<&str> =
             examples.iter().flat_map(|e| &e.targets).flat_map(|target| target.split(' ')).collect();

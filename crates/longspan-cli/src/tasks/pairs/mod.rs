@@ -67,7 +67,7 @@ impl Task for Pairs {
     }
 
     fn load(folder: &RunFolder) -> Result<Self> {
-        let [source, target] = SIDES.map(|side| Tokenizer::load(&folder.tokenizer(side)));
+        let [source, target] = SIDES.map(|side| Tokenizer::load(folder, side));
         Ok(Self { source: source?, target: target? })
     }
 
@@ -165,7 +165,7 @@ impl Task for Pairs {
 fn read_split(config: &RunConfig) -> Result<Split<Example>> {
     let examples = match &config.pairs {
         Some(path) => file::read(path, &config.columns)?,
-        None => cmudict::examples(),
+        None => cmudict::examples()?,
     };
     split::of(config, examples, "pairs", |path| file::read(path, &config.columns), |example| &example.source)
 }

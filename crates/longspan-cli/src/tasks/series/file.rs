@@ -1,6 +1,6 @@
 //! A person's own series: JSON lines, tables with a point a row, or the files of archives.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -170,7 +170,14 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
 
 /// The series of a file that is answered whole, once each is checked; `None` of lines of JSON, which are answered as they come.
 pub fn asked(path: &Path, reading: &Reading<'_>, check: impl Fn(&Series) -> Result<()>) -> Result<Option<Vec<Asked>>> {
-    if lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str()) {
+    // Of standard input, objects are answered one by one as they come; anything else is a whole file.
+    let one_by_one = if lines::is_standard_input(path) {
+        let line = lines::first_line_of_standard_input()?;
+        line.is_empty() || line.trim_start().starts_with('{') && holds_series(&line)
+    } else {
+        ["jsonl", "ndjson"].contains(&lines::ending(path).as_str())
+    };
+    if one_by_one {
         return Ok(None);
     }
     let name = lines::name(path);
@@ -375,6 +382,8 @@ fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
     } else {
         table
     };
+    let one_hot = categories(table, columns, reading)?;
+    let (table, columns) = one_hot.as_ref().map_or((table, columns), |(table, columns)| (table, columns));
     let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
     let texts: Vec<Option<String>> = (0..table.rows.len()).map(|row| time_text(table, &roles.time, row)).collect();
     let some: Vec<&str> = texts.iter().flatten().map(String::as_str).filter(|_| !roles.time.is_empty()).collect();
@@ -451,6 +460,56 @@ fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
     say_partly_known(name, &series_found, &known);
     let columns = (roles.named(table, columns), roles.introduce(table, dates.as_deref()));
     Ok(Found { series: series_found, target: None, columns: Some(columns) })
+}
+
+/// The most different texts of a column that become channels.
+const CATEGORIES: usize = 20;
+
+/// The table with a channel of 0 and 1, `column=text`, for each text of columns of categories, if there are some: those that a run learned
+/// from, or else where labels are learned, or the column is known ahead, so that it is not predicted.
+fn categories(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<Option<(Table, Columns)>> {
+    let name = &table.name;
+    let of_channel = |channel: &String| {
+        let (title, text) = channel.split_once('=').filter(|_| table.find(channel).is_none())?;
+        Some((table.find(title)?, text.to_owned()))
+    };
+    let mut found: Vec<(usize, String)> = columns.channels.iter().filter_map(of_channel).collect();
+    if !found.is_empty() {
+        for place in found.iter().map(|(place, _)| *place).collect::<BTreeSet<_>>() {
+            let is_new = |text: &String| !found.contains(&(place, text.clone()));
+            let rows = table.texts(place).flatten().filter(is_new).count();
+            if rows > 0 {
+                let title = &table.header[place];
+                note(format_args!(
+                    "{name}: {rows} rows have a text in the column `{title}` that did not occur in training"
+                ));
+            }
+        }
+        return Ok(Some((table.one_hot(&found), columns.clone())));
+    }
+    let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
+    let mut named = roles.named(table, columns);
+    named.channels.clear();
+    for place in roles.channels {
+        let title = &table.header[place];
+        let texts: BTreeSet<String> = table.texts(place).flatten().collect();
+        // With a decimal comma, too: a slip in a column of numbers makes no categories.
+        let numbers = texts.iter().filter(|text| value(&text.replace(',', ".")).is_some()).count();
+        let wanted = (reading.labels || columns.has_known(title)) && table.numbers(place).is_err();
+        if !wanted || 2 * numbers >= texts.len() || !(2..=CATEGORIES).contains(&texts.len()) {
+            named.channels.push(title.clone());
+            continue;
+        }
+        note(format_args!("{name}: the {} texts of the column `{title}` become channels of 0 and 1", texts.len()));
+        let channels: Vec<String> = texts.iter().map(|text| format!("{title}={text}")).collect();
+        if columns.has_known(title) {
+            named.known.retain(|known| known.to_lowercase() != title.to_lowercase());
+            named.known.extend(channels.iter().cloned());
+        }
+        named.channels.extend(channels);
+        found.extend(texts.into_iter().map(|text| (place, text)));
+    }
+    Ok((!found.is_empty()).then(|| (table.one_hot(&found), named)))
 }
 
 /// A cell as it stands, without the space around it.
@@ -706,6 +765,40 @@ mod tests {
         ] {
             let error = of_table(text, columns).unwrap_err().to_string();
             assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn categories_are_channels_of_0_and_1() {
+        let read = |text: &str, columns: &Columns, labels: bool| {
+            parse(text.as_bytes(), "csv", "f", &Reading { columns: Some(columns), labels, ..Reading::default() })
+        };
+        let text = "time,x,sky,label\n0,1,sun,a\n1,2,rain,a\n2,3,,a\n";
+        let found = read(text, &Columns::default(), true).unwrap();
+        let one = &found.series[0];
+        assert_eq!(one.names[..], ["x", "sky=rain", "sky=sun"]);
+        assert_eq!((one.width, &one.values[..6]), (3, &[1.0, 0.0, 1.0, 2.0, 1.0, 0.0][..]));
+        assert!(one.values[7].is_nan() && one.values[8].is_nan(), "a missing text is missing");
+        // Another file has the same channels, with other texts or without some.
+        let columns = found.columns.unwrap().0;
+        let other = read("sky,time,x,label\nsnow,0,1,a\nsun,1,2,a\n", &columns, true).unwrap();
+        assert_eq!(other.series[0].names, one.names);
+        assert_eq!(other.series[0].values[..], [1.0, 0.0, 0.0, 2.0, 0.0, 1.0]);
+        let decimal = read("time;x;label\n0;20,5;a\n1;21,5;a\n", &Columns::default(), true).unwrap();
+        assert_eq!(decimal.series[0].values[..], [20.5, 21.5], "numbers are none, with decimal commas either");
+        // Of forecasts they may be known ahead, and are not predicted.
+        let known = Columns { known: vec!["Sky".into()], ..Columns::default() };
+        let found = read(text, &known, false).unwrap();
+        assert_eq!(
+            (found.series[0].width, &found.columns.unwrap().0.known[..]),
+            (3, &["sky=rain", "sky=sun"].map(String::from)[..])
+        );
+        for (text, labels) in [
+            (text.to_string(), false),
+            (format!("time,x,sky\n{}", (0..21).map(|n| format!("{n},1,w{n}\n")).collect::<String>()), true),
+        ] {
+            let error = read(&text, &Columns::default(), labels).unwrap_err().to_string();
+            assert!(error.contains("in the column `sky` is no number") && error.contains("--channels 'x'"), "{error}");
         }
     }
 

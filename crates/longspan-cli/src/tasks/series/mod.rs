@@ -97,7 +97,8 @@ impl Task for SeriesTask {
 
     fn load(folder: &RunFolder) -> Result<Self> {
         let (scaling, target, path) = (Scaling::load(folder)?, Target::load(folder)?, folder.path().join(KERNELS));
-        let kernels = path.exists().then(|| Kernels::load(&path, scaling.channels(), target.outputs())).transpose()?;
+        let load = || Kernels::load(folder, KERNELS, scaling.channels(), target.outputs());
+        let kernels = path.exists().then(load).transpose()?;
         if kernels.is_none() && folder.load_config()?.base {
             bail!("{} is missing; the run folder is incomplete", path.display());
         }
@@ -184,20 +185,24 @@ impl Task for SeriesTask {
         self.target.score(&labels, &self.outputs(model, series, &points, how)?, Self::EXAMPLES)
     }
 
-    fn simple(&self, _: &Data<Self>, series: &[Series], scores: &Scores, _: &Answering<'_>) -> Result<Vec<Simple>> {
+    fn simple(&self, _: &Data<Self>, series: &[Series], _: &RunConfig) -> Result<Vec<Simple>> {
         let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
-        let beside = |name: &str, rows: &[Vec<f32>]| self.target.beside(name, &labels, rows, scores, Self::EXAMPLES);
-        let mut found =
-            vec![beside(self.target.prior_name(), &vec![self.target.prior(self.goals.iter().copied()); labels.len()])?];
+        let simple = |name: &str, rows: &[Vec<f32>]| self.target.simple(name, &labels, rows, Self::EXAMPLES);
+        let prior = self.target.prior(self.goals.iter().copied());
+        let mut found = vec![simple(self.target.prior_name(), &vec![prior; labels.len()])?];
         let even: Vec<Grid> = series.iter().map(|one| self.even(one)).collect();
         if let Some(places) = nearest(&self.learned, &even) {
             let rows: Vec<Vec<f32>> = places.iter().map(|place| self.target.certain(self.goals[*place])).collect();
-            found.push(beside("the nearest series, warped in time within a tenth (DTW)", &rows)?);
+            found.push(simple("the nearest series, warped in time within a tenth (DTW)", &rows)?);
         }
         if let Some(kernels) = &self.kernels {
-            found.push(beside("ridge regression on random convolutions (MiniRocket)", &kernels.predict(&even))?);
+            found.push(simple("ridge regression on random convolutions (MiniRocket)", &kernels.predict(&even))?);
         }
         Ok(found)
+    }
+
+    fn is_behind(scores: &Scores, simple: f64) -> bool {
+        scores.is_behind(simple)
     }
 
     fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
@@ -238,11 +243,7 @@ impl Task for SeriesTask {
             lengths.get(lengths.len() / 2).copied().unwrap_or(0),
             times(config, &self.scaling),
             self.target.introduce(examples.iter().map(|example| example.goal)),
-            if config.base {
-                "; the model learns what a ridge regression on random convolutions leaves over"
-            } else {
-                ""
-            }
+            if config.base { "; the model corrects a ridge regression on random convolutions" } else { "" }
         )
     }
 }

@@ -104,11 +104,9 @@ impl Scaling {
     /// Reads what [`store`](Self::store) wrote.
     pub fn load(folder: &RunFolder) -> Result<Self> {
         let path = folder.path().join(FILE);
-        let text = std::fs::read_to_string(&path)
-            .map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))?;
         let damaged =
             || anyhow!("{}: not what a run writes; the file is damaged: restore it or train again", path.display());
-        let found: Self = serde_json::from_str(&text).map_err(|_| damaged())?;
+        let found: Self = serde_json::from_slice(&folder.read(FILE)?).map_err(|_| damaged())?;
         let lasts = found.clock.is_none_or(|clock| clock.begin.is_finite() && clock.span > 0.0);
         if found.means.is_empty() || found.means.len() != found.deviations.len() || !lasts {
             return Err(damaged());

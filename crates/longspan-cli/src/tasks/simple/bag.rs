@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::linear::{Loss, Rows};
-use super::{FOLDS, bytes, calibrated, load, numbers, store};
+use super::{FOLDS, bytes, calibrated, damaged, load, numbers, store};
+use crate::run::folder::RunFolder;
 use crate::tasks::labels::Goal;
 use crate::tasks::split;
 
@@ -179,13 +180,10 @@ impl Bag {
     }
 
     /// Reads what [`store`](Self::store) wrote, of so many outputs.
-    pub fn load(path: &Path, outputs: usize) -> Result<Self> {
-        let [hashes, rarity, weights] = load(path, ["hashes", "rarity", "weights"])?;
+    pub fn load(folder: &RunFolder, file: &str, outputs: usize) -> Result<Self> {
+        let [hashes, rarity, weights] = load(folder, file, ["hashes", "rarity", "weights"])?;
         if rarity.len() != hashes.len() || weights.len() != (hashes.len() + 1) * outputs {
-            return Err(anyhow!(
-                "{}: not what a run writes; the file is damaged: restore it or train again",
-                path.display()
-            ));
+            return Err(damaged(folder, file));
         }
         let places = hashes.iter().zip(0..).map(|(hash, place)| (u32::from_le_bytes(*hash), place)).collect();
         Ok(Self { places, rarity: numbers(&rarity), weights: numbers(&weights), outputs })
@@ -224,10 +222,11 @@ mod tests {
             let right = |row: &[f32], goal: &Goal| Goal::Label(crate::tasks::scores::likeliest(row) as u32) == *goal;
             assert!(unseen.iter().zip(&goals).all(|(row, goal)| right(row, goal)));
             assert!(texts.iter().zip(&goals).all(|(text, goal)| right(&bag.predict(text), goal)));
-            let file = tempfile::NamedTempFile::new().unwrap();
-            bag.store(file.path()).unwrap();
-            assert_eq!(Bag::load(file.path(), outputs).unwrap(), bag);
-            assert!(Bag::load(file.path(), outputs + 1).unwrap_err().to_string().contains("damaged"));
+            let place = tempfile::tempdir().unwrap();
+            let folder = RunFolder::at(place.path(), false);
+            bag.store(&place.path().join("bag")).unwrap();
+            assert_eq!(Bag::load(&folder, "bag", outputs).unwrap(), bag);
+            assert!(Bag::load(&folder, "bag", outputs + 1).unwrap_err().to_string().contains("damaged"));
         }
         let goals: Vec<Goal> = (0..200).map(|n| Goal::Number((n / 4 % 4) as f32 - 1.5)).collect();
         let (bag, unseen) = Bag::fit(&texts, &goals, 1);

@@ -3,12 +3,13 @@
 
 use std::path::Path;
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::ridge::ridge;
-use super::{bytes, load, numbers, store};
+use super::{bytes, damaged, load, numbers, store};
+use crate::run::folder::RunFolder;
 use crate::tasks::batches::Random;
 use crate::tasks::labels::Goal;
 use crate::tasks::split::evenly;
@@ -202,17 +203,14 @@ impl Kernels {
     }
 
     /// Reads what [`store`](Self::store) wrote, of so many channels and outputs.
-    pub fn load(path: &Path, channels: usize, outputs: usize) -> Result<Self> {
-        let [sizes, biases, weights] = load(path, ["sizes", "biases", "weights"])?.map(|words| numbers(&words));
+    pub fn load(folder: &RunFolder, file: &str, channels: usize, outputs: usize) -> Result<Self> {
+        let [sizes, biases, weights] = load(folder, file, ["sizes", "biases", "weights"])?.map(|words| numbers(&words));
         let length = sizes.get(1).copied().unwrap_or(0.0) as usize;
         let whole = sizes.first() == Some(&(channels as f32))
             && biases.len().is_multiple_of(KERNELS)
             && weights.len() == (biases.len() + 1) * outputs;
         if !whole || biases.is_empty() || length == 0 {
-            return Err(anyhow!(
-                "{}: not what a run writes; the file is damaged: restore it or train again",
-                path.display()
-            ));
+            return Err(damaged(folder, file));
         }
         Ok(Self { channels, length, biases, weights, outputs })
     }
@@ -321,10 +319,11 @@ mod tests {
                 right(&told, &goals[80..]),
                 right(&unseen, &goals[..80])
             );
-            let file = tempfile::NamedTempFile::new().unwrap();
-            kernels.store(file.path()).unwrap();
-            assert_eq!(Kernels::load(file.path(), width, 2).unwrap(), kernels);
-            assert!(Kernels::load(file.path(), width + 1, 2).is_err());
+            let place = tempfile::tempdir().unwrap();
+            let folder = RunFolder::at(place.path(), false);
+            kernels.store(&place.path().join("kernels")).unwrap();
+            assert_eq!(Kernels::load(&folder, "kernels", width, 2).unwrap(), kernels);
+            assert!(Kernels::load(&folder, "kernels", width + 1, 2).is_err());
         }
     }
 

@@ -7,12 +7,12 @@ pub mod linear;
 mod ridge;
 pub mod smoothing;
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Result, anyhow};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
+use crate::run::folder::RunFolder;
 use crate::run::write::write_atomic;
 
 /// What a simple method gives on held-out data.
@@ -21,8 +21,6 @@ pub struct Simple {
     /// As a person reads it, such as `93.1 %`.
     pub shown: String,
     pub score: f64,
-    /// Whether it does better than the model.
-    pub better: bool,
 }
 
 /// Parts into which examples are cut so that each gets the prediction of a model that has not seen it.
@@ -68,11 +66,10 @@ pub fn bytes(numbers: &[f32]) -> Vec<u8> {
 }
 
 /// Reads what [`store`] wrote: the words of four bytes of each of these arrays.
-pub fn load<const N: usize>(path: &Path, names: [&str; N]) -> Result<[Vec<[u8; 4]>; N]> {
-    let file = fs::read(path)
-        .map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))?;
+pub fn load<const N: usize>(folder: &RunFolder, file: &str, names: [&str; N]) -> Result<[Vec<[u8; 4]>; N]> {
+    let bytes = folder.read(file)?;
     let read = || -> Option<[Vec<[u8; 4]>; N]> {
-        let all = SafeTensors::deserialize(&file).ok()?;
+        let all = SafeTensors::deserialize(&bytes).ok()?;
         let one = |name| {
             Some(
                 all.tensor(name)
@@ -86,9 +83,13 @@ pub fn load<const N: usize>(path: &Path, names: [&str; N]) -> Result<[Vec<[u8; 4
         let found: Vec<Vec<[u8; 4]>> = names.into_iter().map(one).collect::<Option<_>>()?;
         found.try_into().ok()
     };
-    read().ok_or_else(|| {
-        anyhow!("{}: not what a run writes; the file is damaged: restore it or train again", path.display())
-    })
+    read().ok_or_else(|| damaged(folder, file))
+}
+
+/// A file that holds something else than a run writes into it.
+fn damaged(folder: &RunFolder, file: &str) -> anyhow::Error {
+    let path = folder.path().join(file);
+    anyhow!("{}: not what a run writes; the file is damaged: restore it or train again", path.display())
 }
 
 /// Numbers of words.

@@ -11,6 +11,7 @@ use super::{Form, Row, Table, text};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::task::Asked;
+use crate::terminal::notes::note;
 use crate::terminal::samples::visible;
 
 /// Names of a column of times,
@@ -436,11 +437,14 @@ impl TextColumn {
     /// The texts of a file that is a table by its name, each with its line; `None` of any other file, whose lines are texts. Of tabs
     /// without names the first column.
     pub fn asked(&self, path: &Path, wanted: Option<&String>) -> Result<Option<Vec<Asked>>> {
-        let ending = lines::ending(path);
-        if lines::is_standard_input(path) || !["csv", "tsv", "json", "jsonl", "ndjson"].contains(&ending.as_str()) {
+        let (ending, name) = (lines::ending(path), lines::name(path));
+        if lines::is_standard_input(path) {
+            let Some(title) = self.title_in(&lines::first_line_of_standard_input()?, wanted) else { return Ok(None) };
+            note(format_args!("{name}: read as a table, of which the column `{title}` is predicted for"));
+        } else if !["csv", "tsv", "json", "jsonl", "ndjson"].contains(&ending.as_str()) {
             return Ok(None);
         }
-        let (name, bytes) = (lines::name(path), lines::read(path)?);
+        let bytes = lines::read(path)?;
         let text = lines::text(&bytes, &name)?;
         let is_name = |title: &str| self.knows(title) || wanted.is_some_and(|name| name == title);
         // One known name is a header: what is beside it may have any.
@@ -459,6 +463,20 @@ impl TextColumn {
             other => Err(row.wrong(&name, format_args!("`{}` is {other}, not a text", table.header[place]))),
         };
         table.rows.iter().map(asked).collect::<Result<_>>().map(Some)
+    }
+
+    /// What the column is called in the first line of a table of several columns; `None` if the line is no header, nor an object.
+    fn title_in(&self, line: &str, wanted: Option<&String>) -> Option<String> {
+        let form = Form::of("", line);
+        let titles: Vec<String> = if form == Form::Json {
+            let object: Value =
+                serde_json::from_str(line.trim_start_matches('[').trim_end().trim_end_matches([',', ']'])).ok()?;
+            object.as_object()?.keys().cloned().collect()
+        } else {
+            Table::read(line, form, "").ok()??.header
+        };
+        let is_ours = |title: &&String| wanted.map_or(title.to_lowercase() == self.key, |name| name == *title);
+        titles.iter().find(is_ours).filter(|_| form == Form::Json || titles.len() > 1).cloned()
     }
 
     /// Its place in a table: by the name that a person gave, by its own name, or by the one of the names that it often has.

@@ -127,6 +127,20 @@ impl Table {
         Self { name: self.name.clone(), header, rows, ..*self }
     }
 
+    /// The same with a column of 0 and 1, `column=text`, for each of these texts of columns.
+    pub fn one_hot(&self, texts: &[(usize, String)]) -> Self {
+        let titles = texts.iter().map(|(place, text)| format!("{}={text}", self.header[*place]));
+        let header = self.header.iter().cloned().chain(titles).collect();
+        let row = |row: &Row| {
+            let is = |(place, wanted): &(usize, String)| match text(&row.cells[*place]) {
+                Some(found) => Value::from(u8::from(found == *wanted)),
+                None => Value::Null,
+            };
+            Row { line: row.line, cells: row.cells.iter().cloned().chain(texts.iter().map(is)).collect() }
+        };
+        Self { name: self.name.clone(), header, rows: self.rows.iter().map(row).collect(), ..*self }
+    }
+
     /// Takes rows that are as wide as the header.
     fn with_rows(mut self, mut rows: Vec<Row>) -> Result<Self> {
         let width = self.header.len();

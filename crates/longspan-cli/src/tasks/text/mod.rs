@@ -19,6 +19,7 @@ use longspan::layers::CrossEntropyLoss;
 use longspan::models::{LanguageModel, LanguageState};
 use longspan::sample::SampleOptions;
 
+use super::feed::Feed as _;
 use super::lines;
 use super::memory;
 use super::simple::Simple;
@@ -109,7 +110,7 @@ impl Task for Text {
     }
 
     fn load(folder: &RunFolder) -> Result<Self> {
-        Ok(Self { tokenizer: Arc::new(Tokenizer::load(&folder.tokenizer(SIDE))?), peers: None })
+        Ok(Self { tokenizer: Arc::new(Tokenizer::load(folder, SIDE)?), peers: None })
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
@@ -186,15 +187,19 @@ impl Task for Text {
         Ok(parts.into_iter().fold(Sums::default(), Sums::join).result())
     }
 
-    fn simple(
-        &self,
-        _: &Data<Self>,
-        passages: &[Passage],
-        scores: &BitsPerByte,
-        how: &Answering<'_>,
-    ) -> Result<Vec<Simple>> {
+    fn scoring(data: &Data<Self>, config: &RunConfig) -> Result<f64> {
+        let passages = data.scored(config);
+        let Some(Passage { corpus, .. }) = passages.first() else { return Ok(0.0) };
+        let learned = Parts::of(corpus, config)?.train;
+        let bytes_per_token = (learned.end - learned.start) as f64 / data.train.tokens().max(1.0);
+        let scored: u64 = passages.iter().map(|passage| passage.to - passage.from).sum();
+        let development: usize = data.development.iter().map(|stretch| stretch.tokens.len()).sum();
+        Ok(scored as f64 / bytes_per_token / development.max(1) as f64)
+    }
+
+    fn simple(&self, _: &Data<Self>, passages: &[Passage], config: &RunConfig) -> Result<Vec<Simple>> {
         let Some(Passage { corpus, .. }) = passages.first() else { return Ok(Vec::new()) };
-        let Range { start, end } = Parts::of(corpus, how.config)?.train;
+        let Range { start, end } = Parts::of(corpus, config)?.train;
         let (mut contexts, mut bits, mut bytes) = (Contexts::new((end - start).min(LEARNED) as usize), 0.0, 0usize);
         let from = corpus.boundary(start.max(end.saturating_sub(LEARNED)))?;
         for piece in corpus.pieces(from.min(end)..end) {
@@ -212,12 +217,11 @@ impl Task for Text {
         let score = bits / bytes.max(1) as f64;
         let some = if from > start { format!(" of the last {}", memory::size(LEARNED as f64)) } else { String::new() };
         let name = format!("a mixture of contexts of up to 6 bytes{some}");
-        Ok(vec![Simple {
-            name,
-            shown: format!("{score:.3} bits per byte"),
-            score,
-            better: score < scores.bits_per_byte.rate,
-        }])
+        Ok(vec![Simple { name, shown: format!("{score:.3} bits per byte"), score }])
+    }
+
+    fn is_behind(scores: &BitsPerByte, simple: f64) -> bool {
+        simple < scores.bits_per_byte.rate
     }
 
     fn evaluate(&self, model: &LanguageModel, path: &Path, how: &Answering<'_>) -> Result<BitsPerByte> {

@@ -1,27 +1,35 @@
-//! `longspan bench`: time and memory of attention over length, as a table, as files, and as one page with plots.
+//! `longspan-bench`: time and memory of attention over length, as a table, as files, and as one page with plots.
+//!
+//! Results go to standard output; progress and errors to standard error, an error as one line.
 
 mod model;
 
 use std::fs;
-use std::io::Write;
+use std::io::{self, ErrorKind, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, anyhow, bail};
-use clap::Args;
+use clap::Parser;
+use console::Term;
 use longspan::attention::AttentionConfig;
+use longspan_allocator::{Keeping, keep_small_blocks};
 use longspan_bench::goals::{self, GoalSettings, Goals};
+use longspan_bench::memory::Counting;
 use longspan_bench::registry::{Entry, registry, select};
 use longspan_bench::report::Report;
 use longspan_bench::sweep::{OrderName, Progress, Settings, Sweep, Watch, sweep};
 use longspan_bench::{Pass, accuracy, on_threads, page, plot};
 
-use super::Outcome;
-use crate::run::write::write_atomic;
-use crate::terminal::notes::note;
-use crate::terminal::plot::FONT;
-use crate::terminal::progress;
-use crate::terminal::signals::Stop;
+/// The command's allocator, counted.
+#[global_allocator]
+static ALLOCATOR: Counting<Keeping> = Counting(Keeping);
+
+/// DejaVu Sans, reduced to Latin. A bitmap needs a font, and not every machine has one.
+const FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-latin.ttf");
 
 /// Tokens over which `--accuracy` measures errors.
 const ACCURACY_LENGTH: usize = 4096;
@@ -29,9 +37,10 @@ const ACCURACY_LENGTH: usize = 4096;
 /// Heads that it takes at most: the definition takes seconds a head.
 const ACCURACY_HEADS: usize = 2;
 
-/// Sizes, limits and where results go.
-#[derive(Args)]
-pub struct Arguments {
+/// Measure time and memory of attention over length, and draw them.
+#[derive(Parser)]
+#[command(name = "longspan-bench", version)]
+struct Arguments {
     /// Stop within a minute: the project's own targets, growth with length, and a short sweep
     #[arg(long)]
     quick: bool,
@@ -92,8 +101,33 @@ pub struct Arguments {
     draw: Option<PathBuf>,
 }
 
+fn main() -> ExitCode {
+    keep_small_blocks();
+    match run(&Arguments::parse()) {
+        Ok(Outcome::Done) => ExitCode::SUCCESS,
+        // 128 + SIGINT, as shells report it.
+        Ok(Outcome::Interrupted) => ExitCode::from(130),
+        // A closed pipe, as after `| head`, is not an error.
+        Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{}", format!("error: {error:#}").replace('\n', " "));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    let mut causes = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    causes.any(|error| error.kind() == ErrorKind::BrokenPipe)
+}
+
+enum Outcome {
+    Done,
+    Interrupted,
+}
+
 /// Measures, prints and writes.
-pub fn run(arguments: &Arguments) -> Result<Outcome> {
+fn run(arguments: &Arguments) -> Result<Outcome> {
     let entries = registry();
     if arguments.mechanisms == ["list"] {
         let mut out = std::io::stdout().lock();
@@ -128,10 +162,10 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     }
     let (goals, sweeps, interrupted) = watched(threads, |watch| measure(arguments, &entries, &wanted, watch))?;
     let command = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
-    let report = Report::new(format!("longspan {command}"), goals, sweeps);
+    let report = Report::new(format!("longspan-bench {command}"), goals, sweeps);
     show(arguments, folder.as_deref(), &report)?;
     if interrupted {
-        note("interrupted: what was measured until then is reported");
+        eprintln!("interrupted: what was measured until then is reported");
         return Ok(Outcome::Interrupted);
     }
     Ok(Outcome::Done)
@@ -159,12 +193,12 @@ fn model(arguments: &Arguments) -> Result<Outcome> {
     let plan = model::Plan { attention, lengths, seconds, recompute: arguments.recompute };
     let mut interrupted = false;
     let total = plan.attention.len() * plan.lengths.len();
-    let report = listening(threads(arguments)?, |stop, display| {
+    let report = listening(threads(arguments)?, |stop| {
         let mut done = 0;
         model::measure(&plan, &mut |label| {
-            display.update(done, Some(total), format_args!("{done}/{total}  {label}"));
+            show_progress(done, total, label);
             done += 1;
-            interrupted = stop.asked();
+            interrupted = stop.load(Ordering::Relaxed);
             if interrupted { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })
     })?;
@@ -186,22 +220,35 @@ fn threads(arguments: &Arguments) -> Result<usize> {
     }
 }
 
-/// Runs `body` on a pool of so many threads, with a signal to stop and a display of progress.
-fn listening<R: Send>(
-    threads: usize,
-    body: impl FnOnce(&Stop, &mut progress::Progress) -> Result<R> + Send,
-) -> Result<R> {
-    let stop = Stop::listen()?;
-    let mut display = progress::Progress::new();
-    on_threads(threads, || body(&stop, &mut display))?
+/// Runs `body` on a pool of this many threads, with a flag that Ctrl-C sets; a second one ends the program.
+fn listening<R: Send>(threads: usize, body: impl FnOnce(&AtomicBool) -> Result<R> + Send) -> Result<R> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop))
+            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&stop)))
+            .context("cannot listen for Ctrl-C")?;
+    }
+    let result = on_threads(threads, || body(&stop));
+    let _ = Term::stderr().clear_line();
+    result?
+}
+
+/// Says in a terminal what is measured now. The display is a help, and no reason to fail.
+fn show_progress(done: usize, total: usize, label: &str) {
+    let terminal = Term::stderr();
+    if terminal.is_term() {
+        let columns = usize::from(terminal.size().1).saturating_sub(3);
+        let line = format!("{done}/{total}  {label}");
+        let _ = terminal.clear_line().and_then(|()| terminal.write_str(&console::truncate_str(&line, columns, "…")));
+    }
 }
 
 /// Runs `body` on a pool of so many threads, shows its progress, and tells it when a signal asks to stop.
 fn watched<R: Send>(threads: usize, body: impl FnOnce(Watch<'_>) -> Result<R> + Send) -> Result<R> {
-    listening(threads, |stop, display| {
+    listening(threads, |stop| {
         body(&mut |at: &Progress| {
-            display.update(at.done, Some(at.total), format_args!("{}/{}  {}", at.done, at.total, at.label));
-            if stop.asked() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            show_progress(at.done, at.total, &at.label);
+            if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })
     })
 }
@@ -291,8 +338,9 @@ fn show(arguments: &Arguments, folder: Option<&Path>, report: &Report) -> Result
     plot::use_font(FONT)?;
     fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
     for file in page::files(report)? {
-        write_atomic(&folder.join(&file.name), &file.contents)?;
+        let path = folder.join(&file.name);
+        fs::write(&path, &file.contents).with_context(|| format!("cannot write {}", path.display()))?;
     }
-    note(format_args!("plots, tables and data: {}", folder.join("bench.html").display()));
+    eprintln!("plots, tables and data: {}", folder.join("bench.html").display());
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! `longspan bench --model`: a whole language model beside the machine's own products and copies.
+//! `longspan-bench --model`: a whole language model beside the machine's own products and copies.
 //!
 //! 4 pre-norm blocks of width 256 with 4 heads, GELU and an inner width of 1,024, over 256 symbols: a training step with AdamW on
 //! one sequence, a prompt, and one token after it.

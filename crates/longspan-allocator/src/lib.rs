@@ -1,16 +1,11 @@
-//! The command's allocator: the system's, which keeps what is freed for the next step.
+//! The allocator of Longspan's programs: the system's, which keeps what is freed for the next step.
 //!
 //! A step takes the same blocks as the one before. A system that got them back clears every page anew, a tenth of a training step.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use longspan_bench::memory::Counting;
 use longspan_kernels::memory::use_huge_pages;
-
-/// Counts memory while `bench` watches.
-#[global_allocator]
-static ALLOCATOR: Counting<Keeping> = Counting(Keeping);
 
 /// Blocks from this size on are kept here: glibc's allocator takes each from the system and gives it back, and no setting changes that.
 const LARGE: usize = 32 << 20;
@@ -33,7 +28,8 @@ pub fn keep_small_blocks() {
 }
 
 /// The system's allocator, which keeps large blocks that are freed for the next request of their size.
-struct Keeping;
+#[derive(Debug, Clone, Copy)]
+pub struct Keeping;
 
 /// Large blocks in bytes: what is kept and in use together was once in use at a time.
 struct Blocks {
@@ -184,6 +180,9 @@ unsafe impl GlobalAlloc for Keeping {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[global_allocator]
+    static ALLOCATOR: Keeping = Keeping;
 
     const NOTHING: Blocks = Blocks { in_use: 0, most: 0, slots: [None; SLOTS] };
 
