@@ -90,7 +90,7 @@ impl<T: Real> Head<'_, T> {
         self.softplus(x, shifted, phi);
         y[..d.len()].copy_from_slice(d);
         let (stride, row_length) = (shifted.len(), y.len());
-        let x = Rows { data: &**shifted, stride };
+        let x = Rows { data: shifted, stride };
         dispatch(PullBackFeatures { map: FeatureMap::Softplus, x, phi, d: y, count: 1, width: stride, row_length });
         for ((to, &y), &d) in to.iter_mut().zip(&*y).zip(d) {
             *to = if d == T::ZERO { T::ZERO } else { -self.rate * y };
@@ -189,11 +189,11 @@ impl LearnedGates {
         let Dims { batch, kv_heads, keys, head_dim, .. } = call.dims;
         let (len, delta) = (self.attention.gate_len(head_dim), usize::from(self.attention.is_delta()));
         let (dk, width) = (dk.shared(), head_dim + len + delta);
-        let (mut rates, mut biases) = match parameters {
+        let (rates, biases) = match parameters {
             [rates, biases] => (&mut **rates, &mut **biases),
             _ => Default::default(),
         };
-        let heads = (0..kv_heads).zip(step_rows(&mut rates, len.min(1))).zip(step_rows(&mut biases, len));
+        let heads = (0..kv_heads).zip(step_rows(rates, len.min(1))).zip(step_rows(biases, len));
         threads::share_many(batch * kv_heads * keys * (len + delta), heads, |((kv_head, d_rate), d_bias)| {
             let head = self.head(call.parameters, kv_head, len);
             // Sums over all tokens, which single precision would round.
