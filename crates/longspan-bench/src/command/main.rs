@@ -229,7 +229,10 @@ fn listening<R: Send>(threads: usize, body: impl FnOnce(&AtomicBool) -> Result<R
             .context("cannot listen for Ctrl-C")?;
     }
     let result = on_threads(threads, || body(&stop));
-    let _ = Term::stderr().clear_line();
+    let terminal = Term::stderr();
+    if terminal.is_term() {
+        let _ = terminal.clear_line();
+    }
     result?
 }
 
