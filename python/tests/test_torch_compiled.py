@@ -92,7 +92,8 @@ def test_steps(make, dynamic):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("cross", MODULES)
+# States that decay are of one sequence: nothing else is looked up in them.
+@pytest.mark.parametrize("cross", [name for name in MODULES if name not in ("gated", "delta", "gated-delta")])
 @torch.no_grad()
 def test_a_decoder_steps_through_its_memory(cross, compiled):
     layer = TransformerDecoderLayer(12, 3, 24, batch_first=True, attention="shaw", radius=2, cross_attention=cross).eval()

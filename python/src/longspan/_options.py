@@ -47,14 +47,14 @@ def expect_integer(operation: str, name: str, value: Any, least: int, most: int)
     expected = f"{operation}: {name}: expected an integer from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{expected}, got {value!r}")
-    if not least <= value <= most:
+    if not least <= int(value) <= most:
         raise ValueError(f"{expected}, got {value}")
 
 
 def expect_scale(operation: str, scale: Any) -> None:
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
         raise TypeError(f"{operation}: scale: expected a number or None, got {scale!r}")
-    if scale is not None and not abs(scale) < float("inf"):
+    if scale is not None and not abs(float(scale)) < float("inf"):
         raise ValueError(f"{operation}: scale: expected a finite number, got {scale}")
 
 

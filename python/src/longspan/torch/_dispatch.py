@@ -85,7 +85,7 @@ def attend(
     tensors = _as_autocast_wants(tensors)
     where = route(call, tensors, initial_state, with_state)
     if where is not Route.KERNELS and _triton.serves(tensors[0]):
-        check_shapes(mechanism, *tensors[:3], key_padding_mask)
+        check_shapes(mechanism, tensors[0], tensors[1], tensors[2], key_padding_mask)
         if cu_seqlens is not None and key_padding_mask is not None:
             raise ValueError(f"{operation}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
                              "got both")  # fmt: skip

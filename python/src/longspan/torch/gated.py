@@ -74,21 +74,24 @@ class _Gated(Attention):
         k, gates = self._split(k)
 
         def one_way(
-            q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], ignored: Tensor | None, bounds: Any, *states: Any
+            tensors: tuple[Tensor, ...], ignored: Tensor | None, bounds: Any, initial: Any = None, last: bool = False
         ) -> Any:
+            q, k, v, *gates = tensors
             return _dispatch.attend(
-                name, self.mechanism, self._options, q, k, v, gates, True, offset, ignored, bounds, *states, token_major=True
-            )
+                name, self.mechanism, self._options, q, k, v, tuple(gates), True, offset, ignored, bounds, initial, last,
+                token_major=True,
+            )  # fmt: skip
 
+        tensors = (q, k, v, *gates)
         if is_causal:
-            return one_way(q, k, v, gates, key_padding_mask, cu_seqlens, initial_state, output_final_state)
+            return one_way(tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)
         if initial_state is not None or output_final_state:
             raise ValueError(f"{name}: initial_state: expected is_causal=True beside states, got False")
-        turned = tuple([x.flip(2) for x in (q, k, v, *gates)])
+        turned = tuple([x.flip(2) for x in tensors])
         ignored = None if key_padding_mask is None else key_padding_mask.flip(-1)
         bounds = None if cu_seqlens is None else [q.shape[2] - int(bound) for bound in reversed(list(cu_seqlens))]
-        backwards: Tensor = one_way(*turned[:3], turned[3:], ignored, bounds)
-        return one_way(q, k, v, gates, key_padding_mask, cu_seqlens) + backwards.flip(2)
+        backwards: Tensor = one_way(turned, ignored, bounds)
+        return one_way(tensors, key_padding_mask, cu_seqlens) + backwards.flip(2)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState | None = None, *, q_positions: Tensor | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from .gated import DeltaAttention, GatedAttention, GatedDeltaAttention
 
 
 def _of_heads(decay: float | Sequence[float] | None, heads: int) -> Sequence[float] | None:
-    return [decay] * heads if isinstance(decay, Real) else decay
+    # NumPy's numbers are Real, too, which a type checker does not know of.
+    return [float(decay)] * heads if isinstance(decay, Real) else cast("Sequence[float] | None", decay)
 
 
 class KernelizedAttention(Attention):
