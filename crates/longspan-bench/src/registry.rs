@@ -43,13 +43,8 @@ pub fn registry() -> Vec<Entry> {
         Entry::new("short-convolution", "Short convolution, 4 taps", |_, _| ShortConvolution::default())
             .signed()
             .on_request(),
-        Entry::new("gated", "Gated, a gate a head", |_, _| gated(Update::Sum, Gate::Head)).signed().on_request(),
-        Entry::new("gla", "Gated, a gate a channel", |_, _| gated(Update::Sum, Gate::Channel)).signed().on_request(),
-        Entry::new("delta", "Delta rule", |_, _| gated(Update::Delta, Gate::None)).signed().on_request(),
-        Entry::new("gated-delta", "Gated delta rule", |_, _| gated(Update::Delta, Gate::Head)).signed().on_request(),
-        Entry::new("kda", "Gated delta rule, a gate a channel", |_, _| gated(Update::Delta, Gate::Channel))
-            .signed()
-            .on_request(),
+        Entry::new("gated", "Gated, a gate a head", |_, _| gated(Gate::Head)).signed().on_request(),
+        Entry::new("gla", "Gated, a gate a channel", |_, _| gated(Gate::Channel)).signed().on_request(),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
         Entry::new("toeplitz-clip-16", "Toeplitz bias, clipped at 16", clipped(16)).on_request(),
@@ -60,8 +55,10 @@ fn kernelized(score: Score, algorithm: Algorithm) -> KernelizedAttention {
     KernelizedAttention { score, algorithm, ..KernelizedAttention::default() }
 }
 
-fn gated(update: Update, gate: Gate) -> LearnedGates {
-    LearnedGates { attention: GatedAttention { update, gate, ..GatedAttention::default() }, ..LearnedGates::default() }
+/// Not the delta rule: it subtracts, so that the check's bound, by inputs without signs, is none of its rounding.
+fn gated(gate: Gate) -> LearnedGates {
+    let attention = GatedAttention { update: Update::Sum, gate, ..GatedAttention::default() };
+    LearnedGates { attention, ..LearnedGates::default() }
 }
 
 /// The mechanism that all others are compared with, wherever it is measured too.
