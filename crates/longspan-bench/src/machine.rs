@@ -17,7 +17,7 @@ pub struct Machine {
     pub processor: String,
     /// Cores that this process may use.
     pub cores: usize,
-    /// The widest vector instructions that the kernels have code for.
+    /// The vector instructions that the kernels run with.
     pub instructions: String,
     /// The operating system.
     pub system: String,
@@ -34,26 +34,11 @@ impl Machine {
         Self {
             processor: processor.unwrap_or_else(|| architecture.to_owned()),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
-            instructions: std::env::var("LONGSPAN_SIMD").unwrap_or_else(|_| widest().to_owned()),
+            // Where they may not run, no call is measured, and its error says why.
+            instructions: longspan_kernels::instructions().unwrap_or("none").to_owned(),
             system: std::env::consts::OS.to_owned(),
         }
     }
-}
-
-#[cfg(target_arch = "x86_64")]
-fn widest() -> &'static str {
-    if is_x86_feature_detected!("avx512f") {
-        "avx512"
-    } else if is_x86_feature_detected!("avx2") {
-        "avx2"
-    } else {
-        "portable"
-    }
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn widest() -> &'static str {
-    if cfg!(target_arch = "aarch64") { "neon" } else { "portable" }
 }
 
 /// Side of a streaming tile.

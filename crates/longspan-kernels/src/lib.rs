@@ -37,6 +37,6 @@ pub use gated::{Gate, GatedAttention, LearnedGates, Update};
 pub use kernelized::{KernelizedAttention, Score};
 pub use plan::{Algorithm, Estimate, Plan, Purpose, Rate, Work};
 pub use shaw::{RelativeMap, Shaw};
-pub use simd::Real;
+pub use simd::{Real, instructions};
 pub use softmax::SoftmaxAttention;
 pub use toeplitz::{Beyond, Bias, Toeplitz};

@@ -37,17 +37,12 @@ impl Default for LearnedGates {
     }
 }
 
-/// The gates of all tokens, as [`GatedAttention`] takes them.
-struct Gates<T>(Vec<Lines<T>>);
-
-impl<T: Real> Gates<T> {
-    fn slices(&self) -> Vec<&[T]> {
-        self.0.iter().map(|numbers| &**numbers).collect()
-    }
+/// Gates as parameters of a call.
+fn slices<T: Real>(gates: &[Lines<T>]) -> Vec<&[T]> {
+    gates.iter().map(|numbers| &**numbers).collect()
 }
 
 /// What one key/value head has learned.
-#[derive(Clone, Copy)]
 struct Head<'a, T> {
     rate: T,
     bias: &'a [T],
@@ -125,8 +120,8 @@ impl LearnedGates {
         T::from_f64(self.beta_max) * sigmoid(y)
     }
 
-    /// The gates of a checked call.
-    fn gates<T: Real>(&self, call: &Call<'_, T>) -> Result<Gates<T>, Error> {
+    /// The gates of a checked call, as [`GatedAttention`] takes them.
+    fn gates<T: Real>(&self, call: &Call<'_, T>) -> Result<Vec<Lines<T>>, Error> {
         let Dims { batch, kv_heads, keys, head_dim, .. } = call.dims;
         let (len, delta) = (self.attention.gate_len(head_dim), usize::from(self.attention.is_delta()));
         let mut logs = Lines::zeros(batch * kv_heads * keys * len)?;
@@ -144,7 +139,7 @@ impl LearnedGates {
             }
         });
         let gate = (self.attention.gate != Gate::None).then_some(logs);
-        Ok(Gates(gate.into_iter().chain(self.attention.is_delta().then_some(betas)).collect()))
+        Ok(gate.into_iter().chain(self.attention.is_delta().then_some(betas)).collect())
     }
 
     /// A causal call, from the first token on.
@@ -155,7 +150,7 @@ impl LearnedGates {
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
         let gates = self.gates(call)?;
-        Compute::forward(&self.attention, &call.with_parameters(&gates.slices()), to, scratch)
+        Compute::forward(&self.attention, &call.with_parameters(&slices(&gates)), to, scratch)
     }
 
     /// The gradients of a causal call.
@@ -168,12 +163,12 @@ impl LearnedGates {
     ) -> Result<(), Error> {
         let Gradients { dq, mut dk, dv, parameters, initial_state } = gradients;
         let gates = self.gates(call)?;
-        let slices = gates.slices();
-        let mut found = gates.0.iter().map(|x| Lines::zeros(x.len())).collect::<Result<Vec<_>, _>>()?;
+        let given = slices(&gates);
+        let mut found = gates.iter().map(|x| Lines::zeros(x.len())).collect::<Result<Vec<_>, _>>()?;
         let mut d_gates: Vec<&mut [T]> = found.iter_mut().map(|x| &mut **x).collect();
         let own = Gradients { dq, dk: dk.reborrow(), dv, parameters: &mut d_gates, initial_state };
-        Compute::backward(&self.attention, &call.with_parameters(&slices), cotangent, own, scratch)?;
-        self.pull_back(call, &slices, &found, &mut dk, parameters);
+        Compute::backward(&self.attention, &call.with_parameters(&given), cotangent, own, scratch)?;
+        self.pull_back(call, &gates, &found, &mut dk, parameters);
         Ok(())
     }
 
@@ -181,7 +176,7 @@ impl LearnedGates {
     fn pull_back<T: Real>(
         &self,
         call: &Call<'_, T>,
-        gates: &[&[T]],
+        gates: &[Lines<T>],
         d_gates: &[Lines<T>],
         dk: &mut ViewMut<'_, T>,
         parameters: &mut [&mut [T]],
@@ -257,7 +252,7 @@ impl Mechanism for LearnedGates {
         check_reference(self, call)?;
         let directed = |call: &Call<'_, f64>| {
             let gates = self.gates(call)?;
-            self.attention.reference(&call.with_parameters(&gates.slices()))
+            self.attention.reference(&call.with_parameters(&slices(&gates)))
         };
         let mut forwards = directed(&causal(call))?;
         if call.mask.order == Order::Bidirectional {

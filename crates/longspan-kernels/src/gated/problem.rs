@@ -124,10 +124,8 @@ impl<'a, T: Real> Problem<'a, T> {
                 && all_finite(gates.skip(first), count, gates.stride)
                 && self.betas(unit).is_none_or(|beta| beta[first..][..count].iter().all(|beta| beta.is_finite()))
         };
-        match unit.sequence.padding {
-            None => finite(first, count.min(unit.sequence.keys.saturating_sub(first))),
-            Some(_) => (first..first + count).filter(|&token| !unit.ignores(token)).all(|token| finite(token, 1)),
-        }
+        let keys = unit.sequence.keys;
+        unit.sequence.all(first.min(keys)..(first + count).min(keys), finite)
     }
 
     /// The chunks of a unit: first token and length. A token that brings what is no number is a chunk of its own, since a weight of 0
@@ -162,7 +160,7 @@ impl Unit<'_> {
 
     /// Whether a token brings nothing to the state.
     pub fn ignores(&self, token: usize) -> bool {
-        token >= self.sequence.keys || self.sequence.padding.is_some_and(|ignored| ignored[token])
+        !self.sequence.has(token)
     }
 }
 

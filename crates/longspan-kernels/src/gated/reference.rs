@@ -21,8 +21,7 @@ pub(super) fn reference(attention: &GatedAttention, call: &Call<'_, f64>) -> Res
             for token in 0..sequence.queries {
                 let at = sequence.key_start + token;
                 let place = (batch * dims.kv_heads + kv_head) * dims.keys + at;
-                let present = token < sequence.keys && sequence.padding.is_none_or(|ignored| !ignored[token]);
-                if present {
+                if sequence.has(token) {
                     for (channel, row) in state.iter_mut().enumerate() {
                         let g = match attention.gate {
                             Gate::None => 0.0,

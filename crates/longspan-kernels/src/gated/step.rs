@@ -55,10 +55,12 @@ pub(super) fn step<T: Real>(
         decayed_by.iter_mut().zip(&*factors).for_each(|(sum, &g)| *sum += g);
         dispatch(Exp { to: factors });
         let factors = if attention.gate == Gate::Channel { &factors[..head_dim] } else { &factors[..1] };
-        for (n, (to, &k)) in known.iter_mut().zip(&*k).enumerate() {
-            *to = -k * factors[if factors.len() == 1 { 0 } else { n }];
-        }
-        let known = beta.map(|beta| (&*known, beta));
+        let known = beta.map(|beta| {
+            for (n, (to, &k)) in known.iter_mut().zip(&*k).enumerate() {
+                *to = -k * factors[if factors.len() == 1 { 0 } else { n }];
+            }
+            (&*known, beta)
+        });
         let v = &token.v[unit * value_dim..][..value_dim];
         let out = if group == 0 { nothing } else { out };
         dispatch(TakeToken { sum, token: Arriving { factors, k, known, v, q, q_row: row }, out });

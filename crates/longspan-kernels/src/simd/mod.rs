@@ -102,6 +102,14 @@ impl InstructionSet {
     }
 }
 
+/// The instructions that kernels run with in this process, as `LONGSPAN_SIMD` names them. The same bits come of the same name.
+///
+/// # Errors
+/// If the variable names none, or one that this processor lacks.
+pub fn instructions() -> Result<&'static str, Error> {
+    InstructionSet::selected().map(InstructionSet::name).map_err(Error::clone)
+}
+
 /// A loop over registers.
 pub(crate) trait Operation: Sized {
     /// The number type.

@@ -55,27 +55,16 @@ enum Reply {
 }
 
 /// What must be the same on every rank for the same bits.
-fn program() -> String {
-    let instructions = std::env::var("LONGSPAN_SIMD").unwrap_or_else(|_| widest().to_owned());
-    format!("longspan {} with {instructions} instructions", env!("CARGO_PKG_VERSION"))
-}
-
-/// The widest vector instructions of this processor that the kernels have code for.
-fn widest() -> &'static str {
-    #[cfg(target_arch = "x86_64")]
-    for (has, name) in [(is_x86_feature_detected!("avx512f"), "avx512"), (is_x86_feature_detected!("avx2"), "avx2")] {
-        if has {
-            return name;
-        }
-    }
-    std::env::consts::ARCH
+fn program() -> Result<String> {
+    let instructions = longspan::kernels::instructions()?;
+    Ok(format!("longspan {} with {instructions} instructions", env!("CARGO_PKG_VERSION")))
 }
 
 /// Rank 0: gets the others ready for its run.
 pub fn invite<T: Task>(ranks: &Ranks, session: &Session<T>) -> Result<()> {
     let folder = std::path::absolute(session.folder.path())?;
     let (settings, data_sha256) = (Box::new(session.config.clone()), session.data.sha256.clone());
-    let (program, step) = (program(), session.step());
+    let (program, step) = (program()?, session.step());
     ranks.announce(&serde_json::to_vec(&Word::Run { program, folder, settings, data_sha256, step })?);
     answers(ranks)?;
     ranks.spread(&mut weights(&session.model));
@@ -161,10 +150,10 @@ pub fn help(ranks: &Ranks, stop: &Stop) -> Result<Outcome> {
     let Word::Run { program: first, folder, settings, data_sha256, step } = hear(ranks)? else {
         return Ok(Outcome::Done);
     };
-    if first != program() {
+    let own = program()?;
+    if first != own {
         let error = format!(
-            "{} beside {first} on rank 0; start the same version everywhere, where processors differ with LONGSPAN_SIMD set",
-            program()
+            "{own} beside {first} on rank 0; start the same version everywhere, where processors differ with LONGSPAN_SIMD set"
         );
         ranks.reply(&serde_json::to_vec(&Reply::Failed(error))?);
         return Ok(Outcome::Done);
