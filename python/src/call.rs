@@ -105,9 +105,10 @@ impl Mechanism {
         Ok(Inputs { dims, q, k, v, parameters, positions, mask })
     }
 
-    /// Without features weights have no value under some maps.
+    /// Without features weights have no value under some maps. A convolution without gates has no queries.
     fn expect_features(&self, dims: &Dims) -> PyResult<()> {
-        if dims.head_dim == 0 && dims.value_dim > 0 {
+        let weighs = f32::kernel(&*self.kernel).name() != "depthwise-convolution";
+        if weighs && dims.head_dim == 0 && dims.value_dim > 0 {
             Err(self.wrong("q", "heads of 1 feature or more", 0))
         } else {
             Ok(())

@@ -106,8 +106,8 @@ pub const TABLE: &[Entry] = &[
     },
     Entry {
         name: "short-convolution",
-        summary: "q_i ⊙ SiLU(Σ_t c_t ⊙ k_{i−t} ⊙ v_{i−t}), a few learned taps over the latest tokens",
-        states: &["short-convolution"],
+        summary: "q_i ⊙ SiLU(Σ_t c_t ⊙ k_{i−t} ⊙ v_{i−t}), a few learned taps over the latest tokens; without gates q = k = 1",
+        states: &["short-convolution", "depthwise-convolution"],
         example: r#"{"width": 1}"#,
         build: short_convolution,
     },
@@ -464,11 +464,15 @@ struct ShortConvolutionOptions {
     width: usize,
     #[serde(default = "yes")]
     silu: bool,
+    #[serde(default = "yes")]
+    gated: bool,
+    #[serde(default)]
+    bias: bool,
 }
 
 fn short_convolution(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let ShortConvolutionOptions { width, silu } = read(options)?;
-    Ok(Arc::new(ShortConvolution { width, silu }))
+    let ShortConvolutionOptions { width, silu, gated, bias } = read(options)?;
+    Ok(Arc::new(ShortConvolution { width, silu, gated, bias }))
 }
 
 #[derive(Deserialize)]

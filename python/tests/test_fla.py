@@ -161,17 +161,28 @@ def test_half_precision_and_compile():
 def test_short_convolution(taps):
     torch.manual_seed(taps)
     x, weight, bias = torch.randn(2, 6, 20), torch.randn(6, taps), torch.randn(6)
-    expected = torch.nn.functional.silu(torch.nn.functional.conv1d(x, weight[:, None], bias, padding=taps - 1, groups=6)[..., :20])
+
+    def theirs(x, weight, bias, **_):
+        sums = torch.nn.functional.conv1d(x, weight[:, None], bias, padding=taps - 1, groups=6)[..., :20]
+        return torch.nn.functional.silu(sums)
+
+    learned = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+    outs = [function(*learned, activation="silu") for function in (fla.causal_conv1d_fn, theirs)]
+    for found, right in zip(*(torch.autograd.grad((out * torch.linspace(-1, 1, 20)).sum(), learned) for out in outs)):
+        near(found, right)
+    expected = outs[1].detach()
     out, last = fla.causal_conv1d_fn(x, weight, bias, return_final_states=True, activation="silu")
     near(out, expected)
     assert torch.equal(last, torch.nn.functional.pad(x, (taps, 0))[..., 21:] if taps > 1 else last)
     first, state = fla.causal_conv1d_fn(x[..., :8], weight, bias, return_final_states=True, activation="silu")
     rest = [fla.causal_conv1d_update(x[..., t], state, weight, bias, "silu")[..., None] for t in range(8, 20)]
     near(torch.cat([first, *rest], dim=2), expected)
-    index = torch.tensor([0] * 9 + [1] * 11).expand(2, 20)
+    index = torch.tensor([[0] * 9 + [1] * 11, [0] * 4 + [1] * 16])
     apart = fla.causal_conv1d_fn(x, weight, bias, seq_idx=index, activation="silu")
-    near(apart[..., 9:], fla.causal_conv1d_fn(x[..., 9:].contiguous(), weight, bias, activation="silu"))
-    near(apart[..., :9], expected[..., :9])
+    for batch, end in enumerate((9, 4)):
+        one = slice(batch, batch + 1)
+        near(apart[one, :, end:], fla.causal_conv1d_fn(x[one, :, end:].contiguous(), weight, bias, activation="silu"))
+        near(apart[one, :, :end], expected[one, :, :end])
 
 
 def test_what_is_wrong_is_named():
@@ -208,6 +219,7 @@ MODELS = {
                    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
                    "layer_types": [*["linear_attention"] * 3, "full_attention"]},
     "Mamba2": {"vocab_size": 64, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "num_hidden_layers": 2},
+    "Lfm2": {**SIZES, "layer_types": ["conv", "full_attention", "conv", "conv"], "pad_token_id": 0},
     "FalconH1": {**SIZES, **SSD, "mamba_d_ssm": 64, "mamba_n_groups": 2, "head_dim": 8},
     "GraniteMoeHybrid": {**SIZES, **SSD, "mamba_n_groups": 1, "num_local_experts": 2, "num_experts_per_tok": 1,
                          "shared_intermediate_size": 16, "layer_types": ["mamba", "attention", "mamba", "mamba"]},

@@ -171,6 +171,8 @@ STREAMS = {
     "aft_full": (ops.aft_full, ops.aft_full_step, {"w": draw(30, 30)}),
     "aft_full of two factors": (ops.aft_full, ops.aft_full_step, {"u": draw(30, 2), "z": draw(30, 2) + 1}),
     "short_convolution": (ops.short_convolution, ops.short_convolution_step, {"taps": draw(4, 4, 4)}),
+    "depthwise_convolution": (lambda q, k, v, is_causal, **o: ops.depthwise_convolution(v, **o),
+                              lambda q, k, v, **o: ops.depthwise_convolution_step(v, **o), {"taps": draw(4, 4, 4), "bias": draw(4, 4)}),
     "aft_simple": (ops.aft_simple, ops.aft_simple_step, {}),
     "aft_local": (ops.aft_local, ops.aft_local_step, {"w": draw(30, 7)}),
     "softmax": (ops.softmax_attention, ops.softmax_attention_step, {"capacity": 64}),

@@ -26,6 +26,12 @@ def of_keys(q, k, v, w, step=False, **options):
     return (ops.aft_conv_step if step else ops.aft_conv)(q, k[..., 0], v, w, **options)
 
 
+def between_gates(q, k, v, taps, bias, step=False, is_causal=True, **options):
+    """A convolution of values alone, gated here so that queries and keys have gradients, too."""
+    found = (ops.depthwise_convolution_step if step else ops.depthwise_convolution)(k * v, taps, bias, silu=True, **options)
+    return (q * found[0], found[1]) if isinstance(found, tuple) else q * found
+
+
 CASES = {
     "kernelized": (ops.kernelized_attention, []),
     "kernelized, decay": (partial(ops.kernelized_attention, decay=[0.5, 0.9]), []),
@@ -44,6 +50,7 @@ CASES = {
     "toeplitz, table": (ops.toeplitz_attention, [draw(2, 2 * LENGTH - 1)]),
     "toeplitz, buckets": (partial(ops.toeplitz_attention, kind="buckets", max_distance=7), [draw(2, 6)]),
     "short-convolution": (ops.short_convolution, [draw(2, 4, 4)]),
+    "depthwise-convolution": (between_gates, [draw(2, 4, 4), draw(2, 4)]),
     "aft-simple": (ops.aft_simple, []),
     "aft-local": (ops.aft_local, [draw(LENGTH, 5)]),
     "aft-full": (ops.aft_full, [draw(LENGTH, LENGTH)]),
@@ -226,6 +233,7 @@ STEPS = {
     "aft-full": ops.aft_full_step,
     "aft-local": ops.aft_local_step,
     "short-convolution": ops.short_convolution_step,
+    "depthwise-convolution": partial(between_gates, step=True),
     "aft-simple": ops.aft_simple_step,
     "aft-conv": partial(of_keys, step=True),
     "softmax": partial(ops.softmax_attention_step, capacity=64),

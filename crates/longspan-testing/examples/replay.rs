@@ -60,7 +60,10 @@ fn calls() -> Vec<(Subject, Case)> {
             (of_aft.causal, of_aft.offset) = (false, 0);
         }
         calls.push((Subject::new(Aft { variant, gate: n % 5 > 0 }, new), of_aft));
-        calls.push((Subject::new(ShortConvolution { width: 1 + n % 7, silu: n % 2 == 0 }, new), channels.clone()));
+        calls.push((
+            Subject::new(ShortConvolution { width: 1 + n % 7, silu: n % 2 == 0, ..Default::default() }, new),
+            channels.clone(),
+        ));
         let window = [None, Some(1), Some(7), Some(70)][n % 4];
         let softmax = SoftmaxAttention { capacity: 2 * longest.max(1), window, ..Default::default() };
         calls.push((Subject::new(softmax, new), case.clone()));

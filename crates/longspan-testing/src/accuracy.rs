@@ -96,6 +96,7 @@ pub fn forward_of<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<f64
         let (batch, i) = (row / (dims.heads * dims.queries), row % dims.queries);
         let out = &got.out[row * dims.value_dim..][..dims.value_dim];
         let sees = (0..dims.keys).any(|j| case.sees(batch, i, j));
+        let sees = sees || subject.assumptions.biased;
         ensure(sees || out.iter().all(|&x| x == T::ZERO), || format!("row {row} sees nothing and gives {out:?}"))?;
     }
     Ok(())

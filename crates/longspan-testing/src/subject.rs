@@ -55,6 +55,8 @@ pub struct Assumptions {
     /// Features are rotated by positions, or mixed by the map: sums of them or of their gradients may cancel, whatever
     /// the signs of the inputs.
     pub turned: bool,
+    /// A bias is added to what a row sees: one that sees nothing need not be 0.
+    pub biased: bool,
     /// Denominators are those of the definition, not scaled by a running maximum.
     pub true_denominators: bool,
 }
@@ -118,6 +120,7 @@ impl Subject {
                 && !matches!(attention.feature_map, FeatureMap::Dpfp { .. })
                 && attention.score.fourier().is_none_or(|fourier| fourier.normalizer == FourierNormalizer::Dominant),
             turned: attention.score.fourier().is_some() || !attention.feature_map.is_elementwise(),
+            biased: false,
             true_denominators: !attention.feature_map.is_exponential(),
         }
     }

@@ -31,7 +31,7 @@ _SHAPED: dict[str, Callable[..., dict[str, Any]]] = {
     "toeplitz": lambda q, offset, bias, *_: {"first": first_distance(q, offset), "shape": tuple(bias.shape[1:])},
     "aft-full": lambda q, offset, w, z=None: {"length": w.shape[0], "rank": None if z is None else w.shape[1]},
     "aft-local": lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]},
-    "short-convolution": lambda q, offset, taps: {"width": taps.shape[1]},
+    "short-convolution": lambda q, offset, taps, *_: {"width": taps.shape[1]},
     "aft-conv": lambda q, offset, w, *_: {"taps": w.shape[-1], "tap_rows": w.shape[1] if w.ndim == 3 else None},
 }
 
@@ -127,7 +127,7 @@ BFLOAT16 = np.dtype("V2")
 
 
 _PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "aft-conv": ("w", "gamma", "beta"),
-               "short-convolution": ("taps",), "gated": ("log_decay",), "delta": ("log_decay", "beta")}  # fmt: skip
+               "short-convolution": ("taps", "bias"), "gated": ("log_decay",), "delta": ("log_decay", "beta")}  # fmt: skip
 
 
 def names(mechanism: str, options: str, parameters: Sequence[Any]) -> list[str]:

@@ -240,6 +240,15 @@ def short_convolution(operation: str, taps: Any, silu: bool) -> str:
     return as_object(silu=silu)
 
 
+def depthwise_convolution(operation: str, taps: Any, bias: Any, silu: bool) -> tuple[str, tuple[Any, ...]]:
+    expect_axes(operation, "taps", taps, 3, "(heads, width, d)")
+    if bias is not None:
+        expect_axes(operation, "bias", bias, 2, "(heads, d)")
+    expect_type(operation, "silu", silu, bool)
+    parameters = (taps,) if bias is None else (taps, bias)
+    return as_object(silu=silu, gated=False, bias=bias is not None), parameters
+
+
 def gated(
     operation: str, log_decay: Any, others: tuple[Any, ...], l2_norm: bool, scale: float | None
 ) -> tuple[str, tuple[Any, ...]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import _calls, _options
+from . import _calls, _options, ops
 from .torch import _dispatch
 from .torch._states import TensorState
 
@@ -335,20 +335,33 @@ def causal_conv1d_fn(
     _expect_activation(operation, activation)
     if seq_idx is not None and (initial_states is not None or return_final_states):
         raise ValueError(f"{operation}: seq_idx: expected None with states, because each sequence has its own, got both")
-    taps, tokens = weight.shape[1], x.shape[2]
-    before = x.new_zeros(*x.shape[:2], taps - 1) if initial_states is None else initial_states.to(x.dtype)
-    seen = torch.cat([before, x], dim=2)
-    if seq_idx is None:
-        out = F.conv1d(seen.to(weight.dtype), weight[:, None], bias, groups=x.shape[1])
-    else:
-        own = F.pad(seq_idx, (taps - 1, 0), value=-1)
-        out = x.new_zeros(x.shape, dtype=weight.dtype)
-        for tap in range(taps):
-            same = (own[:, tap : tap + tokens] == seq_idx)[:, None]
-            out = out + weight[:, tap, None] * seen[:, :, tap : tap + tokens].masked_fill(~same, 0.0)
-        out = out if bias is None else out + bias[:, None]
-    out = (F.silu(out) if activation else out).to(x.dtype)
-    return (out, seen[:, :, tokens:]) if return_final_states else out
+    batch, channels, tokens = x.shape
+    _expect_shape(operation, "weight", weight, (channels, weight.shape[1]))
+    if bias is not None:
+        _expect_shape(operation, "bias", bias, (channels,))
+    before = weight.shape[1] - 1
+    if initial_states is not None:
+        _expect_shape(operation, "initial_states", initial_states, (batch, channels, before))
+    seen = x if initial_states is None else torch.cat([initial_states.to(x.dtype), x], dim=2)
+    bounds = None
+    if seq_idx is not None:
+        # One long sequence of all of them, cut where another begins.
+        _expect_shape(operation, "seq_idx", seq_idx, (batch, tokens))
+        changes = torch.ones(batch, tokens, dtype=torch.bool, device=x.device)
+        changes[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+        bounds = F.pad(changes.flatten().nonzero().flatten(), (0, 1), value=batch * tokens)
+    # In heads of adjacent channels, each what a core works on at a time.
+    width = next(n for n in range(min(channels, 128), 0, -1) if channels % n == 0) if channels else 1
+    rows = seen.to(weight.dtype).transpose(1, 2).contiguous()
+    rows = rows if bounds is None else rows.reshape(1, batch * tokens, channels)
+    out = ops.depthwise_convolution(
+        rows.unflatten(2, (-1, width)).transpose(1, 2), weight.flip(1).unflatten(0, (-1, width)).transpose(1, 2),
+        None if bias is None else bias.to(weight.dtype).unflatten(0, (-1, width)), silu=activation is not None, cu_seqlens=bounds,
+    )  # fmt: skip
+    out = out.transpose(1, 2).flatten(2).view(batch, -1, channels).transpose(1, 2)[:, :, seen.shape[2] - tokens :].to(x.dtype)
+    if not return_final_states:
+        return out
+    return out, F.pad(seen, (max(before - seen.shape[2], 0), 0))[:, :, -before:] if before else seen[:, :, :0]
 
 
 def causal_conv1d_update(

@@ -30,7 +30,7 @@ impl<'s, T: Real> Block<'s, T> {
             sums: arena.take((ROWS + before) * row),
             d_sums: arena.take((ROWS + before) * row),
             rest: arena.take((ROWS + before) * row),
-            taps: arena.take((before + 1) * row),
+            taps: arena.take(problem.learned() * row),
         }
     }
 }
@@ -47,16 +47,16 @@ fn spans(problem: &Problem<'_, impl Real>, sequence: &Sequence<'_>, past: isize)
     [keys.start.min(queries.start)..keys.end.max(queries.end), 0..0]
 }
 
-/// Computes every gradient of a call; those of the taps and, where it is wanted, of the initial state go where `to` says.
+/// Computes every gradient of a call; those of parameters and, where it is wanted, of the initial state go where `to` says.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
-    to: (&mut [T], Option<&mut State<T>>),
+    to: (&mut [&mut [T]], Option<&mut State<T>>),
     scratch: &mut Scratch<T>,
 ) {
-    let (dims, row, width) = (&problem.dims, problem.row, problem.convolution.width);
-    let (d_taps, mut d_initial) = to;
+    let (dims, row, learned) = (&problem.dims, problem.row, problem.learned());
+    let (d_learned, mut d_initial) = to;
     let past = d_initial.as_ref().map_or(0, |_| problem.convolution.before() as isize);
     let mut pieces = Vec::new();
     for (n, sequence) in problem.sequences.iter().enumerate() {
@@ -68,7 +68,7 @@ pub(super) fn backward<T: Real>(
     let tasks = pieces.len() * dims.kv_heads;
     let per_worker = Arena::measure(|arena| Block::new(problem, arena));
     let workers = threads::count().min(tasks);
-    let (sums, blocks) = scratch.take(tasks * width * row + workers * per_worker).split_at_mut(tasks * width * row);
+    let (sums, blocks) = scratch.take(tasks * learned * row + workers * per_worker).split_at_mut(tasks * learned * row);
     {
         let head = d_initial.as_ref().map_or(0, |state| state.shape().head_len());
         if let Some(state) = &mut d_initial {
@@ -76,8 +76,8 @@ pub(super) fn backward<T: Real>(
         }
         let places = Places {
             sink,
-            d_initial: d_initial.map(|state| SharedRows::new(state.numbers_mut(), [head, 0, dims.head_dim])),
-            d_taps: SharedRows::new(sums, [width * row, 0, 0]),
+            d_initial: d_initial.map(|state| SharedRows::new(state.numbers_mut(), [head, 0, dims.value_dim])),
+            d_learned: SharedRows::new(sums, [learned * row, 0, 0]),
         };
         parallel(tasks, blocks, per_worker, |task, scratch| {
             let (sequence, positions) = pieces[task / dims.kv_heads].clone();
@@ -86,11 +86,15 @@ pub(super) fn backward<T: Real>(
             piece(problem, cotangent, &places, block, (sequence, task % dims.kv_heads, positions, task));
         });
     }
-    d_taps.fill(T::ZERO);
-    for (task, sums) in sums.chunks_exact(width * row.max(1)).take(tasks).enumerate() {
-        let to = &mut d_taps[task % dims.kv_heads * width * dims.head_dim..][..width * dims.head_dim];
-        for (to, sum) in to.chunks_exact_mut(dims.head_dim.max(1)).zip(sums.chunks_exact(row)) {
-            add_scaled(to, T::ONE, sum);
+    d_learned.iter_mut().for_each(|to| to.fill(T::ZERO));
+    let (taps, width) = (problem.convolution.width, dims.value_dim);
+    for (task, sums) in sums.chunks_exact(learned * row.max(1)).take(tasks).enumerate() {
+        let kv_head = task % dims.kv_heads;
+        for (n, sum) in sums.chunks_exact(row).enumerate() {
+            let (to, at) = if n < taps { (0, kv_head * taps + n) } else { (1, kv_head) };
+            if let Some(to) = d_learned.get_mut(to) {
+                add_scaled(&mut to[at * width..][..width], T::ONE, sum);
+            }
         }
     }
 }
@@ -100,8 +104,8 @@ struct Places<'a, T> {
     sink: GradientSink<'a, T>,
     /// Rows of the heads' products.
     d_initial: Option<SharedRows<'a, T>>,
-    /// For each task its part of the gradients of taps.
-    d_taps: SharedRows<'a, T>,
+    /// For each task its part of the gradients of taps and bias.
+    d_learned: SharedRows<'a, T>,
 }
 
 /// The gradients at some positions of a key/value head.
@@ -113,7 +117,7 @@ fn piece<T: Real>(
     (sequence, kv_head, positions, task): (&Sequence<'_>, usize, Range<isize>, usize),
 ) {
     let (dims, row, before) = (&problem.dims, problem.row, problem.convolution.before());
-    let width = dims.head_dim;
+    let width = dims.value_dim;
     let Block { products, sums, d_sums, rest, taps } = block;
     if width == 0 {
         return;
@@ -137,6 +141,10 @@ fn piece<T: Real>(
         for (at, position) in (positions.start..end).enumerate() {
             let Some(query) = problem.query(sequence, position) else { continue };
             let d_out = d_out.row(query, width);
+            if !problem.convolution.gated {
+                add_scaled(&mut d_sums[at * row..][..width], T::ONE, d_out);
+                continue;
+            }
             add_products(d_out, queries.row(query, width), &mut d_sums[at * row..][..width]);
             if at < rows {
                 // SAFETY: each (batch, head, token) belongs to one position, so to one task.
@@ -149,7 +157,7 @@ fn piece<T: Real>(
         multiply(d_sums, slopes);
     }
     // SAFETY: each task has a place of its own.
-    let sums_of_taps = unsafe { places.d_taps.row(task, 0, 0, (before + 1) * row) };
+    let sums_of_taps = unsafe { places.d_learned.row(task, 0, 0, problem.learned() * row) };
     tap_sums(&d_sums[..rows * row], products, row, sums_of_taps);
 
     let d_products = &mut rest[..rows * row];
@@ -181,8 +189,12 @@ fn piece<T: Real>(
         // SAFETY: each (batch, head, token) belongs to one position, so to one task.
         let (dk, dv) = unsafe { places.sink.key([sequence.batch, kv_head, sequence.key_start + key], dims) };
         if matters && sequence.has(key) {
-            set_products(d, values.row(key, width), dk);
-            set_products(d, keys.row(key, width), dv);
+            if problem.convolution.gated {
+                set_products(d, values.row(key, width), dk);
+                set_products(d, keys.row(key, width), dv);
+            } else {
+                dv.copy_from_slice(d);
+            }
         } else {
             // Not 0 times what may be no number.
             dk.fill(T::ZERO);

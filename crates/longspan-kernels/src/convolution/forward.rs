@@ -21,7 +21,7 @@ impl<'s, T: Real> Block<'s, T> {
         Self {
             products: arena.take((ROWS + before) * row),
             sums: arena.take(ROWS * row),
-            taps: arena.take((before + 1) * row),
+            taps: arena.take(problem.learned() * row),
         }
     }
 }
@@ -58,7 +58,12 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                 let token = sequence.query_start + first + at;
                 // SAFETY: each (batch, head, token) belongs to one task.
                 let out = unsafe { sink.out.row(sequence.batch, head, token, dims.value_dim) };
-                set_products(&sums[at * row..], queries.row(at, dims.head_dim), out);
+                let sum = &sums[at * row..];
+                if problem.convolution.gated {
+                    set_products(sum, queries.row(at, dims.value_dim), out);
+                } else {
+                    out.copy_from_slice(&sum[..dims.value_dim]);
+                }
                 // SAFETY: as above.
                 unsafe { sink.set_denominator([sequence.batch, head, token], &[T::ONE]) };
             }
@@ -72,7 +77,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, to: &mut State<T>) 
     for (unit, [products, _, tokens, ..]) in to.heads_mut().enumerate() {
         let (sequence, kv_head) = (&problem.sequences[unit / problem.dims.kv_heads], unit % problem.dims.kv_heads);
         let end = sequence.keys as isize;
-        problem.load_products(sequence, kv_head, end - before as isize..end, (products, problem.dims.head_dim));
+        problem.load_products(sequence, kv_head, end - before as isize..end, (products, problem.dims.value_dim));
         let earlier = problem.call.initial_state.map_or(0, |state| state::tokens(state, sequence.batch, kv_head));
         tokens[0] = T::from_f64((earlier + sequence.keys).min(before) as f64);
     }

@@ -1,6 +1,7 @@
-//! Gated short convolution: `out_i = q_i ⊙ a(Σ_t c_t ⊙ k_{i−t} ⊙ v_{i−t})` over the last `w` tokens, channel by channel.
+//! Short convolution: `out_i = q_i ⊙ a(b + Σ_t c_t ⊙ k_{i−t} ⊙ v_{i−t})` over the last `w` tokens, channel by channel; without gates
+//! `out_i = a(b + Σ_t c_t ⊙ v_{i−t})`.
 //!
-//! One head's [`State`] holds the last `w − 1` products `k ⊙ v`, oldest first, as its first part (`(w − 1) × head_dim`), and how
+//! One head's [`State`] holds the last `w − 1` products `k ⊙ v`, oldest first, as its first part (`(w − 1) × value_dim`), and how
 //! many tokens there were, up to `w − 1`, as its third (1). The derivation stands in this folder's `README.md`.
 
 mod backward;
@@ -22,20 +23,25 @@ use crate::error::{Error, expect};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 use crate::simd::Real;
 
-/// A causal convolution of a few taps over channels, between two gates. It takes keys and values as wide as queries.
+/// A causal convolution of a few taps over channels.
 ///
-/// It has one parameter, the taps `c`, `[kv_heads, width, head_dim]`: tap `t` weighs the token `t` places back.
+/// Its parameters are the taps `c`, `[kv_heads, width, value_dim]`, of which tap `t` weighs the token `t` places back, and with `bias`
+/// a number for each channel, `[kv_heads, value_dim]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ShortConvolution {
     /// `w`: how many tokens a query sees, its own place among them; under any mask, no later one.
     pub width: usize,
     /// Whether `a` is SiLU, `x·σ(x)`; else it is the identity.
     pub silu: bool,
+    /// Whether queries and keys, as wide as values, are gates around it; else there are none: both have a width of 0.
+    pub gated: bool,
+    /// Whether each channel has a number that is added before `a`.
+    pub bias: bool,
 }
 
 impl Default for ShortConvolution {
     fn default() -> Self {
-        Self { width: 4, silu: true }
+        Self { width: 4, silu: true, gated: true, bias: false }
     }
 }
 
@@ -53,13 +59,17 @@ fn check_options(convolution: &ShortConvolution, dims: &Dims) -> Result<(), Erro
     let (operation, range) = (convolution.name(), 1..=ShortConvolution::LARGEST_WIDTH);
     let expected = || format!("between 1 and {}", range.end());
     expect(range.contains(&convolution.width), operation, "width", expected, || convolution.width.to_string())?;
+    if !convolution.gated {
+        let expected = || "0: without gates it is of values alone".into();
+        return expect(dims.head_dim == 0, operation, "head_dim", expected, || dims.head_dim.to_string());
+    }
     let expected = || format!("head_dim = {}: keys gate values", dims.head_dim);
     expect(dims.value_dim == dims.head_dim, operation, "value_dim", expected, || dims.value_dim.to_string())
 }
 
 impl Mechanism for ShortConvolution {
     fn name(&self) -> &'static str {
-        "short-convolution"
+        if self.gated { "short-convolution" } else { "depthwise-convolution" }
     }
 
     fn algorithms(&self) -> &'static [Algorithm] {
@@ -67,13 +77,15 @@ impl Mechanism for ShortConvolution {
     }
 
     fn parameters(&self, dims: &Dims) -> Parameters {
-        [Parameter::new("taps", [dims.kv_heads, self.width, dims.head_dim])].into_iter().collect()
+        let taps = Parameter::new("taps", [dims.kv_heads, self.width, dims.value_dim]);
+        let bias = self.bias.then(|| Parameter::new("bias", [dims.kv_heads, dims.value_dim]));
+        [taps].into_iter().chain(bias).collect()
     }
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
         check_sizes(self, dims, mask)?;
         check_options(self, dims)?;
-        let (heads, width) = ((dims.batch * dims.heads) as f64, dims.head_dim as f64);
+        let (heads, width) = ((dims.batch * dims.heads) as f64, dims.value_dim as f64);
         let taps = dims.queries as f64 * self.width as f64 * width;
         let counts = [
             (Rate::ConvolutionNumber, (2 * dims.queries + 2 * dims.keys) as f64 * width),
@@ -125,7 +137,7 @@ impl Compute for ShortConvolution {
         check_gradients(self, call, cotangent, &gradients)?;
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
         let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
-        backward::backward(&problem, cotangent, sink, (&mut *parameters[0], initial_state), scratch);
+        backward::backward(&problem, cotangent, sink, (parameters, initial_state), scratch);
         Ok(())
     }
 

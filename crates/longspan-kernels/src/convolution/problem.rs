@@ -30,19 +30,28 @@ impl<'a, T: Real> Problem<'a, T> {
         check_options(convolution, &dims)?;
         check_call(convolution, call)?;
         check_initial_state(convolution, call)?;
-        Ok(Self { convolution, call, dims, sequences: call.mask.sequences(&dims), row: padded::<T>(dims.head_dim) })
+        Ok(Self { convolution, call, dims, sequences: call.mask.sequences(&dims), row: padded::<T>(dims.value_dim) })
     }
 
-    /// A head's taps as rows of a block.
+    /// Rows of a head's taps and its bias in a block.
+    pub fn learned(&self) -> usize {
+        self.convolution.width + 1
+    }
+
+    /// A head's taps as rows of a block, then its bias, 0 where there is none.
     pub fn load_taps(&self, kv_head: usize, block: &mut [T]) {
-        let width = self.dims.head_dim;
-        let rows = self.call.parameters[0].chunks_exact(width.max(1)).skip(kv_head * self.convolution.width);
-        for (from, to) in rows.zip(block.chunks_exact_mut(self.row.max(1)).take(self.convolution.width)) {
+        let (width, taps) = (self.dims.value_dim, self.convolution.width);
+        let of_head =
+            |n: usize, rows: usize| self.call.parameters[n][kv_head * rows * width..].chunks_exact(width.max(1));
+        let bias = self.convolution.bias.then(|| of_head(1, 1));
+        let rows = of_head(0, taps).take(taps).chain(bias.into_iter().flatten().take(1));
+        block[taps * self.row..].fill(T::ZERO);
+        for (from, to) in rows.zip(block.chunks_exact_mut(self.row.max(1))) {
             to[..width].copy_from_slice(from);
         }
     }
 
-    /// The products `k ⊙ v` at positions, where a call's own first key is at 0, as rows of a block of so many numbers.
+    /// The products `k ⊙ v`, or values, at positions, where a call's own first key is at 0, as rows of a block of so many numbers.
     pub fn load_products(
         &self,
         sequence: &Sequence<'_>,
@@ -50,7 +59,7 @@ impl<'a, T: Real> Problem<'a, T> {
         positions: Range<isize>,
         (block, row): (&mut [T], usize),
     ) {
-        let (width, before) = (self.dims.head_dim, self.convolution.before() as isize);
+        let (width, before) = (self.dims.value_dim, self.convolution.before() as isize);
         let keys = self.call.k.rows(sequence.batch, kv_head).skip(sequence.key_start);
         let values = self.call.v.rows(sequence.batch, kv_head).skip(sequence.key_start);
         let past = self.call.initial_state.map(|state| state.head(sequence.batch, kv_head)[0]);
@@ -58,7 +67,12 @@ impl<'a, T: Real> Problem<'a, T> {
             let to = &mut to[..width];
             match (usize::try_from(position), past) {
                 (Ok(key), _) if sequence.has(key) => {
-                    set_products(keys.row(key, width), values.row(key, width), to);
+                    let value = values.row(key, width);
+                    if self.convolution.gated {
+                        set_products(keys.row(key, width), value, to);
+                    } else {
+                        to.copy_from_slice(value);
+                    }
                 }
                 (Err(_), Some(past)) if position >= -before => {
                     to.copy_from_slice(&past[(position + before) as usize * width..][..width]);

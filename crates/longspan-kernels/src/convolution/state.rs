@@ -7,7 +7,7 @@ use crate::simd::Real;
 
 /// The sizes of the state for calls of these sizes, which were checked.
 pub(super) fn shape(convolution: &ShortConvolution, dims: &Dims) -> StateShape {
-    let products = convolution.before().saturating_mul(dims.head_dim);
+    let products = convolution.before().saturating_mul(dims.value_dim);
     StateShape::new(convolution.name(), fingerprint([convolution.width as u64]), dims, [products, 0, 1, 0, 0, 0])
 }
 
@@ -38,11 +38,11 @@ fn check_both<T: Real>(
     later.check(convolution.name(), "later state", shape)?;
     let before = convolution.width.saturating_sub(1);
     // The width of a head follows from a state only where it holds products.
-    let head_dim = shape.parts[0].checked_div(before).unwrap_or(0);
-    let dims = shape.dims(head_dim, head_dim);
+    let width = shape.parts[0].checked_div(before).unwrap_or(0);
+    let dims = shape.dims(if convolution.gated { width } else { 0 }, width);
     check_state(convolution, &dims, earlier, "earlier state")?;
     check_state(convolution, &dims, later, "later state")?;
-    Ok([head_dim, before])
+    Ok([width, before])
 }
 
 /// The tokens of `earlier`, then those of `later`.

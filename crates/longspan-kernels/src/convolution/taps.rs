@@ -2,15 +2,17 @@
 
 use crate::simd::{self, Real, dispatch, operation};
 
-// `to[r] = Σ_t taps[t] ⊙ from[r + w − 1 − t]`, or with `ahead` `Σ_t taps[t] ⊙ from[r + t]`, for each row of `to`.
+// `to[r] = b + Σ_t taps[t] ⊙ from[r + w − 1 − t]`, or with `ahead` `Σ_t taps[t] ⊙ from[r + t]`, for each row of `to`. The bias stands after
+// the taps.
 operation!(Convolve, |from: &'a [T], taps: &'a [T], row: usize, ahead: bool, to: &'a mut [T]| {
-    let width = taps.len() / row;
+    let width = taps.len() / row - 1;
     assert!(row.is_multiple_of(V::LANES) && width > 0 && from.len() + row >= to.len() + width * row);
     for (first, to) in to.chunks_exact_mut(row).enumerate() {
         for column in (0..row).step_by(V::LANES) {
             // SAFETY: by the assertion `width` rows of `from` begin at the row's own number.
             unsafe {
-                let mut sum = V::splat(T::ZERO);
+                let bias = V::load(taps.as_ptr().add(width * row + column));
+                let mut sum = if ahead { V::splat(T::ZERO) } else { bias };
                 for t in 0..width {
                     let at = first + if ahead { t } else { width - 1 - t };
                     let tap = V::load(taps.as_ptr().add(t * row + column));
@@ -32,9 +34,9 @@ pub(super) fn convolve_back<T: Real>(from: &[T], taps: &[T], row: usize, to: &mu
     dispatch(Convolve { from, taps, row, ahead: true, to });
 }
 
-// The gradients of taps: `to[t] = Σ_r d[r] ⊙ from[r + w − 1 − t]`.
+// The gradients of taps, `to[t] = Σ_r d[r] ⊙ from[r + w − 1 − t]`, then that of the bias, `Σ_r d[r]`.
 operation!(TapSums, |d: &'a [T], from: &'a [T], row: usize, to: &'a mut [T]| {
-    let width = to.len() / row;
+    let width = to.len() / row - 1;
     assert!(row.is_multiple_of(V::LANES) && width > 0 && from.len() + row >= d.len() + width * row);
     for (t, to) in to.chunks_exact_mut(row).enumerate() {
         for column in (0..row).step_by(V::LANES) {
@@ -42,8 +44,12 @@ operation!(TapSums, |d: &'a [T], from: &'a [T], row: usize, to: &'a mut [T]| {
             unsafe {
                 let mut sum = V::splat(T::ZERO);
                 for r in 0..d.len() / row {
-                    let product = V::load(from.as_ptr().add((r + width - 1 - t) * row + column));
-                    sum = V::load(d.as_ptr().add(r * row + column)).mul_add(product, sum);
+                    let d = V::load(d.as_ptr().add(r * row + column));
+                    sum = if t == width {
+                        sum.add(d)
+                    } else {
+                        d.mul_add(V::load(from.as_ptr().add((r + width - 1 - t) * row + column)), sum)
+                    };
                 }
                 sum.store(to.as_mut_ptr().add(column));
             }
@@ -51,7 +57,7 @@ operation!(TapSums, |d: &'a [T], from: &'a [T], row: usize, to: &'a mut [T]| {
     }
 });
 
-/// The gradients of taps from those of the sums of rows.
+/// The gradients of taps and bias from those of the sums of rows.
 pub(super) fn tap_sums<T: Real>(d: &[T], from: &[T], row: usize, to: &mut [T]) {
     dispatch(TapSums { d, from, row, to });
 }

@@ -1,4 +1,4 @@
-//! The conformance suite over gated short convolutions.
+//! The conformance suite over short convolutions, with gates and without.
 
 use longspan_kernels::{Dims, Kernel, ShortConvolution, State, Token};
 use longspan_testing::suite::{Check, assert_all};
@@ -6,23 +6,38 @@ use longspan_testing::{
     Assumptions, Case, KeyMask, Subject, accuracy, grid, isolation, rejection, state_gradients, threads,
 };
 
-fn subject(width: usize, silu: bool) -> Subject {
+fn subject(convolution: ShortConvolution) -> Subject {
     let assumptions = Assumptions {
         signed_features: true,
-        signed_parameters: 1,
+        biased: convolution.bias,
+        signed_parameters: 1 + usize::from(convolution.bias),
         content: true,
         positions: true,
         true_denominators: true,
         ..Default::default()
     };
-    Subject::new(ShortConvolution { width, silu }, assumptions)
+    Subject::new(convolution, assumptions)
 }
 
-/// Runs a check over cases, with one tap, the usual four, more than short sequences have tokens, and the most.
+/// Runs a check over cases, with one tap, the usual three and four, more than short sequences have tokens, and the most; half of them
+/// have no gates, and so neither queries nor keys.
 fn over(cases: &[Case], check: Check) {
-    let subjects: Vec<_> =
-        [1, 2, 4, 7, 64].into_iter().flat_map(|width| [true, false].map(|silu| subject(width, silu))).collect();
-    assert_all(check, cases.iter().enumerate().map(|(n, case)| (&subjects[n % subjects.len()], case)));
+    let form = |n: usize| {
+        let bits = n / 6;
+        let [silu, gated, bias] = [0, 1, 2].map(|bit| bits >> bit & 1 == 1);
+        ShortConvolution { width: [1, 2, 3, 4, 7, 64][n % 6], silu, gated, bias }
+    };
+    let subjects: Vec<_> = (0..48).map(|n| (form(n), subject(form(n)))).collect();
+    let cases: Vec<_> = cases
+        .iter()
+        .enumerate()
+        .map(|(n, case)| {
+            let (form, subject) = &subjects[n % subjects.len()];
+            let head_dim = if form.gated { case.dims.head_dim } else { 0 };
+            (subject, Case { dims: Dims { head_dim, ..case.dims }, ..case.clone() })
+        })
+        .collect();
+    assert_all(check, cases.iter().map(|(subject, case)| (*subject, case)));
 }
 
 /// Lengths around the kernels' pieces of 256 tokens too.
@@ -63,21 +78,23 @@ longspan_testing::tests! { over;
 
 #[test]
 fn wrong_calls_are_refused() {
-    rejection::assert_wrong_calls(&subject(4, true), [3, 3]);
+    let four = ShortConvolution::default();
+    rejection::assert_wrong_calls(&subject(four.clone()), [3, 3]);
     let dims = rejection::dims([3, 3]);
     for width in [0, 65] {
-        rejection::assert_refused(&subject(width, true), &Case::new(dims, true), "width");
-        let convolution = ShortConvolution { width, silu: true };
+        let convolution = ShortConvolution { width, ..four.clone() };
+        rejection::assert_refused(&subject(convolution.clone()), &Case::new(dims, true), "width");
         let error = Kernel::<f32>::empty_state(&convolution, &dims).unwrap_err().to_string();
         assert!(error.contains("width"), "{error}");
     }
-    rejection::assert_refused(&subject(4, true), &Case::new(rejection::dims([3, 4]), true), "value_dim");
+    rejection::assert_refused(&subject(four.clone()), &Case::new(rejection::dims([3, 4]), true), "value_dim");
+    rejection::assert_refused(&subject(ShortConvolution { gated: false, ..four }), &Case::new(dims, true), "head_dim");
 }
 
 /// States of another width, and counts that no step writes.
 #[test]
 fn foreign_states_are_refused() {
-    let [three, four] = [3, 4].map(|width| ShortConvolution { width, silu: false });
+    let [three, four] = [3, 4].map(|width| ShortConvolution { width, silu: false, ..Default::default() });
     let state = Kernel::<f32>::empty_state(&three, &Dims::square(1, 1, 1, 2)).unwrap();
     let taps = [&[0.5f32; 8][..]];
     let token = Token { q: &[1.0f32, 0.0], k: &[0.5, 0.5], v: &[2.0, 3.0], parameters: &taps };

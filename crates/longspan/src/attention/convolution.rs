@@ -70,7 +70,7 @@ impl Layer for ShortConvolution {
     }
 
     fn kernel(&self) -> Arc<dyn AnyKernel> {
-        Arc::new(kernels::ShortConvolution { width: self.width, silu: self.silu })
+        Arc::new(kernels::ShortConvolution { width: self.width, silu: self.silu, ..Default::default() })
     }
 
     fn heads(&self) -> Heads {

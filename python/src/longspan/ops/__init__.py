@@ -52,7 +52,7 @@ True
 
 from .._native import State
 from ._aft import aft_conv, aft_conv_step, aft_full, aft_full_step, aft_local, aft_local_step, aft_simple, aft_simple_step
-from ._convolution import short_convolution, short_convolution_step
+from ._convolution import depthwise_convolution, depthwise_convolution_step, short_convolution, short_convolution_step
 from ._fourier import fourier_attention, fourier_attention_step
 from ._gated import delta_attention, delta_attention_step, gated_attention, gated_attention_step
 from ._kernelized import kernelized_attention, kernelized_attention_step
@@ -72,6 +72,8 @@ __all__ = [
     "aft_simple_step",
     "delta_attention",
     "delta_attention_step",
+    "depthwise_convolution",
+    "depthwise_convolution_step",
     "fourier_attention",
     "fourier_attention_step",
     "gated_attention",

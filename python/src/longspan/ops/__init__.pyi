@@ -26,6 +26,8 @@ __all__ = [
     "aft_simple_step",
     "delta_attention",
     "delta_attention_step",
+    "depthwise_convolution",
+    "depthwise_convolution_step",
     "fourier_attention",
     "fourier_attention_step",
     "gated_attention",
@@ -186,6 +188,20 @@ def short_convolution(
 ) -> tuple[_Array, State]: ...  # fmt: skip
 def short_convolution_step(
     q: _Array, k: _Array, v: _Array, taps: _Array, state: _State | None = None, *, silu: bool = True
+) -> tuple[_Array, State]: ...
+
+@overload
+def depthwise_convolution(
+    x: _Array, taps: _Array, bias: _Array | None = None, *, silu: bool = False, key_padding_mask: _Array | None = None,
+    cu_seqlens: _Packed | None = None, initial_state: _State | None = None, output_final_state: Literal[False] = False,
+) -> _Array: ...  # fmt: skip
+@overload
+def depthwise_convolution(
+    x: _Array, taps: _Array, bias: _Array | None = None, *, silu: bool = False, key_padding_mask: _Array | None = None,
+    cu_seqlens: _Packed | None = None, initial_state: _State | None = None, output_final_state: Literal[True],
+) -> tuple[_Array, State]: ...  # fmt: skip
+def depthwise_convolution_step(
+    x: _Array, taps: _Array, bias: _Array | None = None, state: _State | None = None, *, silu: bool = False
 ) -> tuple[_Array, State]: ...
 
 @overload

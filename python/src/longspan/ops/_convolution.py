@@ -1,4 +1,4 @@
-"""Gated short convolution: what looks at neighbours, between layers of attention."""
+"""Short convolutions, with gates and without: what looks at neighbours, between layers of attention."""
 
 from __future__ import annotations
 
@@ -117,3 +117,119 @@ def short_convolution_step(q, k, v, taps, state=None, *, silu=True):
     operation = "short_convolution_step"
     options = _options.short_convolution(operation, taps, silu)
     return step(operation, "short-convolution", options, q, k, v, (taps,), state)
+
+
+def depthwise_convolution(
+    x, taps, bias=None, *, silu=False, key_padding_mask=None, cu_seqlens=None, initial_state=None, output_final_state=False
+):  # fmt: skip
+    """A few learned taps over the latest tokens, channel by channel: the causal convolution of Mamba-2, Qwen3-Next and their kin.
+
+    ``out_i = bias + sum_t taps_t * x_{i - t}``, for ``t`` from 0 to ``width - 1``; with ``silu`` the SiLU of that. There are no gates,
+    as `short_convolution` has.
+
+    Parameters
+    ----------
+    x : array ``[B, H, L, d]``
+        The channels, in heads of any width. What lies as ``[B, L, H * d]`` is taken as it lies.
+    taps : array ``[H, width, d]``
+        ``taps[:, t]`` weighs the token ``t`` places back. Up to 64 of them.
+    bias : array ``[H, d]``, optional
+        Added to each sum.
+    silu : bool
+        Whether sums go through SiLU.
+    key_padding_mask : array of bool ``[B, L]``, optional
+        True is ignored: such a token counts as 0.
+    cu_seqlens : sequence of int, optional
+        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
+    initial_state, output_final_state : `State`, bool
+        The tokens before; whether to return the state, too. On the CPU.
+
+    Returns
+    -------
+    array ``[B, H, L, d]``, or ``(array, State)``
+
+    Raises
+    ------
+    ValueError
+        For more than 64 taps.
+
+    Notes
+    -----
+    O(L width d) time. A state holds the last ``width - 1`` tokens.
+
+    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
+
+    References
+    ----------
+    Gu, Dao, *Mamba*, 2023 (arXiv:2312.00752).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> x = np.random.default_rng(0).standard_normal((1, 2, 100, 8), np.float32)
+    >>> taps = np.random.default_rng(1).standard_normal((2, 3, 8), np.float32)
+    >>> out = ops.depthwise_convolution(x, taps)
+
+    The definition:
+
+    >>> u = np.pad(x, ((0, 0), (0, 0), (2, 0), (0, 0)))
+    >>> np.allclose(out, sum(taps[:, t, None] * u[:, :, 2 - t : 102 - t] for t in range(3)), atol=1e-5)
+    True
+    """
+    operation = "depthwise_convolution"
+    options, parameters = _options.depthwise_convolution(operation, taps, bias, silu)
+    none = _no_columns(operation, x, 4)
+    return attend(
+        operation, "short-convolution", options, none, none, x, parameters,
+        True, 0, key_padding_mask, cu_seqlens, initial_state, output_final_state,
+    )  # fmt: skip
+
+
+def depthwise_convolution_step(x, taps, bias=None, state=None, *, silu=False):
+    """One token of `depthwise_convolution`.
+
+    Parameters
+    ----------
+    x : array ``[B, H, d]``
+        The next token, or with a token axis of length 1, which the output then has, too.
+    taps, bias, silu
+        As in `depthwise_convolution`.
+    state : `State`, optional
+        What `depthwise_convolution` or the last step returned; changed in place. ``None`` starts a sequence.
+
+    Returns
+    -------
+    array ``[B, H, d]``, `State`
+        The output, and ``state`` with the token taken in.
+
+    Raises
+    ------
+    ValueError
+        For a state of another width.
+
+    Notes
+    -----
+    O(width d), however many tokens came before.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from longspan import ops
+    >>> x, taps = np.ones((1, 2, 8), np.float32), np.ones((2, 4, 8), np.float32)
+    >>> out, state = ops.depthwise_convolution_step(x, taps)
+    >>> out, state = ops.depthwise_convolution_step(x, taps, state=state)
+    >>> float(out[0, 0, 0])
+    2.0
+    """
+    operation = "depthwise_convolution_step"
+    options, parameters = _options.depthwise_convolution(operation, taps, bias, silu)
+    none = _no_columns(operation, x, 3)
+    return step(operation, "short-convolution", options, none, none, x, parameters, state)
+
+
+def _no_columns(operation, x, least):
+    """Queries and keys of a convolution without gates: there are none, so they have no gradient either."""
+    if len(getattr(x, "shape", ())) < least:
+        raise ValueError(f"{operation}: x: expected {least} axes, got {len(getattr(x, 'shape', ()))}")
+    return (x.detach() if hasattr(x, "detach") else x)[..., :0]

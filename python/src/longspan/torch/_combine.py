@@ -43,7 +43,7 @@ def combine(
     elif kind == "toeplitz":
         shape = chosen.get("shape") or parameters[0].shape[1:]
         formula = _toeplitz(a, b, sum_of_both, _near(a, shape, None if chosen.get("centred") else chosen.get("first")))
-    elif kind == "short-convolution":
+    elif kind in ("short-convolution", "depthwise-convolution"):
         formula = _short_convolution(a, b, sum_of_both, chosen["width"] - 1)
     elif kind == "gated":
         formula = _gated(a, b)

@@ -33,6 +33,12 @@ def _mamba2_scan(
     )  # fmt: skip
 
 
+def _convolution(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None
+) -> Any:  # fmt: skip
+    return fla.causal_conv1d_fn(hidden_states, weight, bias, seq_idx, activation=activation)
+
+
 #: Their functions and ours, which take the same arguments.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
@@ -40,6 +46,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _gated_delta_rule,
     "recurrent_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
+    "causal_conv1d_fn": _convolution,
 }
 
 
@@ -47,7 +54,7 @@ def accelerate(model: nn.Module) -> list[str]:
     """Runs a model's gated linear layers on Longspan's kernels while its tensors are on the CPU, in training and in generation.
 
     Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo-hybrid), Kimi delta attention (Kimi Linear, Ling) and Mamba-2 (Mamba-2, Falcon-H1, Bamba,
-    Granite-hybrid, Nemotron-H, Zamba2). The functions are replaced where the model's own modules find them, so all models of the
+    Granite-hybrid, Nemotron-H, Zamba2), and the short convolutions of these and of LFM2. The functions are replaced where the model's own modules find them, so all models of the
     same kind in this process are changed with it. Tensors on other devices go to the functions that were there before.
 
     Parameters

@@ -159,7 +159,7 @@ def check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_ma
                              f"got shape {tuple(tensor.shape)}")  # fmt: skip
     batch, heads, _, head_dim = q.shape
     _, kv_heads, keys, _ = k.shape
-    if head_dim == 0 and v.shape[3] > 0:
+    if mechanism != "short-convolution" and head_dim == 0 and v.shape[3] > 0:
         raise ValueError(f"{mechanism}: q: expected heads of 1 feature or more, got 0")
     key_dim = 1 if mechanism == "aft-conv" else head_dim
     for name, tensor, shape in (("k", k, (batch, kv_heads, keys, key_dim)),

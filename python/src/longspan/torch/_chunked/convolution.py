@@ -1,4 +1,4 @@
-"""Gated short convolution."""
+"""Short convolution, with gates and without."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .call import Call
 
 
 def short_convolution(call: Call) -> Tensor:
-    """`longspan.ops.short_convolution`."""
-    q, (taps,), settings = call.q, call.parameters, call.settings
-    queries, keys, before = q.shape[2], call.k.shape[2], taps.shape[1] - 1
-    products = call.k * call.v
+    """`longspan.ops.short_convolution` and `depthwise_convolution`."""
+    q, (taps, *bias), settings = call.q, call.parameters, call.settings
+    queries, keys, before, gated = q.shape[2], call.k.shape[2], taps.shape[1] - 1, settings.get("gated", True)
+    products = call.k * call.v if gated else call.v
     if call.key_padding_mask is not None:
         products = products.masked_fill(call.key_padding_mask[:, None, :, None], 0)
     # Further away from the keys than this makes no difference.
@@ -24,5 +24,6 @@ def short_convolution(call: Call) -> Tensor:
     start = max(first, 0) + before
     terms = (taps[:, t, None] * padded[:, :, start - t : start - t + queries] for t in range(before + 1))
     sums = functools.reduce(torch.add, terms)
-    out = F.silu(sums) if settings["silu"] else sums
-    return q * out.repeat_interleave(call.group, 1)
+    sums = sums + bias[0][:, None] if bias else sums
+    out = (F.silu(sums) if settings["silu"] else sums).repeat_interleave(call.group, 1)
+    return q * out if gated else out
