@@ -82,6 +82,8 @@ MQAR = Table(
         _mqar(16, 256, 64, "kernelized", "taylor2", 16),
         _mqar(16, 256, 64, "short-convolution,kernelized"),
         _mqar(16, 256, 64, "softmax"),
+        _mqar(16, 256, 128, "short-convolution,delta"),
+        _mqar(16, 256, 128, "short-convolution,gated-delta"),
     ],
     "2,000 steps of 16 sequences are too few for 64 pairs: the loss is still about that of a guess among 4,096 values. At width 64, "
     "where its state is smallest, linear attention misses 30 % of 32 pairs. "

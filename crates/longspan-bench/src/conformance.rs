@@ -94,7 +94,10 @@ fn check(candidate: &Candidate, dims: Dims, order: Order, abilities: &mut Abilit
     let mut positive = inputs.clone();
     let signed = positive.tensors.iter_mut().enumerate().filter(|(which, _)| candidate.signed || *which == 2);
     signed.for_each(|(_, tensor)| tensor.iter_mut().for_each(|x| *x = x.abs()));
-    let scale = positive.call(|call| double.reference(call))?.out;
+    let mut scale = positive.call(|call| double.reference(call))?.out;
+    if candidate.subtracts {
+        scale.fill(expected.iter().fold(0.0, |most, x| x.abs().max(most)));
+    }
     let terms = (dims.keys + dims.head_dim) as f64;
 
     let (out, gradients) = inputs.run(double)?;

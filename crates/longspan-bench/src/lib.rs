@@ -8,10 +8,7 @@
 //!
 //! Everything is measured on the current rayon pool; [`on_threads`] makes one.
 
-// The examples of the README files are compiled and run as tests.
-#[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-struct Readme;
+// The example of the kernels' README is compiled and run as a test.
 #[cfg(doctest)]
 #[doc = include_str!("../../longspan-kernels/README.md")]
 struct KernelsReadme;

@@ -43,8 +43,13 @@ pub fn registry() -> Vec<Entry> {
         Entry::new("short-convolution", "Short convolution, 4 taps", |_, _| ShortConvolution::default())
             .signed()
             .on_request(),
-        Entry::new("gated", "Gated, a gate a head", |_, _| gated(Gate::Head)).signed().on_request(),
-        Entry::new("gla", "Gated, a gate a channel", |_, _| gated(Gate::Channel)).signed().on_request(),
+        Entry::new("gated", "Gated, a gate a head", |_, _| gated(Update::Sum, Gate::Head)).signed().on_request(),
+        Entry::new("gla", "Gated, a gate a channel", |_, _| gated(Update::Sum, Gate::Channel)).signed().on_request(),
+        Entry::new("delta", "Delta rule", |_, _| gated(Update::Delta, Gate::None)).subtracts().on_request(),
+        Entry::new("gated-delta", "Gated delta rule", |_, _| gated(Update::Delta, Gate::Head)).subtracts().on_request(),
+        Entry::new("kda", "Gated delta rule, a gate a channel", |_, _| gated(Update::Delta, Gate::Channel))
+            .subtracts()
+            .on_request(),
         Entry::new("shaw-10", "Kernelized + Shaw, radius 10", shaw(10)).on_request(),
         Entry::new("relative-10", "Shaw alone, radius 10", relative(10)).on_request(),
         Entry::new("toeplitz-clip-16", "Toeplitz bias, clipped at 16", clipped(16)).on_request(),
@@ -55,9 +60,8 @@ fn kernelized(score: Score, algorithm: Algorithm) -> KernelizedAttention {
     KernelizedAttention { score, algorithm, ..KernelizedAttention::default() }
 }
 
-/// Not the delta rule: it subtracts, so that the check's bound, by inputs without signs, is none of its rounding.
-fn gated(gate: Gate) -> LearnedGates {
-    let attention = GatedAttention { update: Update::Sum, gate, ..GatedAttention::default() };
+fn gated(update: Update, gate: Gate) -> LearnedGates {
+    let attention = GatedAttention { update, gate, ..GatedAttention::default() };
     LearnedGates { attention, ..LearnedGates::default() }
 }
 
@@ -81,6 +85,7 @@ pub struct Entry {
     /// Whether it is measured when no mechanisms are named.
     pub usual: bool,
     signed: bool,
+    subtracts: bool,
     make: Make,
 }
 
@@ -103,7 +108,7 @@ impl Entry {
         // Built twice, so that a mechanism need not be `Clone`.
         let make =
             move |algorithm, reach| -> Pair { (Arc::new(make(algorithm, reach)), Arc::new(make(algorithm, reach))) };
-        Self { name, title, usual: true, signed: false, make: Arc::new(make) }
+        Self { name, title, usual: true, signed: false, subtracts: false, make: Arc::new(make) }
     }
 
     /// Measured only if asked for.
@@ -118,13 +123,19 @@ impl Entry {
         Self { signed: true, ..self }
     }
 
+    /// Of states that subtract what they gave before: inputs without signs bound no rounding, only the largest output does.
+    #[must_use]
+    pub fn subtracts(self) -> Self {
+        Self { subtracts: true, ..self }
+    }
+
     /// The mechanism by each algorithm that can be forced.
     pub fn candidates(&self) -> Vec<Candidate> {
         // Which algorithms there are does not depend on the length.
         let (single, _) = (self.make)(Algorithm::Auto, 1);
         let candidate = |&algorithm| {
-            let Self { name, signed, .. } = *self;
-            Candidate { name, algorithm, signed, make: Arc::clone(&self.make) }
+            let Self { name, signed, subtracts, .. } = *self;
+            Candidate { name, algorithm, signed, subtracts, make: Arc::clone(&self.make) }
         };
         single.algorithms().iter().map(candidate).collect()
     }
@@ -137,6 +148,8 @@ pub struct Candidate {
     pub name: &'static str,
     /// The algorithm that is forced.
     pub algorithm: Algorithm,
+    /// As [`Entry::subtracts`] says.
+    pub subtracts: bool,
     /// As [`Entry::signed`] says.
     pub(crate) signed: bool,
     make: Make,

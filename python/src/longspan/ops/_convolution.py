@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .. import _options
 from .._route import attend, step
 
@@ -228,7 +230,7 @@ def depthwise_convolution_step(x, taps, bias=None, state=None, *, silu=False):
     return step(operation, "short-convolution", options, none, none, x, parameters, state)
 
 
-def _no_columns(operation, x, least):
+def _no_columns(operation: str, x: Any, least: int) -> Any:
     """Queries and keys of a convolution without gates: there are none, so they have no gradient either."""
     if len(getattr(x, "shape", ())) < least:
         raise ValueError(f"{operation}: x: expected {least} axes, got {len(getattr(x, 'shape', ()))}")
