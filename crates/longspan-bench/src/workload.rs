@@ -78,7 +78,7 @@ impl Buffers {
             dims,
             pass,
             q: random.normals(len(dims.q()), 1.0),
-            k: random.normals(len(dims.k()), 1.0),
+            k: random.normals(dims.batch * dims.kv_heads * dims.keys * widest_key(&dims), 1.0),
             v: random.normals(len(dims.v()), 1.0),
             d_out: random.normals(if backward { len(dims.out()) } else { 0 }, 1.0),
             out: Vec::new(),
@@ -219,24 +219,22 @@ impl Subject {
         Ok(peak.unwrap_or(self.scratch.bytes()))
     }
 
-    /// The state after all tokens of the buffers, from a call of the last query alone: outputs of all of them take a
-    /// quadratic mechanism minutes where its state takes none.
+    /// The state after all tokens of the buffers, from a call without queries: outputs take a quadratic mechanism minutes where
+    /// its state takes none.
     pub fn prefix(&mut self, buffers: &mut Buffers) -> Result<State<f32>, KernelError> {
-        let all = buffers.dims;
-        let dims = Dims { queries: 1, ..all };
+        let dims = Dims { queries: 0, ..buffers.dims };
         let mut state = self.mechanism.empty_state(&dims)?;
         let parameters: Vec<&[f32]> = self.parameters.iter().map(Vec::as_slice).collect();
         let k_shape = key_shape(&*self.mechanism, &dims);
         let call = Call::new(
             dims,
-            View::contiguous(&buffers.q[..len(dims.q())], dims.q()),
+            View::contiguous(&[], dims.q()),
             View::contiguous(&buffers.k[..len(k_shape)], k_shape),
             View::contiguous(&buffers.v, dims.v()),
         )
         .with_parameters(&parameters)
-        .with_mask(Mask::causal().with_offset(all.keys as isize - 1));
-        let output = Output::new(ViewMut::contiguous(&mut buffers.out[..len(dims.out())], dims.out()))
-            .with_final_state(Some(&mut state));
+        .with_mask(Mask::causal());
+        let output = Output::new(ViewMut::contiguous(&mut [], dims.out())).with_final_state(Some(&mut state));
         self.mechanism.forward(&call, output, &mut self.scratch)?;
         Ok(state)
     }
@@ -267,6 +265,11 @@ fn once(
     result.map(|()| seconds)
 }
 
+/// The most numbers in a key of any mechanism: beside its own a gate for each channel, and one.
+fn widest_key(dims: &Dims) -> usize {
+    2 * dims.head_dim + 1
+}
+
 fn key_shape(mechanism: &dyn Kernel<f32>, dims: &Dims) -> [usize; 4] {
     let [batch, heads, keys, _] = dims.k();
     [batch, heads, keys, mechanism.key_dim(dims)]
@@ -291,7 +294,7 @@ impl OneToken {
             dims,
             k_heads,
             q: random.normals(heads * dims.head_dim, 1.0),
-            k: random.normals(k_heads * dims.head_dim, 1.0),
+            k: random.normals(k_heads * widest_key(&dims), 1.0),
             v: random.normals(k_heads * dims.value_dim, 1.0),
             out: vec![0.0; heads * dims.value_dim],
         }

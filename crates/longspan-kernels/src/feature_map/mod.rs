@@ -7,6 +7,8 @@
 
 mod draw;
 pub(crate) mod elementwise;
+#[cfg(test)]
+mod exhaustive;
 pub(crate) mod mapping;
 pub(crate) mod reference;
 pub(crate) mod rows;
