@@ -202,6 +202,9 @@ def test_what_is_wrong_is_named():
         fla.chunk_gla(*(x.to("meta") for x in (q, k, v[:, :, :2], torch.zeros(2, 5, 2, 16))))
     with pytest.raises(ValueError, match="activation"):
         fla.causal_conv1d_fn(torch.ones(1, 2, 3), torch.ones(2, 2), activation="relu")
+    for empty in (torch.ones(0, 2, 3), torch.ones(1, 2, 0)):
+        assert fla.causal_conv1d_fn(empty, torch.ones(2, 2)).shape == empty.shape
+    assert fla.causal_conv1d_fn(torch.ones(1, 0, 3), torch.ones(0, 2)).shape == (1, 0, 3)
     assert fla.chunk_gated_delta_rule(*(x[:, :0] for x in (q, k, v, g, beta)))[0].shape == (2, 0, 4, 12)
 
 

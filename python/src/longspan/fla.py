@@ -352,13 +352,14 @@ def causal_conv1d_fn(
         bounds = F.pad(changes.flatten().nonzero().flatten(), (0, 1), value=batch * tokens)
     # In heads of adjacent channels, each what a core works on at a time.
     width = next(n for n in range(min(channels, 128), 0, -1) if channels % n == 0) if channels else 1
+    heads = (channels // width, width)
     rows = seen.to(weight.dtype).transpose(1, 2).contiguous()
     rows = rows if bounds is None else rows.reshape(1, batch * tokens, channels)
     out = ops.depthwise_convolution(
-        rows.unflatten(2, (-1, width)).transpose(1, 2), weight.flip(1).unflatten(0, (-1, width)).transpose(1, 2),
-        None if bias is None else bias.to(weight.dtype).unflatten(0, (-1, width)), silu=activation is not None, cu_seqlens=bounds,
+        rows.unflatten(2, heads).transpose(1, 2), weight.flip(1).unflatten(0, heads).transpose(1, 2),
+        None if bias is None else bias.to(weight.dtype).unflatten(0, heads), silu=activation is not None, cu_seqlens=bounds,
     )  # fmt: skip
-    out = out.transpose(1, 2).flatten(2).view(batch, -1, channels).transpose(1, 2)[:, :, seen.shape[2] - tokens :].to(x.dtype)
+    out = out.transpose(1, 2).flatten(2).view(batch, seen.shape[2], channels).transpose(1, 2)[:, :, seen.shape[2] - tokens :].to(x.dtype)
     if not return_final_states:
         return out
     return out, F.pad(seen, (max(before - seen.shape[2], 0), 0))[:, :, -before:] if before else seen[:, :, :0]
