@@ -1,5 +1,6 @@
 //! A mechanism as a Python object, and its calls on arrays.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -78,14 +79,16 @@ impl Mechanism {
         let k = Tensor::like(operation, "k", k, dtype)?;
         let v = Tensor::like(operation, "v", v, dtype)?;
         let axes = "four axes [batch, head, token, feature]";
-        let [batch, heads, queries, head_dim] = q.shape4(operation, "q", axes)?;
-        let [_, kv_heads, keys, _] = k.shape4(operation, "k", axes)?;
-        let [.., value_dim] = v.shape4(operation, "v", axes)?;
+        let [batch, query_heads, queries, head_dim] = q.shape4(operation, "q", axes)?;
+        let [_, key_heads, keys, _] = k.shape4(operation, "k", axes)?;
+        let [_, value_heads, _, value_dim] = v.shape4(operation, "v", axes)?;
+        let sharing = self.sharing(key_heads, value_heads);
+        let [heads, kv_heads] = [query_heads, key_heads].map(|heads| heads * sharing);
         let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
         self.expect_features(&dims)?;
-        self.expect_shape("k", &k, &[batch, kv_heads, keys, self.key_dim(&dims, dtype.precision())])?;
+        self.expect_shape("k", &k, &[batch, key_heads, keys, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, keys, value_dim])?;
-        self.expect_groups(heads, kv_heads)?;
+        self.expect_groups(query_heads, key_heads)?;
         let parameters = self.parameters(&dims, dtype, parameters)?;
         let offset = offset
             .extract::<isize>()
@@ -102,7 +105,17 @@ impl Mechanism {
         let mask = OwnedMask { order, offset, ignored, packed: cu_seqlens };
         let known = with_precision!(dtype.precision(), T => T::kernel(&*self.kernel).parameters(&dims));
         let positions = known.iter().position(is_position);
-        Ok(Inputs { dims, q, k, v, parameters, positions, mask })
+        Ok(Inputs { dims, sharing, q, k, v, parameters, positions, mask })
+    }
+
+    /// Heads of values that share one of queries and keys, which gates tell apart; a number that does not divide counts as 1.
+    fn sharing(&self, key_heads: usize, value_heads: usize) -> usize {
+        let gates = ["gated", "delta"].contains(&f32::kernel(&*self.kernel).name());
+        if gates && key_heads > 0 && value_heads.is_multiple_of(key_heads) {
+            (value_heads / key_heads).max(1)
+        } else {
+            1
+        }
     }
 
     /// Without features weights have no value under some maps. A convolution without gates has no queries.
@@ -309,6 +322,7 @@ impl Mechanism {
         parameters: &[Tensor<'py>],
         shape: &[usize],
         state: &mut State,
+        sharing: usize,
     ) -> PyResult<Bound<'py, PyAny>> {
         let state = self.state_mut::<T>(state)?;
         let mut out = Fresh::new(py, shape, token[0].dtype())?;
@@ -318,14 +332,24 @@ impl Mechanism {
         }
         let numbers = out.numbers_mut::<T>();
         let parameters: Vec<&[T]> = parameters.iter().map(Tensor::numbers).collect();
-        let token =
-            Token { q: token[0].numbers(), k: token[1].numbers(), v: token[2].numbers(), parameters: &parameters };
+        let [q, k] = [token[0], token[1]].map(|x| of_every_head::<T>(x, sharing));
+        let token = Token { q: &q, k: &k, v: token[2].numbers(), parameters: &parameters };
         let kernel = T::kernel(&*self.kernel);
         // A step reads and writes its state once, at some numbers a nanosecond.
         let seconds = state.numbers().len() as f64 * 0.5e-9;
         py.detach(|| threads::run(seconds, || kernel.step(&token, state, numbers), None))
             .map_err(|e| self.failed(e))?;
         Ok(out.finish().into_any())
+    }
+}
+
+/// A token's queries or keys, each once for every head that shares it.
+fn of_every_head<'a, T: Precise>(tensor: &'a Tensor<'_>, sharing: usize) -> Cow<'a, [T]> {
+    let (numbers, width) = (tensor.numbers::<T>(), tensor.shape()[2].max(1));
+    if sharing == 1 {
+        numbers.into()
+    } else {
+        numbers.chunks_exact(width).flat_map(|row| row.repeat(sharing)).collect()
     }
 }
 
@@ -387,7 +411,7 @@ impl Mechanism {
     }
 
     /// Gradients ``(dq, dk, dv, [of each parameter], of the initial state if there is one)`` from that of the output, and
-    /// of the final state where it was used.
+    /// of the final state where it was used. Where heads of values share those of queries and keys, ``dq`` and ``dk`` have one for each.
     #[pyo3(signature = (q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens, out, denominators, d_out,
                         initial_state=None, d_final_state=None, *, token_major))]
     #[allow(clippy::too_many_arguments)]
@@ -448,21 +472,23 @@ impl Mechanism {
             let shape = tensor.shape();
             shape.try_into().map_err(|_| self.wrong(argument, "three axes [batch, head, feature]", Shape(shape)))
         };
-        let [batch, heads, head_dim] = three("q", &q)?;
-        let [_, kv_heads, _] = three("k", &k)?;
-        let [.., value_dim] = three("v", &v)?;
+        let [batch, query_heads, head_dim] = three("q", &q)?;
+        let [_, key_heads, _] = three("k", &k)?;
+        let [_, value_heads, value_dim] = three("v", &v)?;
+        let sharing = self.sharing(key_heads, value_heads);
+        let [heads, kv_heads] = [query_heads, key_heads].map(|heads| heads * sharing);
         let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
         self.expect_features(&dims)?;
-        self.expect_shape("k", &k, &[batch, kv_heads, self.key_dim(&dims, dtype.precision())])?;
+        self.expect_shape("k", &k, &[batch, key_heads, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, value_dim])?;
-        self.expect_groups(heads, kv_heads)?;
+        self.expect_groups(query_heads, key_heads)?;
         let parameters = self.parameters(&dims, dtype, parameters)?;
         let state = self.state_of_step(py, &dims, state, precision)?;
         let out = {
             let mut held = self.held(&state, batch, kv_heads)?;
             let token = [&q, &k, &v];
             let shape = [batch, heads, value_dim];
-            with_precision!(precision, T => self.step_as::<T>(py, token, &parameters, &shape, &mut held)?)
+            with_precision!(precision, T => self.step_as::<T>(py, token, &parameters, &shape, &mut held, sharing)?)
         };
         Ok((out, state))
     }

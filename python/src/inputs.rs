@@ -38,6 +38,8 @@ impl OwnedMask {
 /// The arrays of a call after all checks of shape and type.
 pub struct Inputs<'py> {
     pub dims: Dims,
+    /// Heads of values that share one of queries and keys.
+    pub sharing: usize,
     pub q: Tensor<'py>,
     pub k: Tensor<'py>,
     pub v: Tensor<'py>,
@@ -108,7 +110,8 @@ impl Inputs<'_> {
         work: impl FnOnce(&dyn kernels::Kernel<T>, &Call<'_, T>, &mut Scratch<T>) -> Result<R, kernels::Error> + Send,
     ) -> PyResult<R> {
         let parameters: Vec<&[T]> = self.parameters.iter().map(Tensor::numbers).collect();
-        let call = Call::new(self.dims, self.q.view(), self.k.view(), self.v.view())
+        let [q, k] = [&self.q, &self.k].map(|shared| shared.view().with_shared_heads(self.sharing));
+        let call = Call::new(self.dims, q, k, self.v.view())
             .with_parameters(&parameters)
             .with_mask(self.mask.as_kernel())
             .with_initial_state(initial_state);

@@ -3,6 +3,7 @@
 import logging
 import sys
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi  # noqa
 from transformers.models.mamba2 import modeling_mamba2 as mamba2  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next  # noqa: E402
 
-from longspan import fla  # noqa: E402
+from longspan import fla, ops  # noqa: E402
 from longspan.transformers import accelerate  # noqa: E402
 from longspan.transformers._accelerate import _replace  # noqa: E402
 
@@ -155,6 +156,37 @@ def test_half_precision_and_compile():
     compiled = torch.compile(fla.chunk_simple_gla, backend="aot_eager", fullgraph=True)
     x = q.clone().requires_grad_()
     near(*(torch.autograd.grad(f(x, k, v, g)[0].square().sum(), x)[0] for f in (compiled, fla.chunk_simple_gla)))
+
+
+def test_heads_of_values_may_share_those_of_queries_and_keys():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 2, 9, 4, dtype=torch.float64)
+    v, g, beta = torch.randn(2, 4, 9, 3, dtype=torch.float64), -torch.rand(2, 4, 9).double(), torch.rand(2, 4, 9).double()
+    tensors = [tensor.requires_grad_() for tensor in (q, k, v, g, beta)]
+    attend = partial(ops.delta_attention, l2_norm=True)
+
+    def apart(q, k, v, g, beta):
+        return attend(q.repeat_interleave(2, 1), k.repeat_interleave(2, 1), v, beta, g)
+
+    def shared(q, k, v, g, beta):
+        return attend(q, k, v, beta, g)
+
+    weights = torch.randn(2, 4, 9, 3, dtype=torch.float64)
+    expected = torch.autograd.grad((apart(*tensors) * weights).sum(), tensors)
+    for function in (shared, torch.compile(shared, backend="aot_eager", fullgraph=True)):
+        out = function(*tensors)
+        torch.testing.assert_close(out, apart(*tensors), rtol=0, atol=0)
+        for found, right in zip(torch.autograd.grad((out * weights).sum(), tensors), expected):
+            torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradgradcheck(shared, tensors)
+    q, k, v, g, beta = (tensor.detach().numpy() for tensor in tensors)
+    state, rows = None, []
+    for t in range(9):
+        row, state = ops.delta_attention_step(*(x[:, :, t : t + 1] for x in (q, k, v, beta, g)), state, l2_norm=True)
+        rows.append(torch.from_numpy(row))
+    torch.testing.assert_close(torch.cat(rows, 2), out.detach(), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="v: expected shape"):
+        attend(q, k, v[:, :3], beta[:, :3], g[:, :3])
 
 
 @pytest.mark.parametrize("taps", [1, 3, 4, 7])

@@ -451,8 +451,6 @@ def _run(
         )  # fmt: skip
     dtype = q.dtype
     wide = torch.float64 if dtype is torch.float64 else torch.float32
-    if value_heads != heads:
-        q, k = (x.repeat_interleave(value_heads // heads, dim=2) for x in (q, k))
     q, k, v = (x.to(wide).transpose(1, 2) for x in (q, k, v))
     gates = tuple([x.to(wide).transpose(1, 2).contiguous() for x in (g, beta) if x is not None])
     gate = "none" if g is None else "channel" if by_channel else "head"

@@ -88,6 +88,8 @@ const MOST_OF_NOTHING: usize = u32::MAX as usize;
 pub struct View<'a, T> {
     data: &'a [T],
     strides: [usize; 3],
+    /// How many heads that follow each other read the same numbers.
+    sharing: usize,
 }
 
 /// A tensor to write, laid out as a [`View`], no two elements at one place.
@@ -135,12 +137,19 @@ fn check_span(
 impl<'a, T> View<'a, T> {
     /// A row-major tensor of `shape`.
     pub fn contiguous(data: &'a [T], shape: [usize; 4]) -> Self {
-        Self { data, strides: row_major(shape) }
+        Self::strided(data, row_major(shape))
     }
 
     /// A tensor with strides for batch, head and token, in elements. `data` starts at element `[0, 0, 0, 0]`.
     pub fn strided(data: &'a [T], strides: [usize; 3]) -> Self {
-        Self { data, strides }
+        Self { data, strides, sharing: 1 }
+    }
+
+    /// The same tensor for `sharing` times as many heads, of which so many that follow each other read the same numbers: queries and
+    /// keys of models that have fewer of their heads than of those of values. 0 counts as 1.
+    #[must_use]
+    pub fn with_shared_heads(self, sharing: usize) -> Self {
+        Self { sharing: sharing.max(1), ..self }
     }
 
     /// The features of one token: what a mechanism of another crate reads through.
@@ -157,17 +166,26 @@ impl<'a, T> View<'a, T> {
         argument: &'static str,
         shape: [usize; 4],
     ) -> Result<(), Error> {
-        check_span(operation, argument, shape, self.strides, self.data.len())
+        let [batch, heads, tokens, width] = shape;
+        let expected = || format!("a multiple of the {} that share one", self.sharing);
+        let whole = heads.is_multiple_of(self.sharing);
+        expect(whole, operation, argument, expected, || format!("{heads} heads"))?;
+        let own = [batch, heads / self.sharing, tokens, width];
+        check_span(operation, argument, own, self.strides, self.data.len())
     }
 
     /// All numbers of a checked tensor, if they are adjacent.
     pub(crate) fn row_major(&self, shape: [usize; 4]) -> Option<&'a [T]> {
+        if self.sharing > 1 {
+            return None;
+        }
         adjacent(self.strides, shape).map(|len| &self.data[..len])
     }
 
     /// The token rows of one batch entry and head.
     pub(crate) fn rows(&self, batch: usize, head: usize) -> Rows<'a, T> {
         // Strides of an empty tensor may be anything.
+        let head = head / self.sharing;
         let start = batch.saturating_mul(self.strides[0]).saturating_add(head.saturating_mul(self.strides[1]));
         let start = start.min(self.data.len());
         Rows { data: &self.data[start..], stride: self.strides[2] }

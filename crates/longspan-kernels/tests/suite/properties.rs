@@ -6,6 +6,7 @@ use longspan_kernels::{
     Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Gradients, Kernel, KernelizedAttention, Keys, Mask, Order,
     Output, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, State, Toeplitz, Token, View, ViewMut,
 };
+use longspan_testing::random::Random;
 use longspan_testing::{Assumptions, Case, Failure, KeyMask, Subject, accuracy, execute, memory};
 use proptest::prelude::*;
 
@@ -300,4 +301,28 @@ fn keys_without_query_heads_have_no_gradients() {
             }
         }
     }
+}
+
+/// Queries and keys that several heads read at one place are those of each of them.
+#[test]
+fn heads_may_share_queries_and_keys() {
+    let dims = Dims { batch: 2, heads: 4, kv_heads: 4, queries: 70, keys: 70, head_dim: 8, value_dim: 5 };
+    let mut random = Random::new(5);
+    let mut draw =
+        |shape: [usize; 4]| -> Vec<f32> { (0..shape.iter().product()).map(|_| random.normal() as f32).collect() };
+    let own = Dims { heads: 2, kv_heads: 2, ..dims };
+    let (q, k, v) = (draw(own.q()), draw(own.k()), draw(dims.v()));
+    let head = dims.queries * dims.head_dim;
+    let twice = |x: &[f32]| -> Vec<f32> { x.chunks_exact(head).flat_map(|head| head.repeat(2)).collect() };
+    let run = |q: View<'_, f32>, k: View<'_, f32>| {
+        let mut out = vec![0.0; dims.out().iter().product()];
+        let call = Call::new(dims, q, k, View::contiguous(&v, dims.v())).with_mask(Mask::causal());
+        let to = Output::new(ViewMut::contiguous(&mut out, dims.out()));
+        KernelizedAttention::default().forward(&call, to, &mut Scratch::new()).map(|()| out)
+    };
+    let expected = run(View::contiguous(&twice(&q), dims.q()), View::contiguous(&twice(&k), dims.k())).unwrap();
+    let shared = |x, shape, sharing| View::contiguous(x, shape).with_shared_heads(sharing);
+    assert_eq!(run(shared(&q, own.q(), 2), shared(&k, own.k(), 2)).unwrap(), expected);
+    let error = run(shared(&q, own.q(), 3), shared(&k, own.k(), 2)).unwrap_err().to_string();
+    assert!(error.contains("q: expected a multiple of the 3"), "{error}");
 }

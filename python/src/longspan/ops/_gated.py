@@ -19,7 +19,8 @@ def gated_attention(
     q : array ``[B, H, L, d]``
         Queries.
     k, v : array ``[B, Hkv, L, d]``, ``[B, Hkv, L, dv]``
-        Keys and values.
+        Keys and values. Values, gates and outputs may have a multiple of these heads: so many that follow each other then read the same
+        queries and keys.
     log_decay : array ``[B, Hkv, L]`` or ``[B, Hkv, L, d]``, optional
         ``g``, at most 0: one number a head, or one a channel of the key. Without it nothing decays.
     l2_norm : bool
@@ -136,7 +137,7 @@ def delta_attention(
     q : array ``[B, H, L, d]``
         Queries.
     k, v : array ``[B, Hkv, L, d]``, ``[B, Hkv, L, dv]``
-        Keys and values.
+        Keys and values. Values, gates and outputs may have a multiple of these heads, as in `gated_attention`.
     beta : array ``[B, Hkv, L]``
         From 0, which leaves the state as it was, over 1, which replaces what it gives for the key, to 2.
     log_decay, l2_norm, scale, is_causal, offset, key_padding_mask, cu_seqlens

@@ -197,7 +197,8 @@ def _attend_compiled(
                         "TensorState.of(state)")  # fmt: skip
     q, k, v, *parameters = tensors
     # States have fixed sizes: a compiled function is one of these heads and widths.
-    sizes = (int(q.shape[1]), int(k.shape[1]), int(q.shape[3]), int(v.shape[3]))
+    sharing = _operators.sharing(k, v)
+    sizes = (int(q.shape[1]) * sharing, int(k.shape[1]) * sharing, int(q.shape[3]), int(v.shape[3]))
     shapes = tuple([tuple([int(n) for n in parameter.shape]) for parameter in parameters])
     held, state, parts = _state_shape(
         call.mechanism, call.options, call.operation, call.offset, int(q.shape[2]), shapes, sizes

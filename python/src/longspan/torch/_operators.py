@@ -94,7 +94,7 @@ def _forward(
         True, True,
     )  # fmt: skip
     assert denominators is not None
-    out_tensor = as_tensor(out) if out.size else _output_of(q, v)
+    out_tensor = as_tensor(out) if out.size else _output_of(q, k, v)
     return out_tensor, _tensor(denominators, _dtype_of_denominators(q)), state
 
 
@@ -120,10 +120,20 @@ def _backward(
         if gradient.size == 0:
             gradients.append(_token_major(like, *like.shape) if transposed else like.new_empty(like.shape))
         else:
-            gradients.append(as_tensor(gradient))
+            gradients.append(_of_shared_heads(as_tensor(gradient), like, transposed))
     for like, gradient in zip(parameters, d_parameters):
         gradients.append(_tensor(gradient, like.dtype))
     return gradients, d_initial
+
+
+def _of_shared_heads(gradient: Tensor, like: Tensor, transposed: bool) -> Tensor:
+    """The sum over heads of values that share one of queries or keys, in the same layout."""
+    if gradient.shape == like.shape:
+        return gradient
+    heads = (like.shape[1], gradient.shape[1] // like.shape[1])
+    if transposed:
+        return gradient.transpose(1, 2).unflatten(2, heads).sum(3).transpose(1, 2)
+    return gradient.unflatten(1, heads).sum(2)
 
 
 def _differentiable_gradients(
@@ -220,9 +230,14 @@ def attention(
     return _forward(q, k, v, parameters, key_padding_mask, _packed(call.operation, cu_queries, cu_keys), call)[:2]
 
 
-def _output_of(q: Tensor, v: Tensor) -> Tensor:
+def _output_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     batch, heads, queries, _ = q.shape
-    return _token_major(q, batch, heads, queries, v.shape[3])
+    return _token_major(q, batch, heads * sharing(k, v), queries, v.shape[3])
+
+
+def sharing(k: Tensor, v: Tensor) -> int:
+    """Heads of values that share one of queries and keys."""
+    return v.shape[1] // k.shape[1] if k.shape[1] else 1
 
 
 #: Numbers a channel, or a row, in what mechanisms keep of denominators for the backward; one a row for the others
@@ -231,18 +246,19 @@ _PER_CHANNEL = {"aft-full": 3}
 _PER_ROW = {"softmax": 2, "softmax-window": 2}
 
 
-def _shapes(q: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Tensor]:
     """What a compiler has to know of an output and its denominators."""
     _refuse_onnx(call.operation, call.mechanism)
     each = _PER_CHANNEL.get(call.mechanism, 0) * q.shape[3] or _PER_ROW.get(call.mechanism, 1)
     if _triton.serves(q) and _triton.is_exponential(call.options):
         each = 2
-    return _output_of(q, v), q.new_empty((*q.shape[:3], each), dtype=_dtype_of_denominators(q))
+    out = _output_of(q, k, v)
+    return out, q.new_empty((*out.shape[:3], each), dtype=_dtype_of_denominators(q))
 
 
 @attention.register_fake  # type: ignore[untyped-decorator]
 def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _shapes(q, v, Request(*rest[-5:]))
+    return _shapes(q, k, v, Request(*rest[-5:]))
 
 
 @_operator(
@@ -391,8 +407,8 @@ def attention_with_state(
 @attention_with_state.register_fake  # type: ignore[untyped-decorator]
 def _with_state_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, parts, mechanism, options, operation, is_causal, offset = rest
-    out, denominators = _shapes(q, v, Request(mechanism, options, operation, is_causal, offset))
-    return out, denominators, denominators.new_empty((q.shape[0], k.shape[1], sum(parts)))
+    out, denominators = _shapes(q, k, v, Request(mechanism, options, operation, is_causal, offset))
+    return out, denominators, denominators.new_empty((q.shape[0], v.shape[1], sum(parts)))
 
 
 @_operator(

@@ -136,6 +136,9 @@ def in_torch(
 ) -> Tensor:
     """`chunked_attention` of queries, keys, values and what the mechanism learns."""
     q, k, v, *parameters = tensors
+    if call.mechanism in ("gated", "delta") and k.shape[1] and k.shape[1] != v.shape[1]:
+        # Heads of values that share one of queries and keys.
+        q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
     return chunked_attention(
         q, k, v, parameters, mechanism=call.mechanism, options=call.options, is_causal=call.is_causal, offset=call.offset,
         key_padding_mask=key_padding_mask, cu_seqlens=packed,
