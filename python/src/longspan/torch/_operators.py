@@ -132,8 +132,10 @@ def _of_shared_heads(gradient: Tensor, like: Tensor, transposed: bool) -> Tensor
         return gradient
     heads = (like.shape[1], gradient.shape[1] // like.shape[1])
     if transposed:
-        return gradient.transpose(1, 2).unflatten(2, heads).sum(3).transpose(1, 2)
-    return gradient.unflatten(1, heads).sum(2)
+        gradient = gradient.transpose(1, 2).unflatten(2, heads).sum(3).transpose(1, 2)
+    else:
+        gradient = gradient.unflatten(1, heads).sum(2)
+    return gradient
 
 
 def _differentiable_gradients(
