@@ -3,7 +3,7 @@
     python benchmarks/gated.py [--threads 2] [--rounds 6]
 
 Errors are relative to the largest number, f32 against the recurrence in float64. Times are the least of the rounds, ours and theirs by
-turns, milliseconds forward / with backward, of one sequence.
+turns, milliseconds forward / with backward, of one sequence; ONNX Runtime has no backward.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import argparse
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import onnx_peers
 import torch
 from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
@@ -70,19 +72,30 @@ def least(functions: Sequence[Callable[[], object]], rounds: int) -> list[float]
     return best
 
 
-def times(rounds: int) -> None:
+def onnxruntime(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, threads: int) -> Callable[[], object]:
+    """A call of ONNX Runtime's, whose operator leaves it to others to divide queries and keys by their length; checked once."""
+    q, k = (x.detach() * (x.detach().square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    inputs = [x.transpose(1, 2) for x in (q, k, v.detach())]
+    peer = onnx_peers.Peer("onnxruntime_gated_delta", *inputs, threads, g.detach(), beta.detach(), q.shape[3] ** -0.5)
+    ours = fla.chunk_gated_delta_rule(q, k, v.detach(), g.detach(), beta.detach())[0]
+    assert (torch.from_numpy(peer.output()).transpose(1, 2) - ours).abs().max() < 1e-5 * ours.abs().max()
+    return lambda: peer.run(False)
+
+
+def times(rounds: int, threads: int) -> None:
     print("\nms                         forward   with backward")
     for heads, width, tokens in ((8, 64, 4096), (32, 128, 1024), (32, 128, 4096)):
         q, k, v, g, beta = draw(tokens, heads, width, 1.0)
         by_channel = draw(tokens, heads, width, 1.0, True)[3]
         swapped = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
         normalized = {"use_qk_l2norm_in_kernel": True}
-        calls: dict[str, Callable[[], Tensor]] = {
+        calls: dict[str, Callable[[], Any]] = {
             "kernelized": lambda: ops.kernelized_attention(*swapped, is_causal=True),
             "gated, a head": lambda: fla.chunk_simple_gla(q, k, v, g)[0],
             "gated, a channel": lambda: fla.chunk_gla(q, k, v, by_channel)[0],
             "gated delta": lambda: fla.chunk_gated_delta_rule(q, k, v, g, beta, **normalized)[0],
             "its transformers": lambda: torch_chunk_gated_delta_rule(q, k, v, g, beta, **normalized)[0],
+            "its ONNX Runtime": onnxruntime(q, k, v, g, beta, threads),
             "KDA": lambda: fla.chunk_kda(q, k, v, by_channel, beta, **normalized)[0],
         }
         if tokens * heads <= 8 * 4096:
@@ -90,9 +103,11 @@ def times(rounds: int) -> None:
             calls["its transformers "] = lambda: chunk_kimi_delta_attention(q, k, v, by_channel, beta, **normalized)[0]
         with torch.no_grad():
             forward = least(list(calls.values()), rounds)
-        backward = least([lambda call=call: call().sum().backward() for call in calls.values()], max(rounds // 2, 1))  # type: ignore[misc]
-        for name, one, both in zip(calls, forward, backward):
-            print(f"{heads:2} x {width:3}, {tokens} {name:<17} {one:8.1f} {both:10.1f}", flush=True)
+        learning = [name for name in calls if "ONNX" not in name]
+        backward = least([lambda call=calls[name]: call().sum().backward() for name in learning], max(rounds // 2, 1))  # type: ignore[misc]
+        both = dict(zip(learning, backward))
+        for name, one in zip(calls, forward):
+            print(f"{heads:2} x {width:3}, {tokens} {name:<17} {one:8.1f} {both.get(name, float('nan')):10.1f}", flush=True)
 
 
 def main() -> None:
@@ -103,7 +118,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     errors()
-    times(options.rounds)
+    times(options.rounds, options.threads)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """ONNX Runtime's fused linear attention on the CPU: ``com.microsoft.LinearAttention``, forward alone.
 
-Its rule ``linear`` is ``S_t = S_{t-1} + k_t v_t^T``, ``o_t = scale * q_t S_t``; ``gated`` multiplies ``S_{t-1}`` by ``exp(g_t)``.
-There is no feature map and no normaliser.
+Its rule ``linear`` is ``S_t = S_{t-1} + k_t v_t^T``, ``o_t = scale * q_t S_t``; ``gated`` multiplies ``S_{t-1}`` by ``exp(g_t)``, ``delta``
+adds ``beta_t k_t (v_t - S_{t-1}^T k_t)^T`` instead, ``gated_delta`` does both. There is no feature map and no normaliser.
 """
 
 import math
@@ -15,20 +15,22 @@ DECAY = 0.99
 
 
 class Peer:
-    def __init__(self, name, q, k, v, threads):
+    def __init__(self, name, q, k, v, threads, decay=None, beta=None, scale=1.0):
+        """``decay`` and ``beta`` are ``[batch, token, head]``."""
         batch, heads, length, width = q.shape
         self._shape = (batch, length, heads, width)
         feeds = {"query": q, "key": k, "value": v}
         feeds = {name: x.transpose(1, 2).flatten(2).contiguous().numpy() for name, x in feeds.items()}
-        rule = {"onnxruntime_linear": "linear", "onnxruntime_gated": "gated"}[name]
-        inputs = [*feeds]
-        if rule == "gated":
-            feeds["decay"] = np.full((batch, length, heads), math.log(DECAY), np.float32)
-            # The fourth input is a state to begin with, which is left out.
-            inputs += ["", "decay"]
+        rule = name.removeprefix("onnxruntime_")
+        # The fourth input is a state to begin with, which is left out.
+        inputs = [*feeds, "", "decay" if "gated" in rule else "", "beta" if "delta" in rule else ""]
+        if "gated" in rule:
+            feeds["decay"] = np.full((batch, length, heads), math.log(DECAY), np.float32) if decay is None else decay.numpy()
+        if "delta" in rule:
+            feeds["beta"] = beta.numpy()
         node = helper.make_node(
             "LinearAttention", inputs, ["output", "present_state"], domain="com.microsoft",
-            q_num_heads=heads, kv_num_heads=heads, update_rule=rule, scale=1.0,
+            q_num_heads=heads, kv_num_heads=heads, update_rule=rule, scale=scale,
         )
         graph = helper.make_graph(
             [node], "linear_attention",
