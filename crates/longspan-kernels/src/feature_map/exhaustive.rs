@@ -93,7 +93,7 @@ fn all(step: u32) {
     let maps = [
         (FeatureMap::EluPlusOne, f32::MAX, [1.5, 1.5]),
         (FeatureMap::Relu, f32::MAX, [0.0, 0.0]),
-        (FeatureMap::Softplus, f32::MAX, [3.0, 3.0]),
+        (FeatureMap::Softplus, f32::MAX, [4.5, 3.5]),
         (FeatureMap::Exp, 0.0, [1.5, 1.5]),
     ];
     for (map, most, allowed) in maps {
