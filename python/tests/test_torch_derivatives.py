@@ -174,17 +174,27 @@ def test_calls_with_states_refuse():
     (g,) = torch.autograd.grad(attend(q, learned)[0].square().sum(), learned.numbers, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives"):
         torch.autograd.grad(g.square().sum() + learned.numbers.square().sum(), learned.numbers)
-    for transformed in (
-        lambda: torch.func.grad(lambda q: attend(q)[0].sum())(q),
-        lambda: torch.func.vmap(lambda q: attend(q)[0])(q[None]),
-        lambda: torch.func.jvp(lambda q: attend(q)[0], (q,), (q,)),
-        lambda: torch.func.grad(lambda q: ops.kernelized_attention_step(q, k[:, :, 0], v[:, :, 0])[0].sum())(q[:, :, 0]),
-    ):
-        with pytest.raises(RuntimeError, match="states: expected a call outside of torch.func"):
-            transformed()
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="states: expected a call outside"):
-        attend(forward_ad.make_dual(q, q))
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="states: expected a call outside"):
-        numbers = learned.numbers.detach()
-        dual = forward_ad.make_dual(numbers, numbers)
-        attend(q, TensorState(state.mechanism, state.options, state.parts, dual))
+
+
+def test_transforms_of_calls_with_states():
+    q, k, v = inputs()
+    _, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
+    state = TensorState.of(state)
+
+    def attend(q, numbers=state.numbers):
+        before = TensorState(state.mechanism, state.options, state.parts, numbers)
+        out, after = ops.kernelized_attention(q, k, v, is_causal=True, initial_state=before, output_final_state=True)
+        last, _ = ops.kernelized_attention_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], after)
+        return torch.cat([out, last[:, :, None]], 2)
+
+    x, numbers = q.clone().requires_grad_(), state.numbers.clone().requires_grad_()
+    expected = attend(x, numbers)
+    wanted = torch.autograd.grad(expected.square().sum(), (x, numbers))
+    got = torch.func.grad(lambda *x: attend(*x).square().sum(), (0, 1))(q, state.numbers)
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(torch.func.vmap(attend)(q[None])[0], expected)
+    tangent = torch.func.jvp(attend, (q, state.numbers), (q, state.numbers))[1]
+    with forward_ad.dual_level():
+        dual = attend(forward_ad.make_dual(q, q), forward_ad.make_dual(state.numbers, state.numbers))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, tangent)
+    torch.testing.assert_close((tangent * expected).sum() * 2, sum((a * b).sum() for a, b in zip(wanted, (q, state.numbers))))

@@ -1,6 +1,7 @@
 """Gradients, compilation and other devices of Fourier and Toeplitz positions and AFT."""
 
 import json
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 from agreement import draw, elsewhere, leaves, same_gradients, steps  # noqa: E402
 
 from longspan import ops  # noqa: E402
-from longspan.torch import MultiheadAttention, chunked_attention  # noqa: E402
+from longspan.torch import MultiheadAttention, TensorState, chunked_attention  # noqa: E402
 
 LENGTH = 9
 
@@ -69,6 +70,22 @@ def test_gradients(name, options):
     function, parameters = CASES[name]
     arguments = leaves(*inputs(), *parameters)
     assert torch.autograd.gradcheck(lambda *t: function(*t, **options), arguments)
+
+
+@pytest.mark.parametrize("entries, max_distance, two_sided", [
+    (2, 3, False), (3, 5, False), (4, 2, True), (8, 128, True), (32, 128, True), (32, 128, False), (6, 7, True), (32, 1000, True),
+])  # fmt: skip
+def test_buckets_are_the_kernels(entries, max_distance, two_sided):
+    q, k, v = draw(1, 1, 300, 4, seed=1), draw(1, 1, 300, 4, seed=2), draw(1, 1, 300, 4, seed=3)
+    for is_causal in (False, True):
+        options = dict(kind="buckets", max_distance=max_distance, bidirectional=two_sided, is_causal=is_causal)
+        expected = ops.toeplitz_attention(q, k, v, draw(1, entries), **options)
+        with elsewhere():
+            torch.testing.assert_close(ops.toeplitz_attention(q, k, v, draw(1, entries), **options), expected)
+    options["max_distance"] = 1
+    for path in (nullcontext, elsewhere):
+        with path(), pytest.raises(ValueError, match="bias buckets: expected at least . buckets, even in number if bidirectional"):
+            ops.toeplitz_attention(q, k, v, draw(1, entries), **options)
 
 
 @EVERY
@@ -222,6 +239,13 @@ def test_modules(options):
             got, expected = (module.attention(*again, is_causal=True, initial_state=state)
                              for state in (module.attention.combine(first, second), end))  # fmt: skip
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    with elsewhere(), torch.no_grad():
+        found, state = steps(module.step, x)
+        assert isinstance(state, TensorState)
+        torch.testing.assert_close(found, out, rtol=1e-4, atol=1e-5)
+        # A state of the CPU's goes on there.
+        rest = module.attention(*(t[:, :, 4:] for t in key), is_causal=True, initial_state=first)
+        torch.testing.assert_close(rest, module.attention(*key, is_causal=True)[:, :, 4:], rtol=1e-4, atol=1e-5)
     mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[1, 4:] = True
     memory = torch.randn(2, 7, 8)

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from . import fla as fla
     from . import torch as torch
     from . import transformers as transformers
+    from .torch import check as check
 else:
     # Found by completion, without the time that importing PyTorch takes.
     def __getattr__(name):
+        if name == "check":
+            return __getattr__("torch").check
         if name not in ("fla", "torch", "transformers"):
             raise AttributeError(f"module 'longspan' has no attribute {name!r}")
         from importlib import import_module
@@ -30,7 +33,7 @@ else:
             raise AttributeError(f"longspan.{name}: needs {error.name}: pip install 'longspan[{extra}]'") from error
 
     def __dir__():
-        return [*globals(), "fla", "torch", "transformers"]
+        return [*globals(), "check", "fla", "torch", "transformers"]
 
 
 __version__ = version("longspan")

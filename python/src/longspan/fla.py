@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import _calls, _options, ops
+from ._calls import Request
 from .torch import _dispatch
 from .torch._states import TensorState
 
@@ -457,9 +458,7 @@ def _run(
     options = _options.as_object(gate=gate, l2_norm=l2_norm, scale=None if scale is None else float(scale))
     state = None
     if initial_state is not None or output_final_state:
-        sizes = (value_heads, value_heads, width, columns)
-        shapes = tuple([tuple(x.shape[2:]) for x in gates])
-        kind = _dispatch._state_shape(mechanism, options, operation, 0, tokens, tuple([(1, value_heads, *s) for s in shapes]), sizes)
+        kind = _dispatch.shape_of_states(Request(mechanism, options, operation, True, 0), (q, k, v, *gates))
         if initial_state is not None:
             rest = initial_state.new_zeros(batch, value_heads, sum(kind[2]) - width * columns)
             numbers = torch.cat([initial_state.flatten(2), rest], dim=2).to(wide)

@@ -31,7 +31,7 @@ what came; too little memory a ``MemoryError``. Nothing is lost: arrays and stat
 ``normalize``
     Divide by the sum of the weights.
 ``initial_state``, ``output_final_state``
-    The `State` of the tokens before, and whether to return ``(output, state)``. Causal, on the CPU. Where a tensor requires a
+    The `State` of the tokens before, and whether to return ``(output, state)``. Causal. Where a tensor requires a
     gradient the state is a `longspan.torch.TensorState`, through which gradients flow.
 ``algorithm``
     ``"auto"`` or one of `longspan.mechanisms`' names for the mechanism. All are exact; see `longspan.explain`.

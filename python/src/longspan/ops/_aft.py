@@ -33,7 +33,7 @@ def aft_local(
     cu_seqlens : sequence of int, or a pair of them, optional
         Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
     initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only, on the CPU.
+        The tokens before; whether to return the state, too. Causal only.
 
     Returns
     -------
@@ -132,7 +132,7 @@ def aft_simple(
     cu_seqlens : sequence of int, or a pair of them, optional
         Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
     initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only, on the CPU.
+        The tokens before; whether to return the state, too. Causal only.
 
     Returns
     -------
@@ -226,7 +226,7 @@ def aft_conv(
     cu_seqlens : sequence of int, or a pair of them, optional
         Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
     initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only, on the CPU.
+        The tokens before; whether to return the state, too. Causal only.
 
     Returns
     -------
@@ -330,7 +330,7 @@ def aft_full(
     key_padding_mask : array of bool ``[B, Lk]``, optional
         True is ignored.
     initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only, on the CPU. Rows of ``w``, or of ``u`` and ``z``, are then
+        The tokens before; whether to return the state, too. Causal only. Rows of ``w``, or of ``u`` and ``z``, are then
         positions of the whole sequence, of at most as many tokens: ``[n, n]``, ``[n, r]``.
 
     Returns

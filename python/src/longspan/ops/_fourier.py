@@ -56,7 +56,7 @@ def fourier_attention(
     decay : float or sequence of float, optional
         In (0, 1], for all key/value heads or each: what a key's weight is multiplied by with every token. Causal only.
     initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only, on the CPU.
+        The tokens before; whether to return the state, too. Causal only.
     algorithm : str
         One of `longspan.mechanisms`; all are exact.
 

@@ -43,7 +43,7 @@ def kernelized_attention(
     normalize : bool
         Divide by the sum of the weights.
     initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only, on the CPU or a CUDA device.
+        The tokens before; whether to return the state, too. Causal only.
     algorithm : str
         One of `longspan.mechanisms`; all are exact.
 

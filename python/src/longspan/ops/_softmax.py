@@ -34,7 +34,7 @@ def softmax_attention(
     cu_seqlens : sequence of int, or a pair of them, optional
         Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
     initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only, on the CPU.
+        The tokens before; whether to return the state, too. Causal only.
 
     Returns
     -------

@@ -47,7 +47,7 @@ def toeplitz_attention(
     normalize : bool
         Divide by the sum of the weights.
     initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only, on the CPU.
+        The tokens before; whether to return the state, too. Causal only.
     algorithm : str
         ``"tiled"`` (L**2), ``"fft"`` (L log L), ``"piecewise"`` (L times the number of constant stretches) or ``"auto"``; all are
         exact.

@@ -12,6 +12,7 @@ import torch as _torch
 
 from .._native import State as _State
 from .._native import use_openmp_of as _use_openmp_of
+from ._check import check
 from ._chunked import chunked_attention
 from ._states import TensorState
 from .aft import AftConv, AftFull, AftLocal, AftSimple
@@ -54,5 +55,6 @@ __all__ = [
     "ToeplitzAttention",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
+    "check",
     "chunked_attention",
 ]

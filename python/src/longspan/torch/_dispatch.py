@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
@@ -15,7 +17,8 @@ from .. import _calls
 from .._calls import Request
 from .._native import State
 from . import _operators, _triton
-from ._chunked import RECURRENCE, check_packed, check_shapes, in_torch
+from ._chunked import RECURRENCE, check_packed, check_shapes, in_torch, in_torch_with_states, of_every_head
+from ._chunked.call import interpreter as _interpreter
 from ._operators import as_array
 from ._profile import named
 from ._states import TensorState
@@ -24,8 +27,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, torch.float64, *_HALVES)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # What torch's own fast paths ask; where a version of torch lacks them every call goes through the operator.
-_interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
 _dispatch_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode", None)
+
+
+#: Told by which back end each call runs, while `longspan.check` does.
+LISTENER: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 
 
 class Route(Enum):
@@ -63,6 +69,15 @@ def route(call: Request, tensors: Sequence[Tensor], state: Any, with_state: bool
     return Route.AUTOGRAD if learns else Route.KERNELS
 
 
+def _back_end(where: Route, call: Request, tensors: Sequence[Tensor]) -> str:
+    """Of a call, in words."""
+    on_device = _triton.serves(tensors[0])
+    if where is not Route.TORCH:
+        return "Triton" if on_device else "the CPU's kernels"
+    lacking = _triton.unsupported(call, tensors) if on_device else None
+    return "torch's operations" + (f", as Triton lacks {lacking}" if lacking else "")
+
+
 def attend(
     operation: str, mechanism: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...],
     is_causal: bool = False, offset: int = 0, key_padding_mask: Any = None, cu_seqlens: Any = None, initial_state: Any = None,
@@ -84,7 +99,10 @@ def attend(
     check(call, tensors, key_padding_mask)
     tensors = _as_autocast_wants(tensors)
     where = route(call, tensors, initial_state, with_state)
+    if where is not Route.KERNELS and (listener := LISTENER.get()) is not None:
+        listener(_back_end(where, call, tensors))
     if where is not Route.KERNELS and _triton.serves(tensors[0]):
+        tensors = (*of_every_head(mechanism, *tensors[:3]), *tensors[2:])
         check_shapes(mechanism, tensors[0], tensors[1], tensors[2], key_padding_mask)
         if cu_seqlens is not None and key_padding_mask is not None:
             raise ValueError(f"{operation}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
@@ -92,8 +110,6 @@ def attend(
         if cu_seqlens is not None:
             check_packed(mechanism, _boundaries(operation, cu_seqlens), tensors[0], tensors[1])
     if with_state:
-        if where is Route.TORCH:
-            raise _no_states(call, tensors, initial_state)
         if where is not Route.KERNELS:
             return _attend_with_states(where, call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)
         initial_state = _calls.plain_state(operation, "initial_state", initial_state)
@@ -127,9 +143,7 @@ def step(
     check(call, (q, k, v, *parameters), None)
     tensors = _as_autocast_wants((q, k, v, *parameters))
     where = route(call, tensors, state, True)
-    if where is Route.TORCH:
-        raise _no_states(call, tensors, state)
-    if where is not Route.KERNELS and all(x.ndim == 3 for x in (q, k, v)):
+    if where is not Route.KERNELS and (not q.is_cpu or all(x.ndim == 3 for x in (q, k, v))):
         out, state = attend(
             operation, mechanism, options, q[:, :, None], k[:, :, None], v[:, :, None], parameters, is_causal=True,
             initial_state=state, output_final_state=True,
@@ -173,8 +187,8 @@ def _attend_with_states(
     if cu_seqlens is not None:
         raise ValueError(f"{call.operation}: cu_seqlens: expected None with a state, because each sequence has its own; give "
                          "each its own batch entry")  # fmt: skip
-    if _triton.serves(tensors[0]):
-        return _states_by_triton(where, call, tensors, key_padding_mask, initial_state, output_final_state)
+    if where is Route.TORCH or _triton.serves(tensors[0]):
+        return _states_on_a_device(where, call, tensors, key_padding_mask, initial_state, output_final_state)
     if where is Route.OPERATOR:
         return _attend_compiled(call, tensors, key_padding_mask, initial_state, output_final_state)
     if initial_state is not None and not isinstance(initial_state, TensorState):
@@ -196,13 +210,7 @@ def _attend_compiled(
         raise TypeError(f"{call.operation}: state: expected a longspan.torch.TensorState in a compiled function, got another; give "
                         "TensorState.of(state)")  # fmt: skip
     q, k, v, *parameters = tensors
-    # States have fixed sizes: a compiled function is one of these heads and widths.
-    sharing = _operators.sharing(k, v)
-    sizes = (int(q.shape[1]) * sharing, int(k.shape[1]) * sharing, int(q.shape[3]), int(v.shape[3]))
-    shapes = tuple([tuple([int(n) for n in parameter.shape]) for parameter in parameters])
-    held, state, parts = _state_shape(
-        call.mechanism, call.options, call.operation, call.offset, int(q.shape[2]), shapes, sizes
-    )
+    held, state, parts = shape_of_states(call, tensors)
     if initial_state is not None:
         # What does not fit is refused by the kernel, as everywhere.
         held, state, parts = initial_state.mechanism, initial_state.options, initial_state.parts
@@ -213,11 +221,11 @@ def _attend_compiled(
     return (out, TensorState(held, state, parts, numbers)) if output_final_state else out
 
 
-def _state_shape(
+@functools.lru_cache(maxsize=1024)
+def _cached_shape(
     mechanism: str, options: str, operation: str, offset: int, queries: int, shapes: tuple[tuple[int, ...], ...],
     sizes: tuple[int, int, int, int],
 ) -> tuple[str, str, tuple[int, ...]]:  # fmt: skip
-    """Mechanism, options and parts of a call's states: what a compiler takes for a constant."""
     parameters = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
     q = np.broadcast_to(np.float32(0), (1, sizes[0], queries, sizes[2]))
     native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
@@ -225,18 +233,38 @@ def _state_shape(
     return state.mechanism, state.options, tuple(state.parts)
 
 
+def _state_shape(*call: Any) -> tuple[str, str, tuple[int, ...]]:
+    # What a compiler takes for a constant; it traces no cache.
+    return _cached_shape(*call)
+
+
 # What `torch.compiler.assume_constant_result` does, which takes more than a second to import the compiler.
 _state_shape._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _states_by_triton(
+def shape_of_states(call: Request, tensors: Sequence[Any]) -> tuple[str, str, tuple[int, ...]]:
+    """Mechanism, options and parts of a call's states."""
+    q, k, v, *parameters = tensors
+    # States have fixed sizes: a compiled function is one of these heads and widths.
+    sharing = _operators.sharing(k, v)
+    sizes = (int(q.shape[1]) * sharing, int(k.shape[1]) * sharing, int(q.shape[3]), int(v.shape[3]))
+    shapes = tuple([tuple([int(n) for n in parameter.shape]) for parameter in parameters])
+    return _state_shape(call.mechanism, call.options, call.operation, call.offset, int(q.shape[2]), shapes, sizes)
+
+
+def _states_on_a_device(
     where: Route, call: Request, tensors: Sequence[Any], key_padding_mask: Any, initial_state: Any, output_final_state: bool
 ) -> Any:
+    """By Triton, or by torch's own operations, to which a state's numbers are a tensor like all others."""
     q, k, v, *parameters = tensors
-    if not call.is_causal or (initial_state is not None and call.offset < 0):
+    q, k = of_every_head(call.mechanism, q, k, v)
+    tensors = (q, k, v, *parameters)
+    check_shapes(call.mechanism, q, k, v, key_padding_mask)
+    # A short convolution looks back under every mask.
+    causal = call.is_causal or call.mechanism == "short-convolution"
+    if not causal or (initial_state is not None and call.offset < 0):
         raise ValueError(f"{call.operation}: states: expected a causal mask and an offset from 0 on, got others")
-    sizes = (int(q.shape[1]), int(k.shape[1]), int(q.shape[3]), int(v.shape[3]))
-    shape = _state_shape(call.mechanism, call.options, call.operation, call.offset, int(q.shape[2]), (), sizes)
+    shape = shape_of_states(call, tensors)
     numbers = None
     if initial_state is not None:
         if not isinstance(initial_state, TensorState):
@@ -248,26 +276,18 @@ def _states_by_triton(
             raise ValueError(f"{call.operation}: initial_state: expected a state of {shape[0]} with the call's options, batch "
                              f"{q.shape[0]}, key/value heads {k.shape[1]}, parts {shape[2]}, got one of {given[0]}, batch "
                              f"{initial_state.batch}, key/value heads {initial_state.kv_heads}, parts {given[2]}, or one that was "
-                             "made with another feature map or decay")  # fmt: skip
+                             "made with other options: another feature map, decay or table of positions")  # fmt: skip
         # From the CPU, too: the layout is the same.
-        numbers = initial_state.numbers.to(device=q.device, dtype=torch.float32)
-    if where is Route.OPERATOR:
+        numbers = initial_state.numbers.to(device=q.device, dtype=torch.promote_types(torch.float32, q.dtype))
+    if where is Route.TORCH:
+        out, numbers = in_torch_with_states(call, tensors, key_padding_mask, shape[2], numbers)
+    elif where is Route.OPERATOR:
         out, _, numbers = _operators.attention_with_state(
             q, k, v, parameters, key_padding_mask, numbers, shape[0], shape[1], list(shape[2]), *call
         )
     else:
         out, numbers = _operators.EagerWithStates.apply(key_padding_mask, call, shape, [], numbers, *tensors)
     return (out, TensorState(*shape, numbers)) if output_final_state else out
-
-
-def _no_states(call: Request, tensors: Sequence[Tensor], state: Any) -> Exception:
-    """Why a call with states cannot go through torch's own operations."""
-    if not torch.compiler.is_compiling() and _transformed(tensors, state):
-        return RuntimeError(f"{call.operation}: states: expected a call outside of torch.func and forward-mode differentiation, got one "
-                            "inside; run the whole sequence in one call")  # fmt: skip
-    lacking = _triton.unsupported(call, tensors) if _triton.serves(tensors[0]) else None
-    return ValueError(f"{call.operation}: states: expected tensors on the cpu{f' for {lacking}' if lacking else ''}, got "
-                      f"{tensors[0].device}; move them there, or run the whole sequence at once")  # fmt: skip
 
 
 def _boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]]:

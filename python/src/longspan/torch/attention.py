@@ -144,7 +144,7 @@ class Attention(nn.Module):
         cu_seqlens : sequence of int, Tensor, or a pair of them, optional
             Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
         initial_state, output_final_state : State or `TensorState`, bool
-            The tokens before; whether to return the state, too. Causal only; on a CUDA device of `kernelized` alone.
+            The tokens before; whether to return the state, too. Causal only.
         q_positions, k_positions : Tensor ``[B, Lq, n]``, ``[B, Lk, n]``, optional
             Of a `FourierAttention` with ``axes=n``.
 

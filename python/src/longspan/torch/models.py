@@ -187,8 +187,10 @@ def _sees_order(settings: Settings) -> bool:
 
 def _sinusoidal(x: Tensor, position: Tensor) -> Tensor:
     """``x`` with sines and cosines of geometric wavelengths added, for rows at ``position``, ``[batch or 1, tokens]``."""
-    column = torch.arange(x.shape[2], dtype=torch.float64, device=x.device)
-    angle = position[..., None].double() / 1e4 ** (column // 2 * 2 / x.shape[2])
+    # Doubles where there are any.
+    exact = torch.float32 if x.device.type == "mps" else torch.float64
+    column = torch.arange(x.shape[2], dtype=exact, device=x.device)
+    angle = position[..., None].to(exact) / 1e4 ** (column // 2 * 2 / x.shape[2])
     return x + torch.where(column % 2 == 0, angle.sin(), angle.cos()).to(x.dtype)
 
 

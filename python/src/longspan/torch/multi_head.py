@@ -166,7 +166,7 @@ class MultiheadAttention(nn.Module):
         cu_seqlens : sequence of int, Tensor, or a pair of them, optional
             Boundaries of packed sequences, ``[0, end of the first, ..., L]``, with a batch of 1.
         initial_state, output_final_state : State or `TensorState`, bool
-            The tokens before; whether to return the state, too. Causal only, on the CPU.
+            The tokens before; whether to return the state, too. Causal only.
         q_positions, k_positions : Tensor ``[batch, queries, n]``, ``[batch, keys, n]``, optional
             With ``attention="fourier"`` and ``axes=n``.
 

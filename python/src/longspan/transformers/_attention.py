@@ -161,10 +161,10 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         self.state, self.tokens, self.memory = None, 0, None
 
     def offload(self) -> None:
-        """A state is on the CPU."""
+        """A state is small, and stays where its tokens are."""
 
     def prefetch(self) -> None:
-        """A state stays there."""
+        """It is there."""
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -183,7 +183,8 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
-            self.batch_select_indices(torch.arange(self.state.batch).repeat_interleave(repeats))
+            place = None if self.memory is None else self.memory[0].device
+            self.batch_select_indices(torch.arange(self.state.batch, device=place).repeat_interleave(repeats))
 
 
 class StateCache(Cache):  # type: ignore[misc]

@@ -1,45 +1,51 @@
-"""The mechanisms in torch's own operations, chunk by chunk: for tensors that are not on the CPU.
+"""The mechanisms in torch's own operations, for tensors of any device, for torch.func and for derivatives that the kernels do not give.
 
-Everything runs on the device of ``q``, content, Shaw and Fourier positions in O(L) time, Toeplitz positions and AFT in O(L^2)
-time and O(L) memory, gates and the delta rule token by token; torch's autograd differentiates it, in the same memory once, in O(L^2)
-twice. Sums are taken in float32 for half precision. The kernels' tests hold it to the same definition.
+Everything runs on the device of ``q``, in O(L) time and memory but for softmax without a window, Toeplitz tables and images, AFT-full and
+AFT over images, which take O(L^2) time in bounded memory; states and tokens one by one included. torch's autograd differentiates it, in
+the same memory once, in O(L^2) twice. Sums are taken in float32 for half precision. `longspan.torch._check` holds it to the kernels.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ... import _calls
 from ..._calls import Request
-from .aft import aft, conv_biases, full_biases, local_biases
+from . import aft, convolution, gated, kernelized, pairs
 from .call import Call
-from .convolution import short_convolution
-from .gated import gated
-from .kernelized import RECURRENCE, fourier, kernelized
-from .pairs import softmax, toeplitz
+from .kernelized import RECURRENCE
 
 __all__ = ["RECURRENCE", "check_packed", "check_shapes", "chunked_attention", "in_torch"]
 
-_FORMULATIONS: dict[str, Callable[[Call], Tensor]] = {
-    "softmax": softmax,
-    "kernelized": kernelized,
-    "shaw": kernelized,
-    "fourier": fourier,
-    "toeplitz": toeplitz,
-    "short-convolution": short_convolution,
-    "gated": gated,
-    "delta": gated,
-    "aft-full": aft(full_biases),
-    "aft-local": aft(local_biases),
-    "aft-simple": aft(None),
-    "aft-conv": aft(conv_biases),
+_FULL = aft.Aft(aft.full_biases, by_position=True)
+_LOCAL, _CONV = aft.Aft(aft.local_biases, aft.local_reach, by_position=True), aft.Aft(aft.conv_biases, aft.conv_reach)
+_SIMPLE = aft.Aft()
+
+#: Output, and parts of the state after the last key, which gates and the delta rule give with it.
+_FORMULATIONS: dict[str, tuple[Callable[[Call], Any], Callable[[Call], list[Tensor]] | None]] = {
+    "softmax": (pairs.softmax, pairs.softmax_state),
+    "kernelized": (kernelized.kernelized, kernelized.state_after),
+    "shaw": (kernelized.kernelized, kernelized.state_after),
+    "fourier": (kernelized.fourier, functools.partial(kernelized.state_after, positions=True)),
+    "toeplitz": (pairs.toeplitz, pairs.toeplitz_state),
+    "short-convolution": (convolution.short_convolution, convolution.state_after),
+    "gated": (gated.gated, None),
+    "delta": (gated.gated, None),
+    "aft-full": (_FULL, _FULL.state_after),
+    "aft-local": (_LOCAL, _LOCAL.state_after),
+    "aft-simple": (_SIMPLE, _SIMPLE.state_after),
+    "aft-conv": (_CONV, _CONV.state_after),
 }
+#: What comes before: keys that take a part beside those of the call, or that stand for what is no number.
+_PREPARED = {"softmax": pairs.with_cache, "gated": gated.whole, "delta": gated.whole}
 
 
 def chunked_attention(
@@ -47,8 +53,8 @@ def chunked_attention(
     is_causal: bool = False, offset: int = 0, key_padding_mask: Tensor | None = None,
     cu_seqlens: tuple[list[int], list[int]] | None = None,
 ) -> Tensor:  # fmt: skip
-    """A mechanism in torch's own operations, for any device: what `longspan.ops` computes for tensors that are not on the CPU,
-    and where derivatives are wanted that the kernels do not give.
+    """A mechanism in torch's own operations, for any device: what `longspan.ops` computes where there are no kernels for a device, and where
+    derivatives are wanted that the kernels do not give. `longspan.ops` has states, too.
 
     Parameters
     ----------
@@ -83,7 +89,7 @@ def chunked_attention(
 
     Notes
     -----
-    O(L) time but for Toeplitz positions and AFT, which take O(L**2) here.
+    O(L) time but for softmax without a window, Toeplitz tables and images, AFT-full and AFT over images, which take O(L**2) here.
 
     Examples
     --------
@@ -94,41 +100,61 @@ def chunked_attention(
     >>> out = chunked_attention(q, k, v, is_causal=True)
     >>> torch.testing.assert_close(out, ops.kernelized_attention(q, k, v, is_causal=True), rtol=1e-4, atol=1e-4)
     """
+    out: Tensor = _run(q, k, v, parameters, mechanism, options, is_causal, offset, key_padding_mask, cu_seqlens)[0]
+    return out
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], mechanism: str, options: str, is_causal: bool, offset: int,
+    key_padding_mask: Tensor | None, cu_seqlens: tuple[list[int], list[int]] | None, initial: Sequence[Tensor] | None = None,
+    with_state: bool = False,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The output and, where it is wanted, the parts of the final state."""
     if mechanism not in _FORMULATIONS:
         raise NotImplementedError(f"{mechanism}: no formulation for {q.device}; move the tensors to the cpu")
-    formulation = _FORMULATIONS[mechanism]
     settings = _calls.settings(options)
+    q, k = of_every_head(mechanism, q, k, v)
     check_shapes(mechanism, q, k, v, key_padding_mask)
     dtype = q.dtype
     # Without autocast, which would compute sums in half precision.
     with torch.autocast(q.device.type if torch.amp.is_autocast_available(q.device.type) else "cpu", enabled=False):
         wide = torch.promote_types(torch.float32, dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-        call = _call(q, k, v, [parameter.to(wide) for parameter in parameters], settings, is_causal, offset, key_padding_mask)
+        call = _call(q, k, v, [parameter.to(wide) for parameter in parameters], settings, is_causal, offset, key_padding_mask, initial)
         _check_parameters(mechanism, call)
         if mechanism == "toeplitz":
             # Of the whole call, because packed sequences share its table.
             settings["first"] = 1 - q.shape[2] - offset
         if cu_seqlens is None:
-            return _unseen_apart(formulation, call).to(dtype)
+            out, parts = _attend(mechanism, call, with_state)
+            return out.to(dtype), parts
         if key_padding_mask is not None:
             raise ValueError(f"{mechanism}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
                              "got both")  # fmt: skip
         check_packed(mechanism, cu_seqlens, q, k)
         queries, keys = cu_seqlens
         pieces = [
-            _unseen_apart(formulation, replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))
+            _attend(mechanism, replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))[0]
             for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])
         ]
-        return torch.cat(pieces or [q.new_zeros((*q.shape[:3], v.shape[3]))], dim=2).to(dtype)
+        return torch.cat(pieces or [q.new_zeros((*q.shape[:3], v.shape[3]))], dim=2).to(dtype), []
 
 
-def _unseen_apart(formulation: Callable[[Call], Tensor], call: Call) -> Tensor:
+def _attend(mechanism: str, call: Call, with_state: bool = False) -> tuple[Tensor, list[Tensor]]:
     """What is no number reaches the rows that see it, and no others."""
+    formulation, state_after = _FORMULATIONS[mechanism]
+    parts = state_after(call) if with_state and state_after is not None else []
+    call = _PREPARED[mechanism](call) if mechanism in _PREPARED else call
     # A short convolution weighs only the rows within its width.
-    call, rows = (call, None) if formulation is short_convolution else call.apart()
+    call, rows = (call, None) if mechanism == "short-convolution" else call.apart()
     out = formulation(call)
-    return out if rows is None else out.masked_fill(rows, torch.nan)
+    if state_after is None:
+        out, parts = out
+        if rows is not None and with_state:
+            # The last row sees all keys.
+            lost = rows.unflatten(1, (call.k.shape[1], call.group))[:, :, 0, -1]
+            parts = [part.masked_fill(lost, torch.nan) for part in parts]
+    return (out if rows is None else out.masked_fill(rows, torch.nan)), parts
 
 
 def in_torch(
@@ -136,13 +162,29 @@ def in_torch(
 ) -> Tensor:
     """`chunked_attention` of queries, keys, values and what the mechanism learns."""
     q, k, v, *parameters = tensors
-    if call.mechanism in ("gated", "delta") and k.shape[1] and k.shape[1] != v.shape[1]:
-        # Heads of values that share one of queries and keys.
-        q, k = (x.repeat_interleave(v.shape[1] // k.shape[1], 1) for x in (q, k))
-    return chunked_attention(
-        q, k, v, parameters, mechanism=call.mechanism, options=call.options, is_causal=call.is_causal, offset=call.offset,
-        key_padding_mask=key_padding_mask, cu_seqlens=packed,
-    )  # fmt: skip
+    return _run(q, k, v, parameters, call.mechanism, call.options, call.is_causal, call.offset, key_padding_mask, packed)[0]
+
+
+def in_torch_with_states(
+    call: Request, tensors: Sequence[Tensor], key_padding_mask: Tensor | None, sizes: Sequence[int], initial: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same, from the numbers of a state with parts of these sizes, or from none, and those of the state after the last key."""
+    q, k, v, *parameters = tensors
+    parts = None if initial is None else list(initial.split(list(sizes), -1))
+    out, after = _run(
+        q, k, v, parameters, call.mechanism, call.options, call.is_causal, call.offset, key_padding_mask, None, parts, True
+    )
+    # Parts end in numbers that fill cache lines.
+    filled = [F.pad(part, (0, size - part.shape[-1])) for part, size in zip(after, sizes)]
+    return out, torch.cat(filled, -1)
+
+
+def of_every_head(mechanism: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys, once for each head of values that shares them."""
+    heads = k.shape[1] if k.ndim == v.ndim == 4 and mechanism in ("gated", "delta") else 0
+    if heads == 0 or v.shape[1] == heads or v.shape[1] % heads:
+        return q, k
+    return q.repeat_interleave(v.shape[1] // heads, 1), k.repeat_interleave(v.shape[1] // heads, 1)
 
 
 def _call(

@@ -31,13 +31,26 @@ class Call:
     is_causal: bool = False
     offset: int = 0
     key_padding_mask: Tensor | None = None
-    #: Logarithms of factors of the keys' features, for sums that the caller divides.
+    #: The parts of the state before the first token, ``[batch, kv_heads, numbers]`` each.
+    initial: Sequence[Tensor] | None = None
+    #: Logarithms of factors of the keys' features, of a call whose sums the caller takes apart.
     exponents: Tensor | None = None
+    #: Of such a call: whether its caller divides the sums, and the sums before the first key with their exponent.
+    divided: bool = True
+    sums: tuple[Tensor, Tensor] | None = None
 
     @property
     def group(self) -> int:
         """Query heads of a key/value head."""
         return self.q.shape[1] // max(self.k.shape[1], 1)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens up to the last one that is not ignored, where a state ends, ``[batch, 1]``."""
+        keys, mask = self.k.shape[2], self.key_padding_mask
+        if mask is None or not keys:
+            return torch.full((self.k.shape[0], 1), keys, device=self.k.device)
+        return (~mask * torch.arange(1, keys + 1, device=mask.device)).amax(1, keepdim=True)
 
     def apart(self) -> tuple[Call, Tensor | None]:
         """The same call without keys and values that are no numbers, and the rows that see one, ``[batch, heads, queries, 1]``; none
@@ -71,9 +84,10 @@ class Call:
         name = elementwise(whole)
         q, k = lift(whole, self.q, self.maps[0]), lift(whole, k, self.maps[1])
         exponents = k.new_zeros((*k.shape[:3], 1)) if self.exponents is None else self.exponents
-        if name == "exp" and divided and k.shape[-1]:
-            # Cancels in the division; without it the exponentials overflow.
-            q = q - q.amax(dim=-1, keepdim=True).detach()
+        if name == "exp" and k.shape[-1]:
+            if divided:
+                # Cancels in the division; without it the exponentials overflow.
+                q = q - q.amax(dim=-1, keepdim=True).detach()
             exponents = k.amax(dim=-1, keepdim=True).detach()
             k = k - exponents
         features = MAPS[name](k)
@@ -82,31 +96,46 @@ class Call:
             features, exponents = features.masked_fill(ignored, 0), exponents.masked_fill(ignored, -torch.inf)
         return MAPS[name](q), features, exponents
 
-    def by_rows(self, numbers_per_row: int, piece: Callable[[slice, Tensor], Tensor]) -> Tensor:
-        """``piece(rows, distance)`` of a few rows at a time, ``distance`` being ``j - (i + offset)`` of their pairs, ``[rows, keys]``;
-        without queries of no row. Autograd keeps no weights of pairs: the backward computes them again."""
-        queries, device = self.q.shape[2], self.q.device
-        step = max(1, _PAIRS // max(1, self.q.shape[0] * self.q.shape[1] * numbers_per_row))
+    def pieces(self, numbers: int, back: int | None = None, ahead: int | None = None) -> list[tuple[slice, slice]]:
+        """A few rows at a time, and the keys that they may see: all, or those up to ``back`` before and ``ahead`` after a row, so many
+        ``numbers`` for each pair. Without queries no rows once, so that autograd still reaches all tensors."""
+        queries, keys = self.q.shape[2], self.k.shape[2]
+        ahead = 0 if self.is_causal else ahead
+        reach = keys if back is None or ahead is None else min(keys, back + ahead + 1)
+        step = max(1, _PAIRS // max(1, self.q.shape[0] * self.q.shape[1] * numbers * max(reach, 1)))
+        if back is not None and ahead is not None:
+            # Rows that share their keys: as many as they reach, or a few more.
+            step = min(step, max(reach, 64))
+        found = []
+        for start in range(0, max(queries, 1), step):
+            stop = min(start + step, queries)
+            first = 0 if back is None else min(max(start + self.offset - back, 0), keys)
+            last = keys if ahead is None else min(max(stop + self.offset + ahead, first), keys)
+            found.append((slice(start, stop), slice(first, last)))
+        return found
 
-        def computed(rows: slice) -> Tensor:
+    def by_rows(self, pieces: list[tuple[slice, slice]], piece: Callable[[slice, slice, Tensor], Tensor]) -> Tensor:
+        """``piece(rows, keys, distance)`` of all `pieces`, ``distance`` being ``j - (i + offset)``, ``[rows, keys]``. Autograd keeps no weights
+        of pairs: the backward computes them again."""
+        device = self.q.device
+
+        def computed(rows: slice, seen: slice) -> Tensor:
             token = torch.arange(rows.start, rows.stop, device=device) + self.offset
-            return piece(rows, torch.arange(self.k.shape[2], device=device)[None, :] - token[:, None])
+            return piece(rows, seen, torch.arange(seen.start, seen.stop, device=device)[None, :] - token[:, None])
 
-        ranges = [slice(start, min(start + step, queries)) for start in range(0, max(queries, 1), step)]
-        if _records():
-            return torch.cat([checkpoint(computed, rows, use_reentrant=False, preserve_rng_state=False) for rows in ranges], 2)
-        return torch.cat([computed(rows) for rows in ranges], 2)
+        return torch.cat([recomputed(computed, rows, seen) for rows, seen in pieces], 2)
 
 
-# Where a version of torch lacks it, what autograd saves is kept.
-_interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+#: What says whether a transform of torch.func is at work; where a version of torch lacks it, nobody knows.
+interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
 
 
-def _records() -> bool:
-    """Whether autograd alone keeps what a backward needs: torch.func takes no hooks of saved tensors, a compiler decides itself."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    return _interpreter is not None and _interpreter() is None
+def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function gives, computed again in the backward where autograd would keep its steps."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or interpreter is None or interpreter() is not None:
+        # torch.func takes no hooks of saved tensors, a compiler decides itself.
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def divide(sums: Tensor, normalize: bool = True) -> Tensor:
@@ -124,3 +153,8 @@ def exponentials(scores: Tensor, seen: Tensor) -> Tensor:
     # The largest of a row cancels; a row that sees nothing has none.
     highest = scores.detach().amax(3, keepdim=True) if scores.shape[3] else scores.new_zeros(())
     return (scores - highest.nan_to_num(neginf=0.0)).exp()
+
+
+def lowest(like: Tensor) -> float:
+    """An exponent below all others, finite so that what has none is 0."""
+    return torch.finfo(like.dtype).min / 4

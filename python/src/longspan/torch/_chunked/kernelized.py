@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .call import Call, divide
+from .call import Call, divide, lowest
 from .features import MAPS, elementwise, lift
+from .rings import CARRY, OLDEST, SHIFT, rows_at, tokens, values_of
 
 #: Rows at a time: in-chunk weights are CHUNK x (CHUNK + 2 radius).
 CHUNK = 128
@@ -43,11 +44,27 @@ def kernelized(call: Call) -> Tensor:
     k, v, there = call.without_padding()
     q, features, exponents = call.features(k, normalize)
     # Sums are divided here or, where a call brings exponents, by its caller.
-    divided = normalize or call.exponents is not None
-    values = torch.cat([v, there.expand(-1, kv_heads, -1, -1)], dim=-1)
+    divided = normalize or (call.exponents is not None and call.divided)
+    values, offset, before = torch.cat([v, there.expand(-1, kv_heads, -1, -1)], dim=-1), call.offset, call.sums
+    far = None
+    if call.initial is not None:
+        sums, weights, marks, far, ring, _ = call.initial
+        far, level = far[:, :, None], marks[..., :1, None].detach()
+        before = (torch.cat([sums.unflatten(-1, (-1, v.shape[3])) if v.shape[3] else sums.new_zeros((*weights.shape, 0)),
+                             weights[..., None]], -1), level) if content else None  # fmt: skip
+        if ring.shape[-1]:
+            # The last values before the first key are keys that have no content.
+            past = values_of(ring, marks[..., OLDEST, None], ring.shape[-1] // values.shape[3])
+            values = torch.cat([past, values], 2)
+            features = torch.cat([features.new_zeros((*past.shape[:3], features.shape[-1])), features], 2)
+            exponents = torch.cat([exponents.new_full((*past.shape[:3], 1), -torch.inf), exponents], 2)
+            offset, keys = offset + past.shape[2], keys + past.shape[2]
+    begin = keys - k.shape[2]
     if call.group != 1:
         features, values = features.repeat_interleave(call.group, 1), values.repeat_interleave(call.group, 1)
         exponents = exponents.repeat_interleave(call.group, 1)
+        far = None if far is None else far.repeat_interleave(call.group, 1)
+        before = None if before is None else (before[0].repeat_interleave(call.group, 1), before[1].repeat_interleave(call.group, 1))
     rows, of_rows, radius = None, q.new_zeros((1, 1, 1, 1)), 0
     if table is not None:
         table = table if table.ndim == 3 else table[None]
@@ -63,18 +80,22 @@ def kernelized(call: Call) -> Tensor:
     recurrence = RECURRENCE.get()
     if recurrence is not None and call.is_causal and rows is None and call.offset == 0 and queries == keys:
         gamma = None if decay is None else q.new_tensor(decay).repeat_interleave(call.group)[:, None, None]
-        of_all = exponents.amax(2, keepdim=True).clamp(min=_lowest(q))
+        of_all = exponents.amax(2, keepdim=True).clamp(min=lowest(q)) if divided else 0
         return divide(recurrence(q, features * (exponents - of_all).exp(), values, gamma), normalize)
     walk: _Bidirectional | _Causal
     if call.is_causal:
         rate = q.new_tensor([0.0] * kv_heads if decay is None else [math.log(gamma) for gamma in decay])
         rate = rate.repeat_interleave(call.group)[None, :, None, None]
-        walk = _Causal(features if content else None, exponents, values, rows, of_rows, radius, rate, divided)
+        walk = _Causal(features if content else None, exponents, values, rows, of_rows, radius, rate, divided, begin)
+        if before is not None:
+            walk.state = (before[0], before[1].clamp(min=lowest(q)))
+        if far is not None and rows is not None:
+            walk.far = (far, of_rows.expand_as(far[..., :1]))
     else:
         # All keys and rows of the table have one exponent in common.
         highest = of_rows
         if divided and keys:
-            highest = exponents.amax(2, keepdim=True).clamp(min=_lowest(q))
+            highest = exponents.amax(2, keepdim=True).clamp(min=lowest(q))
             highest = highest if rows is None else torch.maximum(highest, of_rows)
         rows = None if rows is None else rows * (of_rows - highest).exp()
         walk = _Bidirectional(features * (exponents - highest).exp() if content else None, values, rows, radius)
@@ -83,13 +104,8 @@ def kernelized(call: Call) -> Tensor:
             return divide(walk.chunk(q, 0, queries), normalize)
     # Without queries one empty chunk runs, so that autograd still reaches all tensors.
     ranges = [slice(start, min(start + CHUNK, queries)) for start in range(0, max(queries, 1), CHUNK)]
-    pieces = [walk.chunk(q[:, :, part], part.start + call.offset, part.stop + call.offset) for part in ranges]
+    pieces = [walk.chunk(q[:, :, part], part.start + offset, part.stop + offset) for part in ranges]
     return divide(torch.cat(pieces, dim=2), normalize)
-
-
-def _lowest(like: Tensor) -> float:
-    """An exponent below all others, finite so that what has none is 0."""
-    return torch.finfo(like.dtype).min / 4
 
 
 def _clip(token: int, keys: int) -> int:
@@ -142,19 +158,20 @@ class _Causal:
 
     def __init__(
         self, features: Tensor | None, exponents: Tensor, values: Tensor, rows: Tensor | None, of_rows: Tensor, radius: int,
-        rate: Tensor, divided: bool,
+        rate: Tensor, divided: bool, begin: int,
     ) -> None:  # fmt: skip
         self.features, self.exponents, self.values, self.rows, self.of_rows = features, exponents, values, rows, of_rows
         self.radius, self.rate, self.divided = radius, rate, divided
-        # Keys below these are in the sums of all keys, and of those at least `radius` before, which both start with none.
-        self.taken = self.far_taken = 0
+        # Keys below these are in the sums of all keys, and of those at least `radius` before, which both start with none, or with
+        # those before the call, whose own keys begin here.
+        self.taken, self.far_taken = begin, 0
         # The token that decays are counted from.
-        self.base = 0
+        self.base = begin
         nothing = values.new_zeros((*values.shape[:2], 1, values.shape[-1]))
-        lowest = nothing[..., :1].detach() + (_lowest(values) if divided else 0.0)
+        none = nothing[..., :1].detach() + (lowest(values) if divided else 0.0)
         # Sums, and the exponents that they are relative to.
-        self.far = (nothing, lowest)
-        self.state = (nothing if features is None else nothing.expand(-1, -1, features.shape[-1], -1), lowest)
+        self.far = (nothing, none)
+        self.state = (nothing if features is None else nothing.expand(-1, -1, features.shape[-1], -1), none)
 
     def chunk(self, q: Tensor, first: int, last: int) -> Tensor:
         """Sums for the queries ``q`` that stand at keys ``first`` to ``last - 1``; chunks come in order."""
@@ -226,23 +243,40 @@ def _near(at_query: Tensor, at_key: Tensor, there: Tensor) -> tuple[Tensor, Tens
     return at_query - origin, at_key - origin
 
 
-def fourier(call: Call) -> Tensor:
-    """`longspan.ops.fourier_attention`: kernelized attention over turned features."""
+@dataclass(frozen=True)
+class _Turned:
+    """Fourier's features: of queries and keys, turned and not, and the exponents of the keys."""
+
+    left: Tensor
+    right: Tensor
+    queries: Tensor
+    keys: Tensor
+    exponents: Tensor
+
+
+def _turned(call: Call, k: Tensor, there: Tensor) -> _Turned:
     settings = call.settings
-    k, v, there = call.without_padding()
     normalizer = settings.get("normalizer", "one_plus")
-    pairs = settings.get("wave", "each") == "pairs"
     queries, keys, exponents = call.features(k, normalizer != "none")
     a, *rest = call.parameters
+    # Single precision loses the digits of an angle far from the first token.
+    exact = k.dtype if k.device.type == "mps" else torch.float64
     if settings.get("axes"):
         *rest, at_query, at_key = rest
         at_query, at_key = _near(at_query, at_key, there[:, 0] > 0)
     else:
-        at_query = torch.arange(call.q.shape[2], dtype=k.dtype, device=k.device)[None, :, None] + call.offset
-        at_key = torch.arange(k.shape[2], dtype=k.dtype, device=k.device)[None, :, None]
-    turn_query = torch.einsum("hmn,bin->bhim", a.repeat_interleave(call.group, 0), at_query)
-    turn_key = torch.einsum("hmn,bjn->bhjm", a, at_key)
-    if pairs:
+        passed = torch.zeros((), dtype=exact, device=k.device)
+        if call.initial is not None:
+            passed = tokens(call.initial[2].detach().to(exact))[:, :1, None]
+        at_query, at_key = (torch.arange(x.shape[2], dtype=exact, device=k.device)[None, :, None] for x in (call.q, k))
+        at_query, at_key = at_query + passed + call.offset, at_key + passed
+
+    def angles(a: Tensor, at: Tensor) -> Tensor:
+        angle: Tensor = torch.einsum("hmn,bin->bhim", a.to(exact), at.to(exact)).remainder(2 * math.pi).to(k.dtype)
+        return angle
+
+    turn_query, turn_key = angles(a.repeat_interleave(call.group, 0), at_query), angles(a, at_key)
+    if settings.get("wave", "each") == "pairs":
         half = queries.shape[-1] // 2
 
         def turned(x: Tensor, angle: Tensor) -> Tensor:
@@ -250,35 +284,112 @@ def fourier(call: Call) -> Tensor:
             cos, sin = angle.cos(), angle.sin()
             return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
-        left, right = turned(queries, turn_query), turned(keys, turn_key)
-    else:
-        turn_query = turn_query + rest[0][None, :, None]
-        scaled = queries if len(rest) < 2 else queries * rest[1][None, :, None]
-        lefts = [scaled * turn_query.cos(), scaled * turn_query.sin()]
-        rights = [keys * turn_key.cos(), keys * turn_key.sin()]
-        if normalizer == "one_plus" or len(rest) > 2:
-            beta = rest[2] if len(rest) > 2 else queries.new_ones(())
-            if normalizer == "dominant":
-                beta = rest[1].abs() + F.softplus(beta)
-            lefts.append(queries * (beta[None, :, None] if beta.ndim else beta))
-            rights.append(keys)
-        left, right = torch.cat(lefts, -1), torch.cat(rights, -1)
+        return _Turned(turned(queries, turn_query), turned(keys, turn_key), queries, keys, exponents)
+    turn_query = turn_query + rest[0][None, :, None]
+    scaled = queries if len(rest) < 2 else queries * rest[1][None, :, None]
+    lefts = [scaled * turn_query.cos(), scaled * turn_query.sin()]
+    rights = [keys * turn_key.cos(), keys * turn_key.sin()]
+    if normalizer == "one_plus" or len(rest) > 2:
+        beta = rest[2] if len(rest) > 2 else queries.new_ones(())
+        if normalizer == "dominant":
+            beta = rest[1].abs() + F.softplus(beta)
+        lefts.append(queries * (beta[None, :, None] if beta.ndim else beta))
+        rights.append(keys)
+    return _Turned(torch.cat(lefts, -1), torch.cat(rights, -1), queries, keys, exponents)
+
+
+def fourier(call: Call) -> Tensor:
+    """`longspan.ops.fourier_attention`: kernelized attention over turned features."""
+    settings, normalizer = call.settings, call.settings.get("normalizer", "one_plus")
+    k, v, there = call.without_padding()
+    of = _turned(call, k, there)
     ones = there.expand(-1, k.shape[1], -1, -1)
     plain = {"feature_map": "identity", "normalize": False, "decay": settings.get("decay")}
+    sums = weights = None
+    if call.initial is not None:
+        sums = call.initial[0].unflatten(-1, (of.right.shape[-1], v.shape[3]))
+        weights = call.initial[1][..., None]
 
-    def summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Where nobody divides the sums keys have no exponents, but for -inf where they are ignored, and values are 0 there.
-        own = None if normalizer == "none" else exponents
-        call_of = replace(call, q=q, k=k, v=v, parameters=(), maps=(None, None), settings=plain, key_padding_mask=None)
-        return kernelized(replace(call_of, exponents=own))
+    def summed(q: Tensor, k: Tensor, v: Tensor, *before: Tensor | None) -> Tensor:
+        earlier = None
+        if call.initial is not None:
+            # The last column is of ones, which nobody asks for here.
+            whole = torch.cat([x for x in before if x is not None], -1)
+            earlier = F.pad(whole, (0, 1)), call.initial[2][..., :1, None].detach()
+        # Where nobody divides the sums they are relative to 1; keys that are ignored have the exponent -inf.
+        return kernelized(replace(
+            call, q=q, k=k, v=v, parameters=(), maps=(None, None), settings=plain, key_padding_mask=None, initial=None,
+            exponents=of.exponents, divided=normalizer != "none", sums=earlier,
+        ))  # fmt: skip
 
     if normalizer == "none":
-        return summed(left, right, v)
+        return summed(of.left, of.right, v, sums)
     if normalizer == "unrotated":
-        return divide(torch.cat([summed(left, right, v), summed(queries, keys, ones)], -1))
-    sums = summed(left, right, torch.cat([v, ones], -1))
+        return divide(torch.cat([summed(of.left, of.right, v, sums), summed(of.queries, of.keys, ones, weights)], -1))
+    both = summed(of.left, of.right, torch.cat([v, ones], -1), sums, weights)
     if normalizer == "literal":
-        negative = sums[..., -1:] < 0
+        negative = both[..., -1:] < 0
         # The kernels refuse such a call; here nobody may look at the numbers.
-        sums = torch.cat([sums[..., :-1].masked_fill(negative, torch.nan), sums[..., -1:]], -1)
-    return divide(sums)
+        both = torch.cat([both[..., :-1].masked_fill(negative, torch.nan), both[..., -1:]], -1)
+    return divide(both)
+
+
+def state_after(call: Call, positions: bool = False) -> list[Tensor]:
+    """The parts of the state after the last key, of content and Shaw's positions, or of Fourier's ``positions``."""
+    k, v, there = call.without_padding()
+    settings = call.settings
+    count, passed = call.lengths[..., None], k.new_zeros((*k.shape[:2], 4))
+    before = call.initial
+    if before is not None:
+        passed = before[2].detach()
+    decay = settings.get("decay")
+    rate = k.new_tensor([0.0] * k.shape[1] if decay is None else [math.log(gamma) for gamma in decay])[None, :, None, None]
+    fallen = (rate * count[..., None]).exp()
+    token = torch.arange(k.shape[2], device=k.device)[:, None]
+    # What time leaves of each key at the end.
+    aged = rate * (count[..., None] - token).clamp(min=0)
+    values = torch.cat([v, there.expand(-1, k.shape[1], -1, -1)], -1)
+    shift = passed[..., SHIFT, None, None]
+    parts: list[Tensor] = []
+    if settings.get("kernelized", True):
+        if positions:
+            of = _turned(call, k, there)
+            features, exponents = of.right, of.exponents
+            weigh = of.keys if settings.get("normalizer", "one_plus") == "unrotated" else of.right
+        else:
+            _, features, exponents = call.features(k, True)
+            weigh = features
+        exponential = elementwise(settings.get("feature_map", "elu+1")) == "exp"
+        top = torch.zeros_like(shift)
+        if exponential:
+            shift = torch.full_like(shift, -torch.inf) if before is None else shift
+            top = exponents.amax(2, keepdim=True) if k.shape[2] else torch.full_like(shift, -torch.inf)
+            top = torch.maximum(shift, top)
+        finite = top.clamp(min=lowest(k))
+        factor = (exponents - finite + aged).exp()
+        sums, weights = features.mT @ (v * factor), (weigh * factor).sum(2)
+        if before is not None:
+            kept = fallen * (shift.clamp(min=lowest(k)) - finite).exp()
+            sums = sums + kept * before[0].unflatten(-1, sums.shape[2:])
+            weights = weights + kept[..., 0] * before[1]
+        parts, shift = [sums.flatten(2), weights], top
+    else:
+        parts = [k.new_zeros((*k.shape[:2], 0))] * 2
+    far = ring = k.new_zeros((*k.shape[:2], 0))
+    if call.parameters and not positions:
+        radius = call.parameters[0].shape[-2] // 2
+        # Those that the ring holds have not become far.
+        gone = values * (aged.exp() * (token < count[..., None] - radius))
+        far = gone.sum(2)
+        past = values.new_zeros((*values.shape[:2], radius, values.shape[3]))
+        if before is not None:
+            if radius:
+                past = values_of(before[4], passed[..., OLDEST, None], radius)
+            back = torch.arange(radius, 0, -1, device=k.device)[:, None]
+            left = (rate * (count[..., None] + back)).exp() * (back + count[..., None] > radius)
+            far = far + fallen[..., 0] * before[3] + (left * past).sum(2)
+        ring = rows_at(torch.cat([past, values], 2), count + torch.arange(radius, device=k.device)).flatten(2)
+    number = tokens(passed) + count[..., 0]
+    carry = (number / CARRY).floor()
+    marks = torch.stack([shift[..., 0, 0], torch.zeros_like(number), number - carry * CARRY, carry], -1)
+    return [*parts, marks, far, ring, k.new_zeros((*k.shape[:2], 0))]

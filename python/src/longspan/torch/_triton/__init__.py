@@ -30,8 +30,7 @@ def serves(tensor: Tensor) -> bool:
 def _available() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
-    warnings.warn("longspan: Triton is not installed: CUDA tensors take torch's own operations, which are slower and have no states; "
-                  "pip install triton", stacklevel=2)  # fmt: skip
+    warnings.warn("longspan: Triton is not installed: CUDA tensors take torch's own operations, which are slower; pip install triton", stacklevel=2)  # fmt: skip
     return False
 
 
@@ -56,6 +55,8 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
     """What of a call the kernels do not do, in words; ``None`` if they do it all. The one rule by which a call goes to them."""
     if not _available():
         return "a device without Triton"
+    if tensors[0].ndim < 3:
+        return "queries, keys and values side by side"
     if call.mechanism != "kernelized":
         return f"the mechanism {call.mechanism}"
     options = _calls.settings(call.options)
@@ -72,7 +73,8 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
             # Triton 3.9 fails to compile the gradients of keys and values.
             return "grouped heads on this device"
     widest = WIDEST_EXP if feature_map == "exp" else WIDEST
-    if not (0 < q.shape[3] <= widest and 0 < v.shape[3] <= widest):
+    # Of one token there is no axis of tokens.
+    if not (0 < q.shape[-1] <= widest and 0 < v.shape[-1] <= widest):
         return f"heads wider than {widest}, or of width 0"
     if call.offset > k.shape[2] and call.is_causal and decays:
         return "a decay beyond the last key"

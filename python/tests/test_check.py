@@ -1,0 +1,44 @@
+"""The list of cases that every back end runs: here the kernels in single precision, and torch's own operations as on another device."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from agreement import elsewhere  # noqa: E402
+
+import longspan  # noqa: E402
+from longspan.torch import _check  # noqa: E402
+from longspan.torch._check import CASES, examine, exactly  # noqa: E402
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_case(case):
+    exact = exactly(case)
+    row = examine(case, "cpu", torch.float32, exact)
+    assert row.right and row.by == "the CPU's kernels", row
+    with elsewhere():
+        for dtype in (torch.float32, torch.float64):
+            row = examine(case, "cpu", dtype, exact)
+            assert row.right and row.by == "torch's operations", row
+
+
+def test_the_list_has_every_mechanism():
+    names = {"softmax" if name == "softmax-window" else name for name in longspan.mechanisms()}
+    assert {case.mechanism for case in CASES} == names - {"gated-delta"}
+
+
+def test_what_is_wrong_is_an_error_that_names_it(monkeypatch, capsys):
+    assert all(row.right for row in longspan.check("cpu", [torch.float64], ["aft-simple"]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("mechanism and case") and lines[1].startswith("aft-simple: plain ") and "float64" in lines[1]
+    right = _check.FUNCTIONS["aft-simple"]
+
+    def wrong(q, *rest, **options):
+        # Right in doubles, to which it is compared.
+        return right(q if q.dtype is torch.float64 else q + 1e-4, *rest, **options)
+
+    monkeypatch.setitem(_check.FUNCTIONS, "aft-simple", wrong)
+    with pytest.raises(RuntimeError, match="check: cpu: expected every case right, got [0-9]+ of [0-9]+ wrong; the first:\naft-simple: plain"):
+        longspan.check("cpu", mechanisms=["aft-simple"], echo=False)
+    with pytest.raises(ValueError, match="check: mechanisms: expected some of kernelized, .* got aft"):
+        longspan.check("cpu", mechanisms=["aft"])
