@@ -55,10 +55,18 @@ def _toeplitz(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, **options: Any) -> 
     return ops.toeplitz_attention(q, k, v, bias, **options)
 
 
+def _depthwise_convolution(q: Tensor, k: Tensor, v: Tensor, taps: Tensor, bias: Tensor, **options: Any) -> Any:
+    """Between gates, so that queries and keys have a part in it."""
+    del options["is_causal"], options["offset"]
+    found = ops.depthwise_convolution(k * v, taps, bias, silu=True, **options)
+    return (q * found[0], found[1]) if isinstance(found, tuple) else q * found
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "kernelized": ops.kernelized_attention, "shaw": ops.shaw_attention, "fourier": _fourier, "toeplitz": _toeplitz,
     "softmax": ops.softmax_attention, "short-convolution": ops.short_convolution, "aft-simple": ops.aft_simple,
     "aft-local": _aft_local, "aft-conv": _aft_conv, "aft-full": _aft_full, "gated": ops.gated_attention, "delta": ops.delta_attention,
+    "depthwise-convolution": _depthwise_convolution,
 }  # fmt: skip
 
 
@@ -186,7 +194,9 @@ _FORMS = [
     _form("softmax", capacity=90),
     _form("softmax: window", window=9),
 ]
-_GATES = [
+#: Of calls with as many queries as keys, which see none after themselves.
+_CAUSAL = [
+    _form("depthwise-convolution", (1, 4, 16), (1, 16)),
     _form("gated: no gate"), _form("gated: a gate a head", ()), _form("gated: a gate a channel", (16,), scale=0.5),
     _form("delta: no gate"), _form("delta: a gate a head", ()), _form("delta: a gate a channel", (16,)),
 ]  # fmt: skip
@@ -199,7 +209,7 @@ def _varied(case: Case) -> list[Case]:
         return replace(case, name=name if case.name == "plain" else f"{case.name}, {name}", **more)
 
     ways = [case, way("padded", batch=2, padding="some"), way("padded at the ends", batch=2, padding="all"), way("one token", queries=1, keys=1)]
-    if case in _GATES:
+    if case in _CAUSAL:
         return [*ways, way("packed", packed=(_PACKED[0],) * 2)]
     if case.mechanism not in ("aft-full",):
         ways.append(way("packed", packed=_PACKED, keys=66))
@@ -247,7 +257,7 @@ def _kernelized() -> list[Case]:
 
 CASES = [
     *_kernelized(),
-    *(case for form in (*_FORMS, *_GATES) for case in _varied(form)),
+    *(case for form in (*_FORMS, *_CAUSAL) for case in _varied(form)),
     _form("shaw: decay", (2, 11, 16), decay=[0.9]), _form("fourier: decay", (1, 16, 1), (2, 16), decay=[0.9]),
     _form("fourier: in the plane", (1, 16, 2), (2, 16), (1, 70, 2), (1, 70, 2)),
 ]  # fmt: skip
