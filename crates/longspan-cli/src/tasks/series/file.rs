@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 
 use super::archive;
 use crate::run::columns::Columns;
+use crate::run::config::LabelKind;
 use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
@@ -84,7 +85,7 @@ pub struct Reading<'a> {
 pub struct Found {
     pub series: Vec<Series>,
     /// What the file itself says that labels are.
-    pub target: Option<&'static str>,
+    pub target: Option<LabelKind>,
     /// The columns as they were found in a table, and in words.
     pub columns: Option<(Columns, String)>,
 }
@@ -815,11 +816,11 @@ mod tests {
         let named = |label: &str| Some(label.to_string());
         assert_eq!(
             shape("@dimensions 2\n@classLabel true 12:30 18:00\n@data\n0,2:4,5:12:30\n"),
-            (2, named("12:30"), Some("label"))
+            (2, named("12:30"), Some(LabelKind::Label))
         );
         assert_eq!(shape("@data\n0,2,3:4,5,6\n"), (2, None, None), "a list of numbers is no label");
         assert_eq!(shape("% of mine\n@univariate true\n@data\n0,2,3:4\n"), (1, named("4"), None));
-        assert_eq!(shape("@targetLabel true\n@data\n0,2,3:4.5\n"), (1, named("4.5"), Some("number")));
+        assert_eq!(shape("@targetLabel true\n@data\n0,2,3:4.5\n"), (1, named("4.5"), Some(LabelKind::Number)));
         assert_eq!(shape("@targetlabel false\n@classLabel false\n@data\n0,2,3\n"), (1, None, None));
         for (head, line, part) in [
             ("@classLabel true a b", "1,2:c", "the label \"c\" is none that @classLabel lists (a, b)"),
@@ -844,7 +845,7 @@ mod tests {
         let rows = of("@relation x\n@attribute a numeric\n@attribute c {1,2}\n@data\n0.5,?,2,1\n", "arff").unwrap();
         assert_eq!(
             (rows.series[0].times.len(), rows.series[0].label.as_deref(), rows.target),
-            (3, Some("1"), Some("label"))
+            (3, Some("1"), Some(LabelKind::Label))
         );
         let rows = of("@relation x\n@attribute r relational\n@attribute a numeric\n@end r\n@attribute c {1,2}\n@data\n'1,2\\n3,4',2\n", "").unwrap();
         assert_eq!(
