@@ -220,14 +220,6 @@ fn settings() {
         let taken = settings.set_text(&String::from_utf8_lossy(input)).is_ok();
         taken && settings.resolve().is_ok()
     });
-    fuzz("options", Vec::new(), |_, input| {
-        attention::options(&String::from_utf8_lossy(input)).is_ok_and(|options| {
-            for name in AttentionConfig::NAMES {
-                let _ = attention::named(name, &[], &options);
-            }
-            true
-        })
-    });
 }
 
 #[test]

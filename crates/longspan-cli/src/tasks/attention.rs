@@ -136,21 +136,6 @@ fn merge(under: &mut Value, over: &Map<String, Value>) {
     }
 }
 
-/// A table of options as it is typed, `{radius = 4}` or `radius = 4`.
-pub fn options(text: &str) -> Result<Map<String, Value>> {
-    let braced = if text.trim_start().starts_with('{') { text.to_owned() } else { format!("{{{text}}}") };
-    let table: toml::Table = format!("options = {braced}")
-        .parse()
-        .map_err(|_| anyhow!("--options {text}: expected options such as radius=4 or {{radius = 4, shared = true}}"))?;
-    match serde_json::to_value(table)? {
-        Value::Object(mut table) => match table.remove("options") {
-            Some(Value::Object(options)) => Ok(options),
-            other => bail!("--options {text}: expected options such as radius=4, got {other:?}"),
-        },
-        other => bail!("--options {text}: expected a table, got {other}"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -159,15 +144,15 @@ mod tests {
     #[test]
     fn options_lie_over_each_other() {
         let radius = [("/relative/radius", json!(3)), ("/nowhere", json!(1))];
-        let given = options("relative = {shared = true}").unwrap();
+        let options = |options: Value| options.as_object().cloned().unwrap();
+        let given = options(json!({ "relative": { "shared": true } }));
         let config = serde_json::to_value(named("shaw", &radius, &given).unwrap()).unwrap();
         assert_eq!(config["relative"], json!({"radius": 3, "content": true, "shared": true, "raw": false}));
-        let table = named("toeplitz", &[], &options("bias = {kind = 'table', reach = 3}").unwrap()).unwrap();
+        let table = named("toeplitz", &[], &options(json!({ "bias": { "kind": "table", "reach": 3 } }))).unwrap();
         assert_eq!(serde_json::to_value(table).unwrap()["bias"], json!({"kind": "table", "reach": 3}));
-        let unknown = named("shaw", &[], &options("{width = 3}").unwrap()).unwrap_err().to_string();
+        let unknown = named("shaw", &[], &options(json!({ "width": 3 }))).unwrap_err().to_string();
         assert!(unknown.contains("`width`") && unknown.contains("radius"), "{unknown}");
-        assert!(named("shaw", &[], &options("relative.radius = 'x'").unwrap()).is_err());
-        assert!(options("radius").unwrap_err().to_string().contains("radius=4"));
+        assert!(named("shaw", &[], &options(json!({ "relative": { "radius": "x" } }))).is_err());
     }
 
     #[test]
@@ -180,14 +165,19 @@ mod tests {
         assert_eq!(names("shaw, shaw,softmax").unwrap(), ["shaw", "shaw", "softmax"]);
         assert!(names("shaw,").unwrap_err().to_string().contains("unknown attention \"\""));
 
-        let found = |attention: &str, text: &str| {
-            let given = json!({ "pairs": "a", "attention": attention, "attention_options": options(text).unwrap() });
+        let found = |attention: &str, options: Value| {
+            let given = json!({ "pairs": "a", "attention": attention, "attention_options": options });
             of_layers(&with::<PairsSettings>(given).model, 9)
         };
         let window = AttentionConfig::SoftmaxWindow(longspan::attention::SoftmaxWindowOptions { window: 4 });
-        assert_eq!(found("softmax-window", "window = 4").unwrap()[0], window);
-        assert_eq!(found("shaw,softmax-window", "softmax-window = {window = 4}").unwrap()[1], window);
-        for wrong in ["window = 4", "softmax-window = 4", "softmax-window = {width = 4}", "softmax = {}"] {
+        assert_eq!(found("softmax-window", json!({ "window": 4 })).unwrap()[0], window);
+        assert_eq!(found("shaw,softmax-window", json!({ "softmax-window": { "window": 4 } })).unwrap()[1], window);
+        for wrong in [
+            json!({ "window": 4 }),
+            json!({ "softmax-window": 4 }),
+            json!({ "softmax-window": { "width": 4 } }),
+            json!({ "softmax": {} }),
+        ] {
             let error = found("shaw,softmax-window", wrong).unwrap_err().to_string();
             assert!(error.contains("attention_options") && !error.contains('\n'), "{error}");
         }

@@ -70,22 +70,22 @@ pub fn answering_bytes(config: &Config, beam: usize, tokens: usize) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
 
     #[test]
     fn tables_have_room_for_the_longest_sequence() {
         for name in ["aft-full", "aft-local"] {
-            let with = |max_tokens: usize, options: &str| {
-                let attention_options = attention::options(options).unwrap();
-                let given = json!({ "pairs": "a", "attention": name, "max_tokens": max_tokens, "attention_options": attention_options });
+            let with = |max_tokens: usize, options: Value| {
+                let given =
+                    json!({ "pairs": "a", "attention": name, "max_tokens": max_tokens, "attention_options": options });
                 configure(&crate::run::config::with(given), 7, 9)
             };
             let length = |config: Seq2SeqConfig| serde_json::to_value(config.attention).unwrap()["length"].clone();
-            assert_eq!(length(with(3000, "{}").unwrap()), 3001);
-            assert_eq!(length(with(100, "length=101").unwrap()), 101);
-            let error = with(512, "length=300").unwrap_err().to_string();
+            assert_eq!(length(with(3000, json!({})).unwrap()), 3001);
+            assert_eq!(length(with(100, json!({ "length": 101 })).unwrap()), 101);
+            let error = with(512, json!({ "length": 300 })).unwrap_err().to_string();
             assert!(error.contains("length = 300") && error.contains("513"), "{error}");
         }
     }

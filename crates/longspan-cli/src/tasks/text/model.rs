@@ -72,15 +72,14 @@ mod tests {
 
     #[test]
     fn heads_forget_unless_settings_say_otherwise() {
-        let decay = |options: &str, heads: usize| {
-            let attention_options = attention::options(options).unwrap();
-            let config = with(json!({ "text": ["a"], "attention_options": attention_options, "heads": heads }));
+        let decay = |options: Value, heads: usize| {
+            let config = with(json!({ "text": ["a"], "attention_options": options, "heads": heads }));
             serde_json::to_value(&configure(&config, 9).unwrap().attention[0]).unwrap()["kernel"]["decay"].clone()
         };
-        assert_eq!(decay("{}", 4).as_array().unwrap().len(), 4);
-        assert_eq!(decay("{}", 1), json!([0.875]));
-        assert_eq!(decay("{}", 2), json!([0.875, 1.0 - 1.0 / 1024.0]));
-        assert_eq!(decay("kernel = {decay = [1.0, 1.0]}", 2), json!([1.0, 1.0]));
+        assert_eq!(decay(json!({}), 4).as_array().unwrap().len(), 4);
+        assert_eq!(decay(json!({}), 1), json!([0.875]));
+        assert_eq!(decay(json!({}), 2), json!([0.875, 1.0 - 1.0 / 1024.0]));
+        assert_eq!(decay(json!({ "kernel": { "decay": [1.0, 1.0] } }), 2), json!([1.0, 1.0]));
     }
 
     #[test]
