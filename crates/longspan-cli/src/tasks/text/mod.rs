@@ -454,7 +454,7 @@ impl Parts {
         if all < LEAST {
             bail!("{}: {all} bytes are too little to learn from; give at least {LEAST}", config.data_name());
         }
-        let [first, second] = [corpus.boundary(all - all / 10)?, corpus.boundary(all - all / 20)?];
+        let [first, second] = [corpus.boundary_inside(all - all / 10)?, corpus.boundary_inside(all - all / 20)?];
         Ok(Self { train: 0..first, development: first..second, held_out: second..all })
     }
 }
