@@ -45,8 +45,9 @@ pub enum PoolingWord {
 
 /// An error of a reader of JSON or TOML without the names of Rust's types.
 pub fn plain(error: &(impl Display + ?Sized)) -> String {
-    const NAMES: [(&str, &str); 14] = [
+    const NAMES: [(&str, &str); 15] = [
         ("unknown variant", "unknown value"),
+        ("expected path string", "expected the name of a file"),
         ("expected usize", "expected a whole number from 0"),
         ("expected u64", "expected a whole number from 0"),
         ("expected u32", "expected a whole number from 0"),

@@ -528,13 +528,14 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     let numbers = table.texts(place).filter(is_number).count();
     let title = &table.header[place];
     let text = cell(row, place);
-    if 2 * numbers >= table.rows.len() {
-        let comma = if text.contains(',') {
-            "write a point in numbers, such as 1.5, and no commas"
+    let is_written_otherwise = value(&text.replace([',', ' ', '_', '%', '$', '€'], "")).is_some();
+    if is_written_otherwise || 2 * numbers >= table.rows.len() {
+        let help = if is_written_otherwise {
+            "write a point in numbers, such as 1234.5, and no commas, spaces or units"
         } else {
             "leave it empty if it is missing"
         };
-        return row.wrong(&table.name, format_args!("{text:?} in the column `{title}` is no number; {comma}"));
+        return row.wrong(&table.name, format_args!("{text:?} in the column `{title}` is no number; {help}"));
     }
     let others: Vec<&str> = roles
         .channels
@@ -750,6 +751,11 @@ mod tests {
                 "time,x,kind\n0,1,rain\n1,2,sun\n",
                 none(),
                 "\"rain\" in the column `kind` is no number; if it says which series a row is of, give --id 'kind', else leave the column out: --channels 'x'",
+            ),
+            (
+                "time,x\n0,\"1,101\"\n1,\"1,102\"\n",
+                none(),
+                "\"1,101\" in the column `x` is no number; write a point in numbers",
             ),
             (
                 "time,x\n0,1\n",
