@@ -17,7 +17,8 @@ use longspan::models::{BlockConfig, Seq2Seq, Seq2SeqConfig};
 
 use crate::run::checkpoint::{Best, Saved, optimizer};
 use crate::run::columns::Columns;
-use crate::run::config::RunConfig;
+use crate::run::config::{PairsSettings, RunConfig, with};
+use crate::run::keys;
 use crate::run::seal;
 use crate::run::settings::Settings;
 use crate::tasks::batches::Random;
@@ -197,33 +198,27 @@ fn tokenizers() {
 
 #[test]
 fn settings() {
-    let config = RunConfig { steps: Some(3), workers: Some(2), ..RunConfig::default() };
+    let mut config = keys::defaults();
+    config.extend([("steps".into(), 3.into()), ("workers".into(), 2.into())]);
     let made = vec![serde_json::to_vec_pretty(&config).unwrap(), serde_json::to_vec(&config).unwrap()];
     fuzz("config", made, |path, input| {
         RunConfig::parse(path, input).is_ok_and(|config| {
             // The model's sizes are checked before its memory is asked for.
-            let _ = attention::of_run(&config, config.max_tokens);
+            let RunConfig::Pairs(config) = config else { return true };
+            let _ = attention::of_run(&config.model, config.task.files.max_tokens);
             true
         })
     });
     fuzz("settings", Vec::new(), |path, _| {
-        let mut settings = Settings::new().unwrap();
+        let mut settings = Settings::default();
         // Some keys are unknown; those before them were taken.
         let _ = settings.read_file(path);
-        settings.finish().is_ok()
+        settings.resolve().is_ok()
     });
     fuzz("assignment", Vec::new(), |_, input| {
-        let mut settings = Settings::new().unwrap();
+        let mut settings = Settings::default();
         let taken = settings.set_text(&String::from_utf8_lossy(input)).is_ok();
-        taken && settings.finish().is_ok()
-    });
-    fuzz("options", Vec::new(), |_, input| {
-        attention::options(&String::from_utf8_lossy(input)).is_ok_and(|options| {
-            for name in AttentionConfig::NAMES {
-                let _ = attention::named(name, &[], &options);
-            }
-            true
-        })
+        taken && settings.resolve().is_ok()
     });
 }
 
@@ -264,7 +259,7 @@ fn weights_and_checkpoints() {
     let made = with_and_without_checksum(fs::read(file.path()).unwrap());
     fuzz("weights", made, |path, _| checkpoint::load_weights(path, tiny()).is_ok());
 
-    let optimizer = || optimizer(&RunConfig::default());
+    let optimizer = || optimizer(&with::<PairsSettings>(serde_json::json!({})).training);
     let best = Some(Best { step: 2, loss: 1.5 });
     let saved = Saved {
         step: 3,

@@ -1,5 +1,5 @@
 //! The command `longspan`: trains transformers of linear cost on pairs of texts or on texts as they are, runs and scores
-//! them, and explains what attention will cost.
+//! them.
 //!
 //! Reading order, each room knowing only those below it: this file reads arguments; [`commands`] has one file a verb;
 //! [`tasks`] says what can be learned; [`run`] is the folder on disk; [`terminal`] shows progress and plots.
@@ -20,7 +20,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 use longspan_allocator::{Keeping, keep_small_blocks};
 
-use crate::commands::{Outcome, completions, eval, explain, generate, info, man, predict, train};
+use crate::commands::{Outcome, completions, eval, generate, info, man, predict, train};
 use crate::terminal::notes::note;
 use crate::terminal::signals;
 
@@ -34,7 +34,7 @@ const LONG_VERSION: &str = concat!(
     include_str!("../assets/cmudict.LICENSE")
 );
 
-/// Attention over long sequences at linear cost: train, run, score and explain.
+/// Attention over long sequences at linear cost: train, run and score.
 #[derive(Parser)]
 #[command(name = "longspan", version, long_version = LONG_VERSION, propagate_version = true)]
 struct Arguments {
@@ -52,8 +52,6 @@ enum Command {
     Generate(generate::Arguments),
     /// Score a run on a file, or on what it held out
     Eval(eval::Arguments),
-    /// Show which algorithm attention of given sizes would run, and its cost
-    Explain(explain::Arguments),
     /// Describe a run folder and verify it, or all mechanisms
     Info(info::Arguments),
     /// Print what a shell needs to complete this command's arguments
@@ -74,7 +72,6 @@ fn main() -> ExitCode {
         Command::Predict(arguments) => predict::run(&arguments),
         Command::Generate(arguments) => generate::run(&arguments),
         Command::Eval(arguments) => eval::run(&arguments),
-        Command::Explain(arguments) => explain::run(&arguments),
         Command::Info(arguments) => info::run(&arguments),
         Command::Completions(arguments) => completions::run(&arguments, &mut Arguments::command()),
         Command::Man(arguments) => man::run(&arguments, Arguments::command()),
@@ -107,7 +104,7 @@ fn usage(error: &clap::Error) -> ExitCode {
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         note(
-            "error: no subcommand; give train, predict, generate, eval, explain, info, completions or man, or see longspan --help",
+            "error: no subcommand; give train, predict, generate, eval, info, completions or man, or see longspan --help",
         );
         return ExitCode::from(2);
     }

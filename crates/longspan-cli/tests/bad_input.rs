@@ -74,7 +74,7 @@ fn unknown_names_and_keys_are_answered_with_the_known_ones() {
     train(&["--set", "steps"], &["no `=`"]);
     train(&["--minutes", "nan"], &["cannot be used with"]);
     train(&["--learning-rate", "inf"], &["--learning-rate inf: expected a finite number"]);
-    train(&["--set", "norm=both"], &["unknown norm \"both\"", "known are pre, post"]);
+    train(&["--set", "norm=both"], &["`norm` = \"both\": unknown value `both`, expected `pre` or `post`"]);
     train(&["--set", "heads=3"], &["not a multiple of heads = 3"]);
     train(&["--set", "dropout=1.5"], &["dropout = 1.5"]);
     train(&["--source-tokens", "syllables"], &["unknown tokens \"syllables\"", "characters, words, bytes"]);

@@ -313,7 +313,12 @@ fn mistakes_are_named_and_no_run_is_made() {
         (&series, "9000", &[], &["forecast = 9000 and max_tokens = 8192", "raise --set max_tokens"]),
         (&series, "6", &["--set", "context=8190"], &["context = 8190 and forecast = 6 are more than max_tokens"]),
         (&series, "6", &["--set", "context=0"], &["context = 0: expected at least 1"]),
-        (&series, "6", &["--set", "target=number"], &["target is given along with forecast"]),
+        (
+            &series,
+            "6",
+            &["--set", "target=number"],
+            &["`target` is not used by --series with --forecast", "--labelled, --series"],
+        ),
         (&["--series", "short.jsonl"], "6", &[], &["short.jsonl: the longest series has 3 points"]),
         (&["--series", "empty.csv"], "6", &[], &["empty.csv: no series in it"]),
         (&["--series", "huge.jsonl"], "6", &[], &["huge.jsonl, line 1: a value or a time is too large"]),
@@ -327,7 +332,7 @@ fn mistakes_are_named_and_no_run_is_made() {
     }
     place.fails(
         &["train", "--series", "long.csv", "--set", "context=9"],
-        &["context is given without forecast", "--forecast"],
+        &["`context` is not used by --series; it belongs to --series with --forecast"],
     );
     place.ok(&train("long.csv", "run", "3", &[]));
     place.fails(&["generate", "run"], &["predicts for lines", "predict run"]);

@@ -140,9 +140,9 @@ fn csv_and_forms_of_blocks_and_numbers() {
     // Both begin with no corrections to the words' regression.
     assert_ne!(place.losses("kept")[1..], place.losses("plain")[1..]);
     for (setting, parts) in [
-        ("norm_kind=batch", ["unknown norm_kind \"batch\"", "layer, rms"]),
-        ("activation=tanh", ["unknown activation \"tanh\"", "relu, gelu, gelu-tanh, silu"]),
-        ("target=text", ["unknown target \"text\"", "label, number"]),
+        ("norm_kind=batch", ["unknown value `batch`", "`layer` or `rms`"]),
+        ("activation=tanh", ["unknown value `tanh`", "`relu`, `gelu`, `gelu-tanh`, `silu`"]),
+        ("target=text", ["`target` = \"text\": unknown value `text`", "`label` or `number`"]),
     ] {
         place.fails(&train("reports.tsv", "run", "3", &["--set", setting]), &parts);
     }
@@ -201,7 +201,7 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
     place.fails(&train("bad.tsv", "run", "3", &[]), &["bad.tsv, line 1, byte 2: invalid UTF-8"]);
     place.fails(
         &train("reports.tsv", "run", "3", &["--set", "pooling=max"]),
-        &["unknown pooling \"max\"", "mean, last"],
+        &["`pooling` = \"max\": unknown value `max`", "`mean`, `last`"],
     );
     place.fails(
         &train("reports.tsv", "run", "3", &["--set", "max_tokens=2"]),

@@ -160,7 +160,11 @@ fn settings_that_a_task_does_not_use_are_refused() {
         (pairs, ["--config", "settings.toml"], ["settings.toml: `pooling` is not used by --pairs", "--labelled"]),
         (["--text", "text.txt"], ["--source-tokens", "bytes"], ["--source-tokens: ", "belongs to --pairs"]),
         (["--labelled", "labelled.tsv"], ["--vocabulary", "300"], ["--vocabulary: ", "belongs to --text"]),
-        (["--labelled", "labelled.tsv"], ["--set", "pooling=nonsense"], ["unknown pooling \"nonsense\"", "mean"]),
+        (
+            ["--labelled", "labelled.tsv"],
+            ["--set", "pooling=nonsense"],
+            ["`pooling` = \"nonsense\": unknown value `nonsense`", "`mean`"],
+        ),
     ] {
         place.fails(&train(&data, "run", "2", &more), &parts);
         assert!(!place.path("run").exists());

@@ -158,8 +158,10 @@ fn missing_values_are_said_and_seen_and_every_mechanism_and_pooling_trains() {
         &train("holes.jsonl", "refused", "4", &["--set", "missing=refuse"]),
         &["holes.jsonl, line 1: values are missing"],
     );
-    place
-        .fails(&train("holes.jsonl", "refused", "4", &["--set", "missing=zero"]), &["unknown missing", "mask, refuse"]);
+    place.fails(
+        &train("holes.jsonl", "refused", "4", &["--set", "missing=zero"]),
+        &["`missing` = \"zero\": unknown value `zero`", "`mask` or `refuse`"],
+    );
     // A run that knows no holes takes them too.
     place.ok(&train("waves.jsonl", "whole", "4", &[]));
     assert_eq!(place.ok(&["predict", "whole", "holes.jsonl"]).lines().count(), 120);
@@ -221,8 +223,7 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         &train("waves.jsonl", "run", "3", &["--set", "max_tokens=2"]),
         &["all training series have more than 2 points"],
     );
-    place
-        .fails(&train("waves.jsonl", "run", "3", &["--set", "pooling=max"]), &["unknown pooling \"max\"", "attention"]);
+    place.fails(&train("waves.jsonl", "run", "3", &["--set", "pooling=max"]), &["unknown value `max`", "`attention`"]);
     place.fails(&["train", "--labelled", "waves.jsonl", "--out", "run"], &["waves.jsonl, line 1", "--series"]);
     place.ok(&train("waves.jsonl", "good", "3", &[]));
     place.fails(&["generate", "good"], &["predicts for lines", "predict good"]);

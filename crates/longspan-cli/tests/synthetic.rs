@@ -90,7 +90,7 @@ fn tasks_that_there_are_not_are_named_and_no_run_is_made() {
     let place = Place::new();
     place.fails(&train("mqr", "run", "3", &[]), &["unknown synthetic task \"mqr\"", "mqar, recall, fuzzy"]);
     place.fails(&train("mqar:pairs=9,length=16", "run", "3", &[]), &["9 pairs need length=36 or more"]);
-    place.fails(&train(SPEC, "run", "3", &["--held-out", "x"]), &["synthetic is given along with"]);
+    place.fails(&train(SPEC, "run", "3", &["--held-out", "x"]), &["`held_out` is not used by --synthetic"]);
     place.fails(&train(SPEC, "run", "3", &["--set", "series=x"]), &["series is given along with synthetic"]);
     assert!(!place.path("run").exists());
     place.ok(&train(SPEC, "run", "3", &[]));

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::search::Search;
 use super::{Outcome, draw};
 use crate::run::columns::Columns;
-use crate::run::config::RunConfig;
+use crate::run::config::Config;
 use crate::run::folder::RunFolder;
 use crate::tasks::task::Answering;
 use crate::tasks::workers::Workers;
@@ -37,16 +37,15 @@ pub struct Arguments {
 
 /// Scores a file, or what the run held out.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
-    let (folder, config) = arguments.search.open()?;
-    for_task!(&config, score(arguments, folder, config))
+    let (folder, config) = arguments.search.open(&arguments.columns)?;
+    for_task!(config, score(arguments, folder))
 }
 
-fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
-    let mut trained = Trained::<T>::load(folder, config)?;
-    trained.config.columns = trained.config.columns.with(&arguments.columns);
+fn score<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder: RunFolder) -> Result<Outcome> {
+    let trained = Trained::<T>::load(folder, config)?;
     let workers = Workers::new(Workers::usual_count())?;
     let file = arguments.file.as_deref();
-    let name = file.or(trained.config.held_out.as_deref()).map_or(trained.config.data_name(), lines::name);
+    let name = file.or(trained.config.held_out()).map_or(trained.config.data_name(), lines::name);
     let how = Answering {
         config: &trained.config,
         beam: arguments.search.beam,
@@ -55,7 +54,7 @@ fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -
         // The texts know their lines.
         line: &|place| place + 1,
     };
-    if file.is_some_and(|path| is_learned_from(path, &trained.config)) {
+    if file.is_some_and(|path| is_learned_from(path, &trained.config.data)) {
         note(format_args!("{name} is what the run learned from, so the scores are better than on new data"));
     }
     let scores = match file {
@@ -82,10 +81,9 @@ fn score<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -
 }
 
 /// Whether a file, or the folder that it lies in, is one that the run learned from.
-fn is_learned_from(path: &Path, config: &RunConfig) -> bool {
-    let mut data = config.data().into_iter().chain(config.text.iter().map(PathBuf::as_path));
+fn is_learned_from(path: &Path, data: &[PathBuf]) -> bool {
     let Ok(path) = path.canonicalize() else { return false };
-    data.any(|data| data.canonicalize().is_ok_and(|data| path.starts_with(data)))
+    data.iter().any(|data| data.canonicalize().is_ok_and(|data| path.starts_with(data)))
 }
 
 /// What a run held out, if its data are still those that it learned from.

@@ -14,9 +14,8 @@ use super::Outcome;
 use super::predict::say_unknown;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
-use crate::tasks::task::{Generated, Verb, Wish};
-use crate::tasks::text::Stops;
-use crate::tasks::{Task, Trained, for_task, lines};
+use crate::tasks::text::{Generated, Stops, Text, Wish};
+use crate::tasks::{Task, Trained, lines};
 use crate::terminal::notes::note;
 use crate::terminal::shell;
 
@@ -69,16 +68,11 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
         bail!("--json prints at the end, and --tokens 0 has none; give a number of tokens");
     }
     let folder = RunFolder::open(&arguments.run)?;
-    let config = folder.load_config()?;
-    for_task!(&config, generate(arguments, folder, config))
-}
-
-fn generate<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
-    if T::VERB != Verb::Generate {
+    let RunConfig::Text(config) = folder.load_config()? else {
         let (program, run) = (shell::program(), shell::path(folder.path()));
         bail!("this run predicts for lines and does not generate text; use: {program} predict {run}");
-    }
-    let trained = Trained::<T>::load(folder, config)?;
+    };
+    let trained = Trained::<Text>::load(folder, config)?;
     let prompt = match arguments.prompt.as_deref() {
         Some("-") => lines::utf8(&lines::read(Path::new("-"))?, "standard input")?.to_owned(),
         Some(text) => text.to_owned(),

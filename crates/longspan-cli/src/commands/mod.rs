@@ -2,7 +2,6 @@
 
 pub mod completions;
 pub mod eval;
-pub mod explain;
 pub mod generate;
 pub mod info;
 pub mod man;

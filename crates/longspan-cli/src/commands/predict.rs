@@ -13,11 +13,11 @@ use clap::Args;
 use super::search::Search;
 use super::{Outcome, draw};
 use crate::run::columns::Columns;
-use crate::run::config::RunConfig;
+use crate::run::config::Config;
 use crate::run::folder::RunFolder;
-use crate::tasks::task::{Answering, Asked, Titles, Told, Verb};
+use crate::tasks::task::{Answering, Asked, Predict, Titles, Told};
 use crate::tasks::workers::Workers;
-use crate::tasks::{Task, Trained, for_task, lines};
+use crate::tasks::{Trained, for_predicting, lines};
 use crate::terminal::forecasts::Forecasts;
 use crate::terminal::notes::note;
 use crate::terminal::samples::{CUT, one_line};
@@ -55,17 +55,15 @@ pub struct Arguments {
 
 /// Answers every line in order, each as soon as it can be.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
-    let (folder, config) = arguments.search.open()?;
-    for_task!(&config, answer(arguments, folder, config))
+    let (folder, config) = arguments.search.open(&arguments.columns)?;
+    for_predicting!(config, answer(arguments, folder), _ => {
+        let (program, run) = (shell::program(), shell::path(folder.path()));
+        bail!("this run generates text and does not predict for lines; use: {program} generate {run}")
+    })
 }
 
-fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
-    if T::VERB != Verb::Predict {
-        let (program, run) = (shell::program(), shell::path(folder.path()));
-        bail!("this run generates text and does not predict for lines; use: {program} generate {run}");
-    }
-    let mut trained = Trained::<T>::load(folder, config)?;
-    trained.config.columns = trained.config.columns.with(&arguments.columns);
+fn answer<T: Predict>(config: Config<T::Settings>, arguments: &Arguments, folder: RunFolder) -> Result<Outcome> {
+    let trained = Trained::<T>::load(folder, config)?;
     let workers = Workers::new(Workers::usual_count())?;
     let path = arguments.file.as_deref().unwrap_or(Path::new("-"));
     let name = lines::name(path);
@@ -97,7 +95,7 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
             name: &name,
             line: &|place| batch[place].line,
         };
-        for told in trained.task.told(&trained.model, &batch, &how)? {
+        for told in trained.task.predict(&trained.model, &batch, &how)? {
             cut += usize::from(told.cut);
             out.write(&told)?;
             pictures
@@ -117,7 +115,7 @@ fn answer<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) 
     }
     say_unknown(&unknown);
     if cut > 0 {
-        let limit = trained.config.answer_tokens.unwrap_or(trained.config.max_tokens);
+        let limit = trained.config.common().longest_answer.unwrap_or_default();
         let answers = if cut == 1 { "1 answer" } else { &format!("{cut} answers") };
         let mark = if arguments.json { "\"finished\": false" } else { CUT.trim() };
         note(format_args!("note: {answers} did not end within {limit} tokens, cut there and marked by {mark}"));

@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Args;
 
+use crate::run::columns::Columns;
 use crate::run::config::RunConfig;
 use crate::run::folder::RunFolder;
+use crate::run::settings::Settings;
 
 /// Which run answers, and how.
 #[derive(Args)]
@@ -19,13 +21,16 @@ pub struct Search {
 }
 
 impl Search {
-    /// Checks the arguments, and reads the run's settings.
-    pub fn open(&self) -> Result<(RunFolder, RunConfig)> {
+    /// Checks the arguments, and reads the run's settings; columns may have other names here.
+    pub fn open(&self, columns: &Columns) -> Result<(RunFolder, RunConfig)> {
         if self.beam == 0 {
             bail!("--beam 0: expected at least 1");
         }
         let folder = RunFolder::open(&self.run)?;
-        let config = folder.load_config()?;
+        let stored = folder.load_config()?;
+        let mut settings = Settings::default();
+        settings.name_columns(columns)?;
+        let config = settings.change(&stored, |_| Ok(()))?;
         Ok((folder, config))
     }
 }

@@ -9,7 +9,7 @@ use longspan::layers::FusedAdamW;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::config::RunConfig;
+use super::config::TrainingSettings;
 use super::folder::{CHECKPOINT, MODEL, RunFolder};
 use super::seal;
 use crate::terminal::shell;
@@ -49,9 +49,9 @@ pub struct Best {
 }
 
 /// The optimiser that the settings name.
-pub fn optimizer(config: &RunConfig) -> ModuleOptimizer {
+pub fn optimizer(settings: &TrainingSettings) -> ModuleOptimizer {
     // β₂ as in Vaswani et al. 2017: the usual 0.999 averages over more steps than a short run has.
-    ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, config.weight_decay as f32).without_decay_of_vectors())
+    ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, settings.weight_decay as f32).without_decay_of_vectors())
 }
 
 /// What a checkpoint holds.

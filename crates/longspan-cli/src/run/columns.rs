@@ -58,22 +58,4 @@ impl Columns {
     pub fn names_text(&self, title: &str) -> bool {
         [&self.text, &self.label, &self.source, &self.target].into_iter().flatten().any(|name| name == title)
     }
-
-    /// Those of `other` where it has some, else these.
-    pub fn with(&self, other: &Self) -> Self {
-        let word = |own: &Option<String>, other: &Option<String>| other.as_ref().or(own.as_ref()).cloned();
-        let list = |own: &[String], other: &[String]| if other.is_empty() { own.to_vec() } else { other.to_vec() };
-        Self {
-            time: word(&self.time, &other.time),
-            id: word(&self.id, &other.id),
-            channels: list(&self.channels, &other.channels),
-            known: list(&self.known, &other.known),
-            label: word(&self.label, &other.label),
-            text: word(&self.text, &other.text),
-            source: word(&self.source, &other.source),
-            target: word(&self.target, &other.target),
-            dates: word(&self.dates, &other.dates),
-            wide: self.wide || other.wide,
-        }
-    }
 }

@@ -5,9 +5,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+use serde_json::{Value, json};
 
-use super::config::{RunConfig, TaskKind};
+use super::config::{Config, RunConfig, TaskKind, TaskSettings, compresses};
+use super::keys::{self, KEYS, Key};
 use super::seal::{self, LOG};
 use super::write::help;
 
@@ -81,7 +83,7 @@ impl RunFolder {
     }
 
     /// Writes all settings.
-    pub fn save_config(&self, config: &RunConfig) -> Result<()> {
+    pub fn save_config<S: TaskSettings>(&self, config: &Config<S>) -> Result<()> {
         self.replace(&[(CONFIG, stored(config)?.as_bytes())])
     }
 
@@ -133,9 +135,9 @@ impl RunFolder {
         self.path.join(LOG)
     }
 
-    /// The loss curve; `extension` is `svg` or `png`.
-    pub fn loss_curve(&self, extension: &str) -> PathBuf {
-        self.path.join("loss").with_extension(extension)
+    /// The loss curve; beside it is a `.png`.
+    pub fn loss_curve(&self) -> PathBuf {
+        self.path.join("loss.svg")
     }
 
     /// The weights.
@@ -170,58 +172,69 @@ impl RunFolder {
 
 /// What `config.json` holds. Its first two keys let Hugging Face's transformers know the model, which the Python package has for
 /// every kind of data but series and what is compressed.
-fn stored(config: &RunConfig) -> Result<String> {
-    #[derive(Serialize)]
-    struct Stored<'a> {
-        #[serde(skip_serializing_if = "Option::is_none")]
-        model_type: Option<&'static str>,
-        #[serde(skip_serializing_if = "Option::is_none")]
-        architectures: Option<[&'static str; 1]>,
-        #[serde(flatten)]
-        settings: &'a RunConfig,
-    }
-    let model = match config.kind() {
+fn stored<S: TaskSettings>(config: &Config<S>) -> Result<String> {
+    let model = match S::KIND {
         TaskKind::Series | TaskKind::Forecast => None,
         // It answers with what a simple method gives beside it, which the Python package does not have.
-        _ if config.base => None,
-        TaskKind::Synthetic if config.compresses() => None,
+        _ if config.common().base => None,
+        TaskKind::Synthetic if config.common().drawn.is_some_and(compresses) => None,
         TaskKind::Labelled => Some("LongspanForSequenceClassification"),
         TaskKind::Pairs => Some("LongspanForSeq2SeqLM"),
         _ => Some("LongspanForCausalLM"),
     };
-    let stored =
-        Stored { model_type: model.map(|_| "longspan"), architectures: model.map(|name| [name]), settings: config };
-    Ok(format!("{}\n", serde_json::to_string_pretty(&stored)?))
+    let own = config.to_map()?;
+    let names = model.map(|model| [("model_type", "longspan".into()), ("architectures", json!([model]))]);
+    // The Python package reads the keys of other tasks too.
+    let others = keys::defaults();
+    let value = |key: &Key| (key.name, own.get(key.name).or(others.get(key.name)).cloned().unwrap_or_default());
+    let all = Ordered(names.into_iter().flatten().chain(KEYS.iter().map(value)).collect());
+    Ok(format!("{}\n", serde_json::to_string_pretty(&all)?))
+}
+
+/// A table whose keys keep their order.
+struct Ordered(Vec<(&'static str, Value)>);
+
+impl Serialize for Ordered {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(key, value)| (key, value)))
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::Value;
-
     use super::*;
+    use crate::run::config::{LabelledSettings, PairsSettings, SeriesSettings, SyntheticSettings, TextSettings, with};
     use crate::run::settings::Settings;
+
+    fn names_of<S: TaskSettings>(values: Value) -> (Value, Value) {
+        let place = tempfile::tempdir().unwrap();
+        let folder = RunFolder::at(place.path(), false);
+        let mut config = with::<S>(values);
+        config.training.steps = Some(1);
+        folder.save_config(&config).unwrap();
+        assert_eq!(folder.load_config().unwrap().to_map().unwrap(), config.to_map().unwrap());
+        let text = fs::read_to_string(folder.config()).unwrap();
+        let stored: Value = serde_json::from_str(&text).unwrap();
+        // In the order of the table.
+        let places: Vec<usize> =
+            KEYS.iter().map(|key| text.find(&format!("\n  \"{}\": ", key.name)).unwrap()).collect();
+        assert!(places.is_sorted());
+        (stored["model_type"].clone(), stored["architectures"][0].clone())
+    }
 
     #[test]
     fn transformers_finds_its_keys_and_the_command_passes_over_them() {
-        let place = tempfile::tempdir().unwrap();
-        let folder = RunFolder::at(place.path(), false);
-        let of = |change: fn(&mut RunConfig)| {
-            let mut config = RunConfig { steps: Some(1), ..RunConfig::default() };
-            change(&mut config);
-            folder.save_config(&config).unwrap();
-            assert_eq!(folder.load_config().unwrap(), config);
-            let stored: Value = serde_json::from_str(&fs::read_to_string(folder.config()).unwrap()).unwrap();
-            (stored["model_type"].clone(), stored["architectures"][0].clone())
-        };
         let named = |name: &str| (Value::from("longspan"), Value::from(name));
-        assert_eq!(of(|_| ()), named("LongspanForSeq2SeqLM"));
-        assert_eq!(of(|config| config.text = vec!["a.txt".into()]), named("LongspanForCausalLM"));
-        assert_eq!(of(|config| config.synthetic = Some("mqar".into())), named("LongspanForCausalLM"));
-        let labelled = of(|config| config.labelled = Some("a.tsv".into()));
-        assert_eq!(labelled, named("LongspanForSequenceClassification"));
-        assert_eq!(of(|config| config.series = Some("a.csv".into())), (Value::Null, Value::Null));
-        assert_eq!(of(|config| config.synthetic = Some("compression:length=8".into())), (Value::Null, Value::Null));
-        let error = Settings::new().unwrap().set_text("model_type=x").unwrap_err().to_string();
+        let none = (Value::Null, Value::Null);
+        assert_eq!(names_of::<PairsSettings>(json!({})), named("LongspanForSeq2SeqLM"));
+        assert_eq!(names_of::<TextSettings>(json!({ "text": ["a.txt"] })), named("LongspanForCausalLM"));
+        assert_eq!(names_of::<SyntheticSettings>(json!({ "synthetic": "mqar" })), named("LongspanForCausalLM"));
+        let labelled = json!({ "labelled": "a.tsv", "base": false });
+        assert_eq!(names_of::<LabelledSettings>(labelled), named("LongspanForSequenceClassification"));
+        assert_eq!(names_of::<LabelledSettings>(json!({ "labelled": "a.tsv" })), none);
+        assert_eq!(names_of::<SeriesSettings>(json!({ "series": "a.csv" })), none);
+        assert_eq!(names_of::<SyntheticSettings>(json!({ "synthetic": "compression:length=8" })), none);
+        let error = Settings::default().set_text("model_type=x").unwrap_err().to_string();
         assert!(error.contains("unknown key `model_type`"), "{error}");
     }
 }

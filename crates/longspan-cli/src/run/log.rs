@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 
 use super::folder::RunFolder;
 use super::seal::LOG;
-use super::write::{cannot_write, write_picture};
-use crate::terminal::plot::{LossCurve, Picture, Point};
+use super::write::{cannot_write, write_pictures};
+use crate::terminal::plot::{LossCurve, Point};
 
 /// The metrics of a run, open for more.
 pub struct MetricsLog {
@@ -68,7 +68,6 @@ impl MetricsLog {
     /// Draws the curve anew.
     pub fn draw(&self, title: &str, measure: &str) -> Result<()> {
         let curve = LossCurve { training: &self.training, development: &self.development, title, measure };
-        write_picture(&self.folder.loss_curve("svg"), curve.svg()?.as_bytes())?;
-        write_picture(&self.folder.loss_curve("png"), &curve.png()?)
+        write_pictures(&self.folder.loss_curve(), &curve)
     }
 }

@@ -1,93 +1,50 @@
-//! Settings as they are gathered. Sources from weakest to strongest: defaults, `--config`, `--set`, flags.
+//! Settings as they are given. Sources from weakest to strongest: defaults, `--config`, `--set`, flags.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use serde_json::{Map, Value};
 
+use super::columns::Columns;
 use super::config::{RunConfig, TaskKind};
-use super::keys::KEYS;
+use super::keys::{self, KEYS};
 use super::words::{nearest, plain};
 
-/// Settings as they are gathered, one source over the other.
-#[derive(Debug, Clone)]
-pub struct Settings {
-    values: Map<String, Value>,
-    /// The keys that a person set, and where.
-    given: BTreeMap<String, String>,
+/// A setting that a person gave.
+struct Given {
+    key: &'static str,
+    value: Value,
+    /// Where it comes from, for errors.
+    origin: String,
 }
 
+/// Settings that a person gave, the strongest last.
+#[derive(Default)]
+pub struct Settings(Vec<Given>);
+
 impl Settings {
-    /// The defaults.
-    pub fn new() -> Result<Self> {
-        Self::of(&RunConfig::default())
-    }
-
-    /// The settings of a run.
-    pub fn of(config: &RunConfig) -> Result<Self> {
-        match serde_json::to_value(config)? {
-            Value::Object(values) => Ok(Self { values, given: BTreeMap::new() }),
-            other => bail!("settings are {other}, not a table; this is a bug: report it"),
-        }
-    }
-
-    /// The defaults of the task whose data they name, if it has its own.
-    pub fn defaults_of_task(&self) -> Option<RunConfig> {
-        let named = |key: &str| self.values.get(key).unwrap_or(&Value::Null);
-        if named("text").as_array().is_some_and(|paths| !paths.is_empty()) {
-            return Some(RunConfig::of_text());
-        }
-        if named("synthetic").is_string() {
-            return Some(RunConfig::of_synthetic());
-        }
-        if named("series").is_string() {
-            let forecasts = named("forecast").is_number();
-            return Some(if forecasts { RunConfig::of_forecast() } else { RunConfig::of_series() });
-        }
-        if named("labelled").is_string() {
-            return Some(RunConfig::of_labelled());
-        }
-        named("pairs").is_null().then(RunConfig::of_dictionary)
-    }
-
-    /// The keys whose values differ from those of `config`.
-    pub fn changed(&self, config: &RunConfig) -> Result<Vec<String>> {
-        let other = serde_json::to_value(config)?;
-        // Not the raw values: `2` and `2.0` are the same number.
-        let own = serde_json::to_value(self.build()?)?;
-        Ok(self.values.keys().filter(|key| own[*key] != other[*key]).cloned().collect())
-    }
-
     /// Sets one key; `origin` names where it comes from in errors.
     pub fn set(&mut self, key: &str, value: Value, origin: &str) -> Result<()> {
-        if !self.values.contains_key(key) {
-            let known: Vec<&str> = self.values.keys().map(String::as_str).collect();
+        let Some(known) = keys::find(key) else {
+            let known = KEYS.map(|key| key.name);
             let nearest = nearest(key, &known).map(|name| format!("did you mean `{name}`? ")).unwrap_or_default();
             bail!("{origin}: unknown key `{key}`; {nearest}known are {}", known.join(", "));
-        }
-        let old = self.values.insert(key.to_string(), value.clone());
-        if let Err(error) = self.build() {
-            if let Some(old) = old {
-                self.values.insert(key.to_string(), old);
-            }
-            bail!("{origin}: `{key}` = {value}: {}; see the table of keys in `longspan train --help`", plain(&error));
-        }
-        self.given.insert(key.to_string(), origin.to_string());
+        };
+        self.0.push(Given { key: known.name, value, origin: origin.into() });
         Ok(())
     }
 
-    /// Sets those entries of a table that `values` has.
-    pub fn merge(&mut self, key: &str, values: &Value, origin: &str) -> Result<()> {
-        let Some(values) = values.as_object().filter(|values| !values.is_empty()) else { return Ok(()) };
-        let mut table = self.values.get(key).and_then(Value::as_object).cloned().unwrap_or_default();
-        table.extend(values.clone());
-        self.set(key, Value::Object(table), origin)
+    /// Takes the columns that flags name, if they name any.
+    pub fn name_columns(&mut self, columns: &Columns) -> Result<()> {
+        if *columns == Columns::default() {
+            return Ok(());
+        }
+        self.set("columns", serde_json::to_value(columns)?, "--time, --id and their like")
     }
 
     /// Whether a person set one of these keys.
     pub fn gives(&self, keys: &[&str]) -> bool {
-        keys.iter().any(|key| self.given.contains_key(*key))
+        self.0.iter().any(|given| keys.contains(&given.key))
     }
 
     /// Takes all keys of a TOML file.
@@ -127,104 +84,139 @@ impl Settings {
         self.set(key, value, "--set")
     }
 
-    /// Refuses a key that a person set and that a run of this kind does not use.
-    pub fn check_use(&self, kind: TaskKind) -> Result<()> {
-        for (key, tasks, _) in KEYS {
-            if let Some(origin) = self.given.get(key).filter(|_| !tasks.contains(&kind)) {
-                let others: Vec<&str> = tasks.iter().map(|task| task.flag()).collect();
+    /// The settings of a new run.
+    pub fn resolve(&self) -> Result<RunConfig> {
+        let mut values = keys::defaults();
+        self.0.iter().for_each(|given| given.put(&mut values));
+        let kind = TaskKind::of(&values)?;
+        self.over(kind, kind.defaults(&values))
+    }
+
+    /// The settings of a run that exists, of which only those that `may` may change.
+    pub fn change(&self, stored: &RunConfig, may: impl Fn(&str) -> Result<()>) -> Result<RunConfig> {
+        let before = stored.to_map()?;
+        let config = self.over(stored.kind(), before.clone())?;
+        let after = config.to_map()?;
+        before.keys().filter(|key| before[*key] != after[*key]).try_for_each(|key| may(key))?;
+        Ok(config)
+    }
+
+    /// What is given over these values.
+    fn over(&self, kind: TaskKind, mut values: Map<String, Value>) -> Result<RunConfig> {
+        // First what has no default.
+        let (first, rest): (Vec<_>, Vec<_>) =
+            self.0.iter().partition(|given| ["forecast", "synthetic"].contains(&given.key));
+        for given in first.into_iter().chain(rest) {
+            given.check_use(kind)?;
+            given.put(&mut values);
+            if let Err(error) = RunConfig::of(kind, &values) {
+                let Given { key, value, origin } = given;
                 bail!(
-                    "{origin}: `{key}` is not used by {}; it belongs to {}: leave it out",
-                    kind.flag(),
-                    others.join(", ")
+                    "{origin}: `{key}` = {value}: {}; see the table of keys in `longspan train --help`",
+                    plain(&error)
                 );
             }
         }
-        Ok(())
-    }
-
-    fn build(&self) -> Result<RunConfig, serde_json::Error> {
-        serde_json::from_value(Value::Object(self.values.clone()))
-    }
-
-    /// The settings, checked against each other.
-    pub fn finish(&self) -> Result<RunConfig> {
-        let config = self.build()?;
+        let config = RunConfig::of(kind, &values)?;
         config.check()?;
         Ok(config)
+    }
+}
+
+impl Given {
+    /// Columns are added to those that are there.
+    fn put(&self, values: &mut Map<String, Value>) {
+        match (values.get_mut(self.key), &self.value) {
+            (Some(Value::Object(old)), Value::Object(new)) if self.key == "columns" => old.extend(new.clone()),
+            _ => drop(values.insert(self.key.into(), self.value.clone())),
+        }
+    }
+
+    /// Refuses a key that a run of this kind does not have.
+    fn check_use(&self, kind: TaskKind) -> Result<()> {
+        let has = |task: TaskKind| task.keys().map(|keys| keys.iter().any(|key| key == self.key));
+        if has(kind)? {
+            return Ok(());
+        }
+        let others: Vec<&str> =
+            TaskKind::ALL.into_iter().filter(|task| has(*task).unwrap_or(false)).map(TaskKind::flag).collect();
+        bail!(
+            "{}: `{}` is not used by {}; it belongs to {}: leave it out",
+            self.origin,
+            self.key,
+            kind.flag(),
+            others.join(", ")
+        )
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::config::{Config, PairsSettings};
 
-    #[test]
-    fn later_sources_win_and_types_are_checked() {
-        let mut settings = Settings::new().unwrap();
-        settings.set_text("steps=7").unwrap();
-        settings.set_text("attention = kernelized").unwrap();
-        settings.set_text("learning_rate=1e-4").unwrap();
-        settings.set_text("steps=8").unwrap();
-        let config = settings.finish().unwrap();
-        assert_eq!((config.steps, config.attention.as_str(), config.learning_rate), (Some(8), "kernelized", 1e-4));
-        let error = settings.set_text("steps=many").unwrap_err().to_string();
-        assert!(error.contains("`steps` = \"many\""), "{error}");
-        assert_eq!(settings.finish().unwrap().steps, Some(8), "a refused value leaves the old one");
+    /// Settings given one after the other, in a run of pairs where none names another task.
+    fn given(assignments: &[&str]) -> Result<RunConfig> {
+        let mut settings = Settings::default();
+        assignments.iter().try_for_each(|one| settings.set_text(one))?;
+        settings.resolve()
+    }
+
+    fn pairs(assignments: &[&str]) -> Config<PairsSettings> {
+        match given(assignments).unwrap() {
+            RunConfig::Pairs(config) => config,
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]
-    fn every_key_is_explained() {
-        let settings = Settings::new().unwrap();
-        let mut known: Vec<&str> = settings.values.keys().map(String::as_str).collect();
-        let mut explained: Vec<&str> = KEYS.iter().map(|(key, _, _)| *key).collect();
+    fn later_sources_win_and_types_are_checked() {
+        let config = pairs(&["steps=7", "attention = kernelized", "learning_rate=1e-4", "steps=8", "clip_norm=2"]);
+        assert_eq!((config.training.steps, config.model.attention.as_str()), (Some(8), "kernelized"));
+        // A whole number serves where a fraction is wanted.
+        assert_eq!((config.training.learning_rate, config.training.clip_norm), (1e-4, 2.0));
+        let error = given(&["steps=many"]).unwrap_err().to_string();
+        assert!(error.contains("`steps` = \"many\""), "{error}");
+    }
+
+    #[test]
+    fn every_task_has_its_settings_and_the_table_has_all() {
+        let mut all: Vec<String> = TaskKind::ALL.iter().flat_map(|kind| kind.keys().unwrap()).collect();
+        all.sort_unstable();
+        all.dedup();
+        let mut known = KEYS.map(|key| key.name);
         known.sort_unstable();
-        explained.sort_unstable();
-        assert_eq!(explained, known);
+        assert_eq!(all, known);
     }
 
     #[test]
     fn a_file_whose_name_is_a_date_is_a_file() {
-        let mut settings = Settings::new().unwrap();
-        settings.set_text("pairs=2024-01-31").unwrap();
-        assert_eq!(settings.finish().unwrap().pairs.unwrap(), Path::new("2024-01-31"));
+        assert_eq!(pairs(&["pairs=2024-01-31"]).data, [Path::new("2024-01-31")]);
     }
 
     #[test]
     fn keys_that_a_task_does_not_use_are_refused() {
-        for (kind, assignment, others) in [
-            (TaskKind::Pairs, "pooling=nonsense", "--labelled, --series"),
-            (TaskKind::Pairs, "segment=3", "--text"),
-            (TaskKind::Text, "source_tokens=bytes", "--pairs"),
-            (TaskKind::Labelled, "vocabulary=300", "--text"),
-            (TaskKind::Series, "context=3", "--series with --forecast"),
-            (TaskKind::Forecast, "label_smoothing=0.1", "--pairs, --text, --labelled, --series, --synthetic"),
-            (TaskKind::Synthetic, "missing=refuse", "--series, --series with --forecast"),
+        for (data, assignment, flag, others) in [
+            ("pairs=a", "pooling=nonsense", "--pairs", "--labelled, --series"),
+            ("pairs=a", "segment=3", "--pairs", "--text"),
+            ("text=['a']", "source_tokens=bytes", "--text", "--pairs"),
+            ("labelled=a", "vocabulary=300", "--labelled", "--text"),
+            ("series=a", "context=3", "--series", "--series with --forecast"),
+            ("synthetic=mqar", "missing=refuse", "--synthetic", "--series, --series with --forecast"),
         ] {
-            let mut settings = Settings::new().unwrap();
-            settings.set_text(assignment).unwrap();
-            let error = settings.check_use(kind).unwrap_err().to_string();
+            let error = given(&[data, assignment]).unwrap_err().to_string();
             let key = assignment.split('=').next().unwrap();
-            let expected =
-                format!("--set: `{key}` is not used by {}; it belongs to {others}: leave it out", kind.flag());
-            assert_eq!(error, expected);
+            assert_eq!(error, format!("--set: `{key}` is not used by {flag}; it belongs to {others}: leave it out"));
         }
-        let mut settings = Settings::new().unwrap();
-        settings.set_text("steps=3").unwrap();
-        settings.check_use(TaskKind::Forecast).unwrap();
-    }
-
-    #[test]
-    fn a_whole_number_serves_where_a_fraction_is_wanted() {
-        let mut settings = Settings::new().unwrap();
-        settings.set_text("clip_norm=2").unwrap();
-        settings.set_text("minutes=3").unwrap();
-        assert_eq!(settings.finish().unwrap().minutes, Some(3.0));
+        let error = given(&["series=a", "forecast=3", "label_smoothing=0.1"]).unwrap_err().to_string();
+        assert!(error.contains("it belongs to --pairs, --text, --labelled, --series, --synthetic"), "{error}");
+        given(&["series=a", "forecast=3", "steps=3"]).unwrap();
     }
 
     #[test]
     fn senseless_values_are_named() {
         for (assignment, part) in [
-            ("heads=3", "not a multiple of heads = 3"),
+            ("heads=5", "not a multiple of heads = 5"),
             ("dropout=1.0", "dropout = 1"),
             ("batch_size=0", "batch_size = 0"),
             ("steps=0", "steps = 0"),
@@ -236,10 +228,23 @@ mod tests {
             ("text=novel.txt", "expected a list such as [\"novel.txt\"]"),
             ("minutes=0.0", "minutes = 0"),
         ] {
-            let mut settings = Settings::new().unwrap();
-            let result = settings.set_text(assignment).and_then(|()| settings.finish().map(drop));
-            let error = result.unwrap_err().to_string();
+            let error = given(&[assignment]).unwrap_err().to_string();
             assert!(error.contains(part), "{assignment}: {error}");
         }
+    }
+
+    #[test]
+    fn runs_of_earlier_versions_have_keys_of_all_tasks_and_lack_some() {
+        let mut stored = keys::defaults();
+        stored.extend([("steps".into(), 3.into()), ("pooling".into(), "nonsense".into())]);
+        stored.remove("split_version");
+        let RunConfig::Pairs(config) = RunConfig::parse(Path::new("c"), &serde_json::to_vec(&stored).unwrap()).unwrap()
+        else {
+            panic!("another task");
+        };
+        assert_eq!((config.task.files.split_version, config.training.steps), (1, Some(3)));
+        stored.insert("magic".into(), Value::Null);
+        let error = RunConfig::parse(Path::new("c"), &serde_json::to_vec(&stored).unwrap()).unwrap_err().to_string();
+        assert!(error.contains("c: unknown field `magic`"), "{error}");
     }
 }

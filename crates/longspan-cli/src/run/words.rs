@@ -1,60 +1,53 @@
-//! Settings that are words, as what they stand for, and errors in words.
+//! Settings that are words, and errors in words.
 
 use std::fmt::Display;
 
-use anyhow::{Result, bail};
 use longspan::layers::{Activation, NormKind};
 use longspan::models::{Norm, Pooling};
+use serde::{Deserialize, Serialize};
 
-use super::config::RunConfig;
-
-/// What a word stands for.
-fn meant<T: Copy>(key: &str, word: &str, known: &[(&str, T)]) -> Result<T> {
-    match known.iter().find(|(name, _)| *name == word) {
-        Some((_, meant)) => Ok(*meant),
-        None => {
-            let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
-            bail!("unknown {key} {word:?}; known are {}", names.join(", "))
-        }
-    }
+/// Where norms stand.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Norm", rename_all = "lowercase")]
+pub enum NormWord {
+    Pre,
+    Post,
 }
 
-impl RunConfig {
-    /// Whether all words are known. A run that exists may have one that its task does not use.
-    pub fn check_words(&self) -> Result<()> {
-        self.norm()?;
-        self.norm_kind()?;
-        self.activation()?;
-        self.pooling().map(drop)
-    }
+/// Which norms.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "NormKind", rename_all = "lowercase")]
+pub enum NormKindWord {
+    Layer,
+    Rms,
+}
 
-    /// Where norms stand.
-    pub fn norm(&self) -> Result<Norm> {
-        meant("norm", &self.norm, &[("pre", Norm::Pre), ("post", Norm::Post)])
-    }
+/// What stands between the layers of feed-forward parts.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Activation", rename_all = "kebab-case")]
+pub enum ActivationWord {
+    #[serde(skip)]
+    Identity,
+    Relu,
+    Gelu,
+    GeluTanh,
+    Silu,
+}
 
-    /// Which norms.
-    pub fn norm_kind(&self) -> Result<NormKind> {
-        meant("norm_kind", &self.norm_kind, &[("layer", NormKind::Layer), ("rms", NormKind::Rms)])
-    }
-
-    /// What stands between the layers of feed-forward parts.
-    pub fn activation(&self) -> Result<Activation> {
-        use Activation::{Gelu, GeluTanh, Relu, Silu};
-        let known = [("relu", Relu), ("gelu", Gelu), ("gelu-tanh", GeluTanh), ("silu", Silu)];
-        meant("activation", &self.activation, &known)
-    }
-
-    /// How the rows of a sequence become one.
-    pub fn pooling(&self) -> Result<Pooling> {
-        let known = [("mean", Pooling::Mean), ("last", Pooling::Last), ("attention", Pooling::Attention)];
-        meant("pooling", &self.pooling, &known)
-    }
+/// How the rows of a sequence become one.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Pooling", rename_all = "lowercase")]
+pub enum PoolingWord {
+    Mean,
+    Last,
+    Attention,
 }
 
 /// An error of a reader of JSON or TOML without the names of Rust's types.
 pub fn plain(error: &(impl Display + ?Sized)) -> String {
-    const NAMES: [(&str, &str); 13] = [
+    const NAMES: [(&str, &str); 15] = [
+        ("unknown variant", "unknown value"),
+        ("expected path string", "expected the name of a file"),
         ("expected usize", "expected a whole number from 0"),
         ("expected u64", "expected a whole number from 0"),
         ("expected u32", "expected a whole number from 0"),

@@ -7,13 +7,15 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow};
 use longspan::checkpoint;
 
+use crate::terminal::plot::Picture;
+
 /// Replaces a file in one piece: readers see the old contents or the new ones.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     checkpoint::write_atomically(path, bytes).map_err(write_error)
 }
 
-/// As [`write_atomic`], of what is drawn again if a power cut should spoil it: nobody waits for the disk.
-pub fn write_picture(path: &Path, bytes: &[u8]) -> Result<()> {
+/// As [`write_atomic`], and nobody waits for the disk.
+fn write_quickly(path: &Path, bytes: &[u8]) -> Result<()> {
     let draft = draft_of(path);
     let written = fs::write(&draft, bytes).and_then(|()| fs::rename(&draft, path));
     written.map_err(|error| {
@@ -21,6 +23,12 @@ pub fn write_picture(path: &Path, bytes: &[u8]) -> Result<()> {
         let _ = fs::remove_file(&draft);
         cannot_write(path, error)
     })
+}
+
+/// A picture as `.svg` and `.png`, of what is drawn again if a power cut should spoil it.
+pub fn write_pictures(path: &Path, picture: &impl Picture) -> Result<()> {
+    write_quickly(&path.with_extension("svg"), picture.svg()?.as_bytes())?;
+    write_quickly(&path.with_extension("png"), &picture.png()?)
 }
 
 /// The name under which a file is written, as the library has it too.

@@ -5,7 +5,7 @@ use longspan::attention::{AftFullOptions, AftLocalOptions, AttentionConfig};
 use longspan::kernels::FeatureMap;
 use serde_json::{Map, Value, json};
 
-use crate::run::config::RunConfig;
+use crate::run::config::ModelSettings;
 use crate::run::words::nearest;
 
 /// The names of all mechanisms, for help and errors.
@@ -14,18 +14,18 @@ pub fn names() -> String {
 }
 
 /// The mechanism of a run whose sequences have up to so many positions.
-pub fn of_run(config: &RunConfig, positions: usize) -> Result<AttentionConfig> {
-    let feature_map: FeatureMap = config.feature_map.parse()?;
+pub fn of_run(settings: &ModelSettings, positions: usize) -> Result<AttentionConfig> {
+    let feature_map: FeatureMap = settings.feature_map.parse()?;
     let feature_map = json!(feature_map.to_string());
     // Settings with keys of their own.
     let everywhere = [
         ("/kernel/feature_map", feature_map.clone()),
         ("/feature_map", feature_map),
-        ("/relative/radius", json!(config.radius)),
+        ("/relative/radius", json!(settings.radius)),
         // Tables by position have a row for every position of the longest sequence.
         ("/length", json!(AftLocalOptions::default().length.max(positions))),
     ];
-    let attention = named(&config.attention, &everywhere, &config.attention_options)?;
+    let attention = named(&settings.attention, &everywhere, &settings.attention_options)?;
     if let AttentionConfig::AftFull(AftFullOptions { length, .. })
     | AttentionConfig::AftLocal(AftLocalOptions { length, .. }) = &attention
         && *length < positions
@@ -40,32 +40,32 @@ pub fn of_run(config: &RunConfig, positions: usize) -> Result<AttentionConfig> {
 
 /// The mechanisms of the layers of a run that may have several, `shaw,shaw,softmax`, each as [`of_run`] has it. Where they differ,
 /// the options of each stand under its name.
-pub fn of_layers(config: &RunConfig, positions: usize) -> Result<Vec<AttentionConfig>> {
-    let names: Vec<&str> = config.attention.split(',').map(str::trim).collect();
+pub fn of_layers(settings: &ModelSettings, positions: usize) -> Result<Vec<AttentionConfig>> {
+    let names: Vec<&str> = settings.attention.split(',').map(str::trim).collect();
     let alike = names.iter().all(|name| *name == names[0]);
-    if let Some(other) = config.attention_options.keys().find(|key| !alike && !names.contains(&key.as_str())) {
+    if let Some(other) = settings.attention_options.keys().find(|key| !alike && !names.contains(&key.as_str())) {
         bail!(
             "attention_options: {other}: expected the options of each mechanism under its name, such as {{{} = {{…}}}}",
             names[0]
         );
     }
     let one = |name: &str| {
-        let attention_options = match config.attention_options.get(name) {
-            _ if alike => config.attention_options.clone(),
+        let attention_options = match settings.attention_options.get(name) {
+            _ if alike => settings.attention_options.clone(),
             None => Map::new(),
             Some(Value::Object(own)) => own.clone(),
             Some(other) => bail!("attention_options: {name}: expected a table of options, got {other}"),
         };
-        of_run(&RunConfig { attention: name.into(), attention_options, ..config.clone() }, positions)
+        of_run(&ModelSettings { attention: name.into(), attention_options, ..settings.clone() }, positions)
     };
     names.iter().map(|name| one(name)).collect()
 }
 
 /// Refuses to split sequences of mechanisms that have no sum of states to read and learn through.
-pub fn check_split(config: &RunConfig) -> Result<()> {
+pub fn check_split(settings: &ModelSettings) -> Result<()> {
     const SPLIT: [&str; 5] = ["kernelized", "shaw", "fourier", "short-convolution", "gated"];
-    let other = config.attention.split(',').map(str::trim).find(|name| !SPLIT.contains(name));
-    if let (true, Some(name)) = (config.split_sequence, other) {
+    let other = settings.attention.split(',').map(str::trim).find(|name| !SPLIT.contains(name));
+    if let Some(name) = other {
         let why = match name {
             "softmax" => "it needs every key, so processes would exchange more the longer a sequence is",
             _ => "the sums of its states have no gradients",
@@ -76,8 +76,8 @@ pub fn check_split(config: &RunConfig) -> Result<()> {
 }
 
 /// Refuses settings for mechanisms that the user `gives` and that none of the run's mechanisms has.
-pub fn check_options(config: &RunConfig, gives: impl Fn(&str) -> bool) -> Result<()> {
-    let names = config.attention.split(',').map(str::trim);
+pub fn check_options(settings: &ModelSettings, gives: impl Fn(&str) -> bool) -> Result<()> {
+    let names = settings.attention.split(',').map(str::trim);
     let defaults: Vec<Value> =
         names.map(|name| Ok(serde_json::to_value(named(name, &[], &Map::new())?)?)).collect::<Result<_>>()?;
     for (key, paths) in
@@ -86,7 +86,7 @@ pub fn check_options(config: &RunConfig, gives: impl Fn(&str) -> bool) -> Result
         if gives(key) && !defaults.iter().any(|options| paths.iter().any(|path| options.pointer(path).is_some())) {
             bail!(
                 "`{key}` is not used by {} attention; leave it out, or choose another mechanism with --attention",
-                config.attention
+                settings.attention
             );
         }
     }
@@ -136,59 +136,49 @@ fn merge(under: &mut Value, over: &Map<String, Value>) {
     }
 }
 
-/// A table of options as it is typed, `{radius = 4}` or `radius = 4`.
-pub fn options(text: &str) -> Result<Map<String, Value>> {
-    let braced = if text.trim_start().starts_with('{') { text.to_owned() } else { format!("{{{text}}}") };
-    let table: toml::Table = format!("options = {braced}")
-        .parse()
-        .map_err(|_| anyhow!("--options {text}: expected options such as radius=4 or {{radius = 4, shared = true}}"))?;
-    match serde_json::to_value(table)? {
-        Value::Object(mut table) => match table.remove("options") {
-            Some(Value::Object(options)) => Ok(options),
-            other => bail!("--options {text}: expected options such as radius=4, got {other:?}"),
-        },
-        other => bail!("--options {text}: expected a table, got {other}"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use crate::run::config::{PairsSettings, with};
 
     #[test]
     fn options_lie_over_each_other() {
         let radius = [("/relative/radius", json!(3)), ("/nowhere", json!(1))];
-        let given = options("relative = {shared = true}").unwrap();
+        let options = |options: Value| options.as_object().cloned().unwrap();
+        let given = options(json!({ "relative": { "shared": true } }));
         let config = serde_json::to_value(named("shaw", &radius, &given).unwrap()).unwrap();
         assert_eq!(config["relative"], json!({"radius": 3, "content": true, "shared": true, "raw": false}));
-        let table = named("toeplitz", &[], &options("bias = {kind = 'table', reach = 3}").unwrap()).unwrap();
+        let table = named("toeplitz", &[], &options(json!({ "bias": { "kind": "table", "reach": 3 } }))).unwrap();
         assert_eq!(serde_json::to_value(table).unwrap()["bias"], json!({"kind": "table", "reach": 3}));
-        let unknown = named("shaw", &[], &options("{width = 3}").unwrap()).unwrap_err().to_string();
+        let unknown = named("shaw", &[], &options(json!({ "width": 3 }))).unwrap_err().to_string();
         assert!(unknown.contains("`width`") && unknown.contains("radius"), "{unknown}");
-        assert!(named("shaw", &[], &options("relative.radius = 'x'").unwrap()).is_err());
-        assert!(options("radius").unwrap_err().to_string().contains("radius=4"));
+        assert!(named("shaw", &[], &options(json!({ "relative": { "radius": "x" } }))).is_err());
     }
 
     #[test]
     fn layers_may_differ() {
         let names = |attention: &str| -> Result<Vec<&str>> {
-            let config = RunConfig { attention: attention.into(), ..RunConfig::default() };
-            Ok(of_layers(&config, 9)?.iter().map(AttentionConfig::name).collect())
+            let settings = with::<PairsSettings>(json!({ "pairs": "a", "attention": attention })).model;
+            Ok(of_layers(&settings, 9)?.iter().map(AttentionConfig::name).collect())
         };
         assert_eq!(names("shaw").unwrap(), ["shaw"]);
         assert_eq!(names("shaw, shaw,softmax").unwrap(), ["shaw", "shaw", "softmax"]);
         assert!(names("shaw,").unwrap_err().to_string().contains("unknown attention \"\""));
 
-        let with = |attention: &str, text: &str| {
-            let attention_options = options(text).unwrap();
-            of_layers(&RunConfig { attention: attention.into(), attention_options, ..RunConfig::default() }, 9)
+        let found = |attention: &str, options: Value| {
+            let given = json!({ "pairs": "a", "attention": attention, "attention_options": options });
+            of_layers(&with::<PairsSettings>(given).model, 9)
         };
         let window = AttentionConfig::SoftmaxWindow(longspan::attention::SoftmaxWindowOptions { window: 4 });
-        assert_eq!(with("softmax-window", "window = 4").unwrap()[0], window);
-        assert_eq!(with("shaw,softmax-window", "softmax-window = {window = 4}").unwrap()[1], window);
-        for wrong in ["window = 4", "softmax-window = 4", "softmax-window = {width = 4}", "softmax = {}"] {
-            let error = with("shaw,softmax-window", wrong).unwrap_err().to_string();
+        assert_eq!(found("softmax-window", json!({ "window": 4 })).unwrap()[0], window);
+        assert_eq!(found("shaw,softmax-window", json!({ "softmax-window": { "window": 4 } })).unwrap()[1], window);
+        for wrong in [
+            json!({ "window": 4 }),
+            json!({ "softmax-window": 4 }),
+            json!({ "softmax-window": { "width": 4 } }),
+            json!({ "softmax": {} }),
+        ] {
+            let error = found("shaw,softmax-window", wrong).unwrap_err().to_string();
             assert!(error.contains("attention_options") && !error.contains('\n'), "{error}");
         }
     }

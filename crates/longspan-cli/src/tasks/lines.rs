@@ -10,8 +10,6 @@ use anyhow::{Result, anyhow, bail};
 use flate2::bufread::MultiGzDecoder;
 use zip::ZipArchive;
 
-use crate::run::config::RunConfig;
-
 /// The first bytes of gzip,
 pub const GZIP: [u8; 2] = [0x1f, 0x8b];
 
@@ -26,19 +24,6 @@ pub fn is_standard_input(path: &Path) -> bool {
 /// The name of a file for people.
 pub fn name(path: &Path) -> String {
     if is_standard_input(path) { "standard input".into() } else { path.display().to_string() }
-}
-
-/// Makes the paths of a run's files absolute: it may be resumed from another folder.
-pub fn make_absolute(config: &mut RunConfig) -> Result<()> {
-    let RunConfig { pairs, text, labelled, series, development, held_out, .. } = config;
-    let files = [pairs, labelled, series, development, held_out].into_iter().flatten().chain(text);
-    for path in files.filter(|path| !is_standard_input(path)) {
-        *path = std::path::absolute(&*path)?;
-        if path.to_str().is_none() {
-            bail!("{}: the name of a folder in it is not UTF-8; rename it, or work in another folder", path.display());
-        }
-    }
-    Ok(())
 }
 
 /// Opens a file.

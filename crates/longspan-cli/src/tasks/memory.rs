@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
 
 use super::workers::Workers;
-use crate::run::config::RunConfig;
+use crate::run::config::TrainingSettings;
 
 /// Assumed where the system does not say how much memory is free.
 const UNKNOWN_MACHINE: f64 = 64e9;
@@ -26,10 +26,10 @@ pub fn check(bytes: f64, what: impl FnOnce() -> String, help: &str) -> Result<()
 }
 
 /// Refuses a model of so many numbers that the memory has no room for, in training on a device that does. `help` says what to lower.
-pub fn check_model(numbers: f64, config: &RunConfig, device: &Device, help: &str) -> Result<()> {
+pub fn check_model(numbers: f64, settings: &TrainingSettings, device: &Device, help: &str) -> Result<()> {
     let copies = if device.is_autodiff() {
         // Weights, two moments, the gradient, that of each worker, and the checkpoint as it is written.
-        4 + config.workers.unwrap_or(Workers::usual_count()) + 3
+        4 + settings.workers.unwrap_or(Workers::usual_count()) + 3
     } else {
         // Weights and the file that they are read from.
         2

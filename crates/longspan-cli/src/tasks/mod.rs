@@ -33,24 +33,29 @@ pub mod workers;
 pub use task::Task;
 pub use trained::Trained;
 
-/// Calls a function for the task of a configuration. Another task is another arm, chosen by the setting that names its data.
+/// Calls a function for the task of a configuration, with the settings of that task and more arguments.
 macro_rules! for_task {
     ($config:expr, $function:ident($($argument:expr),* $(,)?)) => {
-        match $config {
-            config if !config.text.is_empty() => $function::<$crate::tasks::text::Text>($($argument),*),
-            config if config.compresses() => {
-                $function::<$crate::tasks::synthetic::Compressing>($($argument),*)
-            }
-            config if config.synthetic.is_some() => {
-                $function::<$crate::tasks::synthetic::Telling>($($argument),*)
-            }
-            config if config.series.is_some() && config.forecast.is_some() => {
-                $function::<$crate::tasks::forecast::Forecast>($($argument),*)
-            }
-            config if config.series.is_some() => $function::<$crate::tasks::series::SeriesTask>($($argument),*),
-            config if config.labelled.is_some() => $function::<$crate::tasks::labelled::Labels>($($argument),*),
-            _ => $function::<$crate::tasks::pairs::Pairs>($($argument),*),
-        }
+        $crate::tasks::for_predicting!($config, $function($($argument),*), config => $function::<$crate::tasks::text::Text>(config, $($argument),*))
     };
 }
 pub(crate) use for_task;
+
+/// As [`for_task`], of a task that answers lines; `$text` is for the one that does not.
+macro_rules! for_predicting {
+    ($config:expr, $function:ident($($argument:expr),* $(,)?), $text:pat => $generates:expr) => {{
+        use $crate::run::config::{RunConfig, compresses};
+        match $config {
+            RunConfig::Text($text) => $generates,
+            RunConfig::Pairs(config) => $function::<$crate::tasks::pairs::Pairs>(config, $($argument),*),
+            RunConfig::Labelled(config) => $function::<$crate::tasks::labelled::Labels>(config, $($argument),*),
+            RunConfig::Series(config) => $function::<$crate::tasks::series::SeriesTask>(config, $($argument),*),
+            RunConfig::Forecast(config) => $function::<$crate::tasks::forecast::Forecast>(config, $($argument),*),
+            RunConfig::Synthetic(config) if compresses(&config.task.synthetic) => {
+                $function::<$crate::tasks::synthetic::Compressing>(config, $($argument),*)
+            }
+            RunConfig::Synthetic(config) => $function::<$crate::tasks::synthetic::Telling>(config, $($argument),*),
+        }
+    }};
+}
+pub(crate) use for_predicting;

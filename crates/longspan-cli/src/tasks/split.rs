@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use tokenizers::NormalizedString;
 
 use super::lines;
-use crate::run::config::RunConfig;
+use crate::run::config::Files;
 use crate::terminal::notes::note;
 
 /// Examples by their use.
@@ -79,16 +79,17 @@ fn variant_of(source: &str) -> Option<&str> {
     Some(word.trim_end()).filter(|word| numbered && !word.is_empty())
 }
 
-/// Examples by their use, and those of the files for development and scores that the settings name. `examples` is what a person
-/// calls them. Says how many of those files are in the training data too.
+/// Examples by their use, and those of the files for development and scores that the settings name. `name` is that of the main file, `examples`
+/// what a person calls them. Says how many of those files are in the training data too.
 pub fn of<E>(
-    config: &RunConfig,
+    files: &Files,
+    name: &str,
     all: Vec<E>,
     examples: &str,
     reader: impl Fn(&Path) -> Result<Vec<E>>,
     source: impl Fn(&E) -> &str,
 ) -> Result<Split<E>> {
-    let sources = Sources::of(config.split_version, all.iter().map(&source));
+    let sources = Sources::of(files.split_version, all.iter().map(&source));
     let mut split = Split { train: Vec::new(), development: Vec::new(), held_out: Vec::new() };
     for example in all {
         let part = match sources.hash(source(&example)) % BUCKETS {
@@ -98,7 +99,7 @@ pub fn of<E>(
         };
         part.push(example);
     }
-    let own = [(&config.development, "development"), (&config.held_out, "held-out")];
+    let own = [(&files.development, "development"), (&files.held_out, "held-out")];
     for (part, (path, _)) in [&mut split.development, &mut split.held_out].into_iter().zip(own) {
         if let Some(path) = path {
             // What would have been held out is learned from instead.
@@ -113,10 +114,7 @@ pub fn of<E>(
         }
     }
     if split.train.is_empty() {
-        bail!(
-            "{}: no {examples} are left to train on after a tenth is held out; give more {examples}",
-            config.data_name()
-        );
+        bail!("{name}: no {examples} are left to train on after a tenth is held out; give more {examples}");
     }
     Ok(split)
 }

@@ -4,11 +4,10 @@ use std::fmt::{self, Display};
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 use longspan::backend::Peers;
-use longspan::sample::SampleOptions;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -18,7 +17,7 @@ use super::simple::Simple;
 use super::split::evenly;
 use super::workers::Workers;
 use crate::run::checkpoint::Place;
-use crate::run::config::RunConfig;
+use crate::run::config::{Config, TaskSettings};
 use crate::run::folder::RunFolder;
 use crate::terminal::forecasts::Forecasts;
 use crate::terminal::plot::Matrix;
@@ -27,16 +26,15 @@ use crate::terminal::shell;
 
 /// A task: data → examples → model → loss → answers → scores. A value holds what turns text into ids and back.
 ///
-/// A run either answers lines (`predict`; the task writes [`answer`](Self::answer)) or goes on with texts (`generate`; the
-/// task writes [`generate`](Self::generate)). What is not written has a default that says so.
+/// A run answers lines (then the task is [`Predict`] too), or it is one of text, with which `generate` goes on.
 pub trait Task: Sized + Sync {
-    /// The command that asks a run for something.
-    const VERB: Verb = Verb::Predict;
     /// What a person calls the things that a batch is made of.
     const EXAMPLES: &str = "examples";
     /// What the length of an example is counted in.
     const LENGTH: &str = "tokens";
 
+    /// The settings that it has beside those of all models.
+    type Settings: TaskSettings;
     /// A training example as ids.
     type Example: Sync;
     /// Where the training examples come from.
@@ -51,27 +49,22 @@ pub trait Task: Sized + Sync {
     type Scores: Display + Serialize;
 
     /// For a new run: reads the data, makes the tokenizers, and settles the settings that follow from both.
-    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)>;
+    fn begin(config: &mut Config<Self::Settings>) -> Result<(Self, Data<Self>)>;
 
     /// For a run that exists: reads what [`store`](Self::store) wrote.
-    fn load(folder: &RunFolder) -> Result<Self>;
+    fn load(folder: &RunFolder, config: &Config<Self::Settings>) -> Result<Self>;
 
     /// Writes all that the run needs beside its settings and weights.
     fn store(&self, folder: &RunFolder) -> Result<()>;
 
     /// Reads the data that the settings name.
-    fn data(&self, config: &RunConfig) -> Result<Data<Self>>;
-
-    /// The texts of a person's file, for [`evaluate`](Self::evaluate).
-    fn read(path: &Path, _config: &RunConfig) -> Result<Vec<Self::Text>> {
-        bail!("{}: this run has its own way to read what it is scored on", path.display())
-    }
+    fn data(&self, config: &Config<Self::Settings>) -> Result<Data<Self>>;
 
     /// The vocabularies, in the order of the text's way through the model.
     fn vocabularies(&self) -> Vec<Vocabulary>;
 
     /// A model of these settings, its weights not yet drawn.
-    fn model(&self, config: &RunConfig, device: &Device) -> Result<Self::Model>;
+    fn model(&self, config: &Config<Self::Settings>, device: &Device) -> Result<Self::Model>;
 
     /// How many tokens the model predicts for an example, and how many it reads beside them. Batches are of similar sizes.
     fn size(example: &Self::Example) -> (usize, usize);
@@ -123,63 +116,27 @@ pub trait Task: Sized + Sync {
         "nats per token"
     }
 
-    /// What a person's file asks, where that is not simply its lines.
-    fn asked(&self, _path: &Path, _config: &RunConfig) -> Result<Option<Vec<Asked>>> {
-        Ok(None)
-    }
-
-    /// What the columns of [`told`](Self::told) are called.
-    fn titles(&self, _config: &RunConfig) -> Titles {
-        Titles { key: vec!["source".into()], answer: vec!["target".into()], always: false }
-    }
-
-    /// Up to `beam` answers to each text, the likeliest first.
-    fn answer(&self, _model: &Self::Model, _texts: &[&str], _how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
-        bail!("this run does not answer lines")
-    }
-
-    /// The answers to a text as cells of a row.
-    fn cells(answers: &[Answer]) -> Vec<String> {
-        vec![answers.first().map_or_else(String::new, |best| best.target.clone())]
-    }
-
-    /// What `predict` prints of each question.
-    fn told(&self, model: &Self::Model, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
-        let texts: Vec<&str> = asked.iter().map(|one| one.text.as_str()).collect();
-        let answers = self.answer(model, &texts, how)?;
-        let one = |(text, answers): (&str, Vec<Answer>)| {
-            let best = answers.first();
-            let cut = best.is_some_and(|answer| !answer.finished);
-            let (target, score) = (best.map(|answer| &answer.target), best.map(|answer| answer.score));
-            let json = json!({ "source": text, "target": target, "score": score, "answers": answers });
-            let row = std::iter::once(text.to_string()).chain(Self::cells(&answers)).collect();
-            Told { rows: vec![row], json, cut, picture: None }
-        };
-        Ok(texts.into_iter().zip(answers).map(one).collect())
-    }
-
-    /// Goes on with a text: hands the pieces to `out` as they come, until `out` gives `false`.
-    fn generate(
-        &self,
-        _model: &Self::Model,
-        _config: &RunConfig,
-        _wish: &Wish<'_>,
-        _out: &mut dyn FnMut(&str) -> Result<bool>,
-    ) -> Result<Generated> {
-        bail!("this run does not generate text")
-    }
-
     /// Answers texts and scores the likeliest answer to each.
-    fn score(&self, model: &Self::Model, texts: &[Self::Text], how: &Answering<'_>) -> Result<Self::Scores>;
+    fn score(
+        &self,
+        model: &Self::Model,
+        texts: &[Self::Text],
+        how: &Answering<'_, Self::Settings>,
+    ) -> Result<Self::Scores>;
 
     /// How many times as long as the development loss, about, the scores of all that is held out take.
-    fn scoring(data: &Data<Self>, config: &RunConfig) -> Result<f64> {
-        let scored = data.held_out.len().min(config.scored());
+    fn scoring(data: &Data<Self>, config: &Config<Self::Settings>) -> Result<f64> {
+        let scored = data.held_out.len().min(config.training.scored());
         Ok(scored as f64 / data.development.len().max(1) as f64)
     }
 
     /// What simple methods give on held-out texts.
-    fn simple(&self, _data: &Data<Self>, _texts: &[Self::Text], _config: &RunConfig) -> Result<Vec<Simple>> {
+    fn simple(
+        &self,
+        _data: &Data<Self>,
+        _texts: &[Self::Text],
+        _config: &Config<Self::Settings>,
+    ) -> Result<Vec<Simple>> {
         Ok(Vec::new())
     }
 
@@ -189,57 +146,95 @@ pub trait Task: Sized + Sync {
     }
 
     /// Scores a person's file.
-    fn evaluate(&self, model: &Self::Model, path: &Path, how: &Answering<'_>) -> Result<Self::Scores> {
-        self.score(model, &Self::read(path, how.config)?, how)
-    }
+    fn evaluate(&self, model: &Self::Model, path: &Path, how: &Answering<'_, Self::Settings>) -> Result<Self::Scores>;
 
     /// The picture that shows scores, if there is one.
     fn picture(_scores: &Self::Scores) -> Option<Matrix> {
         None
     }
 
-    /// A few texts whose answers tell a person what has been learnt, with what would be right where that is known.
-    fn samples(_config: &RunConfig, _held_out: &[Self::Text]) -> Vec<(String, Option<String>)> {
-        Vec::new()
-    }
-
     /// What a run that has ended shows of itself, and what a person may try next, as arguments after `folder`.
-    fn show(&self, model: &Self::Model, held_out: &[Self::Text], how: &Answering<'_>, folder: &str) -> Result<Shown> {
-        let wanted = Self::samples(how.config, held_out);
-        let sources: Vec<&str> = wanted.iter().map(|(source, _)| source.as_str()).collect();
-        let mut text = String::new();
-        if !sources.is_empty() {
-            let answers = self.answer(model, &sources, how)?;
-            let samples: Vec<Sample> = wanted
-                .iter()
-                .zip(answers)
-                .map(|((source, expected), beam)| {
-                    let best = beam.into_iter().next();
-                    let cut = best.as_ref().is_some_and(|best| !best.finished);
-                    let answer = best.map(|best| best.target).unwrap_or_default();
-                    Sample { source: source.clone(), answer, cut, expected: expected.clone() }
-                })
-                .collect();
-            text = samples::table(&samples);
-        }
-        let short = |text: &&&str| text.len() <= 40 && !text.is_empty() && **text == visible(text);
-        let example = shell::quoted(sources.iter().find(short).unwrap_or(&"hello"));
-        let next = format!("printf '%s\\n' {example} | {} predict {folder}", shell::program());
-        Ok(Shown { text, next, picture: None })
-    }
+    fn show(
+        &self,
+        model: &Self::Model,
+        held_out: &[Self::Text],
+        how: &Answering<'_, Self::Settings>,
+        folder: &str,
+    ) -> Result<Shown>;
 
     /// The data in a line, for the beginning of training.
-    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String;
+    fn introduce(&self, config: &Config<Self::Settings>, data: &Data<Self>) -> String;
 
     /// The size of the model's stack, such as `4 blocks`.
-    fn blocks(config: &RunConfig) -> String {
-        samples::counted(config.layers, "blocks")
+    fn blocks(config: &Config<Self::Settings>) -> String {
+        samples::counted(config.common().blocks, "blocks")
     }
 
     /// The pieces of a text that the model does not know, in order.
     fn unknown_pieces<'a>(&self, _text: &'a str) -> Vec<&'a str> {
         Vec::new()
     }
+}
+
+/// A task whose runs answer questions.
+pub trait Predict: Task {
+    /// What a person's file asks, where that is not simply its lines.
+    fn asked(&self, _path: &Path, _config: &Config<Self::Settings>) -> Result<Option<Vec<Asked>>> {
+        Ok(None)
+    }
+
+    /// What the columns of [`predict`](Self::predict) are called.
+    fn titles(&self, _config: &Config<Self::Settings>) -> Titles {
+        Titles { key: vec!["source".into()], answer: vec!["target".into()], always: false }
+    }
+
+    /// What is printed of each question.
+    fn predict(&self, model: &Self::Model, asked: &[Asked], how: &Answering<'_, Self::Settings>) -> Result<Vec<Told>>;
+}
+
+/// What is printed of texts: up to a beam of answers to each, the likeliest first, of which `cells` go into a row.
+pub fn answered(
+    asked: &[Asked],
+    answer: impl FnOnce(&[&str]) -> Result<Vec<Vec<Answer>>>,
+    cells: impl Fn(&[Answer]) -> Vec<String>,
+) -> Result<Vec<Told>> {
+    let texts: Vec<&str> = asked.iter().map(|one| one.text.as_str()).collect();
+    let answers = answer(&texts)?;
+    let one = |(text, answers): (&str, Vec<Answer>)| {
+        let best = answers.first();
+        let cut = best.is_some_and(|answer| !answer.finished);
+        let (target, score) = (best.map(|answer| &answer.target), best.map(|answer| answer.score));
+        let json = json!({ "source": text, "target": target, "score": score, "answers": answers });
+        let row = std::iter::once(text.to_string()).chain(cells(&answers)).collect();
+        Told { rows: vec![row], json, cut, picture: None }
+    };
+    Ok(texts.into_iter().zip(answers).map(one).collect())
+}
+
+/// The likeliest answer, as a cell.
+pub fn likeliest(answers: &[Answer]) -> Vec<String> {
+    vec![answers.first().map_or_else(String::new, |best| best.target.clone())]
+}
+
+/// A few texts with their answers, and with what would be right where that is known.
+pub fn sampled(
+    wanted: Vec<(String, Option<String>)>,
+    answer: impl FnOnce(&[&str]) -> Result<Vec<Vec<Answer>>>,
+    folder: &str,
+) -> Result<Shown> {
+    let sources: Vec<&str> = wanted.iter().map(|(source, _)| source.as_str()).collect();
+    let answers = if sources.is_empty() { Vec::new() } else { answer(&sources)? };
+    let sample = |((source, expected), beam): (&(String, Option<String>), Vec<Answer>)| {
+        let best = beam.into_iter().next();
+        let cut = best.as_ref().is_some_and(|best| !best.finished);
+        let answer = best.map(|best| best.target).unwrap_or_default();
+        Sample { source: source.clone(), answer, cut, expected: expected.clone() }
+    };
+    let samples: Vec<Sample> = wanted.iter().zip(answers).map(sample).collect();
+    let short = |text: &&&str| text.len() <= 40 && !text.is_empty() && **text == visible(text);
+    let example = shell::quoted(sources.iter().find(short).unwrap_or(&"hello"));
+    let next = format!("printf '%s\\n' {example} | {} predict {folder}", shell::program());
+    Ok(Shown { text: samples::table(&samples), next, picture: None })
 }
 
 /// A question: a text, or a series.
@@ -272,15 +267,6 @@ pub struct Titles {
     pub always: bool,
 }
 
-/// What a run is asked with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verb {
-    /// Lines are answered.
-    Predict,
-    /// Texts are gone on with.
-    Generate,
-}
-
 /// What a run that has ended shows.
 pub struct Shown {
     /// Lines of samples; may be empty.
@@ -289,29 +275,6 @@ pub struct Shown {
     pub next: String,
     /// Forecasts of what was held out.
     pub picture: Option<Forecasts>,
-}
-
-/// What `longspan generate` is asked for.
-pub struct Wish<'a> {
-    /// The beginning of the text.
-    pub prompt: &'a str,
-    /// So many tokens at most; `None` for as many as someone reads.
-    pub tokens: Option<usize>,
-    pub sample: SampleOptions,
-    pub seed: u64,
-    /// Whether the text may end by itself, where the model has seen texts end.
-    pub may_end: bool,
-}
-
-/// What came of it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Generated {
-    /// Tokens of the prompt.
-    pub read: usize,
-    /// Tokens drawn.
-    pub drawn: usize,
-    /// Whether the text ended by itself.
-    pub ended: bool,
 }
 
 /// All that a run learns from and is measured on.
@@ -332,8 +295,8 @@ pub struct Data<T: Task> {
 
 impl<T: Task> Data<T> {
     /// The held-out texts whose answers are scored: all, or as many as the settings say.
-    pub fn scored(&self, config: &RunConfig) -> Vec<T::Text> {
-        evenly(&self.held_out, config.scored())
+    pub fn scored(&self, config: &Config<T::Settings>) -> Vec<T::Text> {
+        evenly(&self.held_out, config.training.scored())
     }
 }
 
@@ -367,9 +330,8 @@ impl Display for Vocabulary {
 }
 
 /// How texts are answered.
-#[derive(Clone, Copy)]
-pub struct Answering<'a> {
-    pub config: &'a RunConfig,
+pub struct Answering<'a, S> {
+    pub config: &'a Config<S>,
     /// Prefixes that are kept while searching.
     pub beam: usize,
     pub workers: &'a Workers,

@@ -5,12 +5,12 @@ use burn::tensor::Device;
 
 use super::task::Task;
 use crate::run::checkpoint::{Saved, optimizer};
-use crate::run::config::RunConfig;
+use crate::run::config::Config;
 use crate::run::folder::{CHECKPOINT, RunFolder};
 
 /// A trained run.
 pub struct Trained<T: Task> {
-    pub config: RunConfig,
+    pub config: Config<T::Settings>,
     pub task: T,
     pub model: T::Model,
     pub folder: RunFolder,
@@ -18,8 +18,8 @@ pub struct Trained<T: Task> {
 
 impl<T: Task> Trained<T> {
     /// Reads and verifies a run.
-    pub fn load(folder: RunFolder, config: RunConfig) -> Result<Self> {
-        let task = T::load(&folder)?;
+    pub fn load(folder: RunFolder, config: Config<T::Settings>) -> Result<Self> {
+        let task = T::load(&folder, &config)?;
         let model = folder.load_weights(task.model(&config, &Device::flex())?)?;
         Ok(Self { config, task, model, folder })
     }
@@ -32,6 +32,6 @@ impl<T: Task> Trained<T> {
             return Ok(None);
         }
         let model = self.task.model(&self.config, &Device::flex())?;
-        Ok(Some(self.folder.load_checkpoint(model, optimizer(&self.config))?.saved))
+        Ok(Some(self.folder.load_checkpoint(model, optimizer(&self.config.training))?.saved))
     }
 }

@@ -6,7 +6,7 @@ use anyhow::Result;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-use super::plot::{DEVELOPMENT, GRID, Picture, Point, TEXT, TRAINING, broken};
+use super::plot::{DEVELOPMENT, GRID, Picture, Point, TEXT, TRAINING, legend};
 use super::samples::visible;
 
 /// The forecast of a channel.
@@ -36,20 +36,24 @@ const PANELS: usize = 6;
 impl Picture for Forecasts {
     const SIZE: (u32, u32) = (1200, 840);
 
-    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
-        area.fill(&WHITE).map_err(|e| broken(&e))?;
+    fn draw<B: DrawingBackend<ErrorType: 'static>>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
+        area.fill(&WHITE)?;
         let count = self.0.len().clamp(1, PANELS);
         let columns = if count > 1 { 2 } else { 1 };
         let panels = area.split_evenly((count.div_ceil(columns), columns));
         for (n, (panel, one)) in panels.iter().zip(&self.0).enumerate() {
             one.draw(panel, n == 0)?;
         }
-        area.present().map_err(|e| broken(&e))
+        Ok(area.present()?)
     }
 }
 
 impl Drawing {
-    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>, legend: bool) -> Result<()> {
+    fn draw<B: DrawingBackend<ErrorType: 'static>>(
+        &self,
+        area: &DrawingArea<B, Shift>,
+        with_legend: bool,
+    ) -> Result<()> {
         let finite = |points: &[Point]| {
             points.iter().copied().filter(|p| p.0.is_finite() && p.1.is_finite()).collect::<Vec<Point>>()
         };
@@ -76,8 +80,7 @@ impl Drawing {
             .margin(16)
             .x_label_area_size(36)
             .y_label_area_size(76)
-            .build_cartesian_2d(first..last, low - margin..high + margin)
-            .map_err(|e| broken(&e))?;
+            .build_cartesian_2d(first..last, low - margin..high + margin)?;
         let digits = (2.0 - (high - low).log10().floor()).clamp(0.0, 12.0) as usize;
         chart
             .configure_mesh()
@@ -89,9 +92,7 @@ impl Drawing {
             .x_label_formatter(&|x| self.dates.as_ref().map_or_else(|| short(*x, last - first), |written| written(*x)))
             .y_label_formatter(&|y| format!("{y:.digits$}"))
             .label_style(font(14))
-            .draw()
-            .map_err(|e| broken(&e))?;
-        let line = |colour: RGBColor| move |(x, y)| PathElement::new(vec![(x, y), (x + 24, y)], colour.stroke_width(3));
+            .draw()?;
         for (low, high, share, label) in [(0, 4, 0.18, "80 % interval"), (1, 3, 0.32, "50 % interval")] {
             let colour = DEVELOPMENT.mix(share).filled();
             // From the last known value on.
@@ -99,31 +100,24 @@ impl Drawing {
                 history.last().copied().into_iter().chain(bands[low].iter().copied()).collect();
             corners.extend(bands[high].iter().rev());
             chart
-                .draw_series(std::iter::once(Polygon::new(corners, colour)))
-                .map_err(|e| broken(&e))?
+                .draw_series(std::iter::once(Polygon::new(corners, colour)))?
                 .label(label)
                 .legend(move |(x, y)| Rectangle::new([(x, y - 6), (x + 24, y + 6)], colour));
         }
         let median = history.last().copied().into_iter().chain(bands[2].iter().copied());
         chart
-            .draw_series(LineSeries::new(median, DEVELOPMENT.stroke_width(2)))
-            .map_err(|e| broken(&e))?
+            .draw_series(LineSeries::new(median, DEVELOPMENT.stroke_width(2)))?
             .label("median")
-            .legend(line(DEVELOPMENT));
+            .legend(legend(DEVELOPMENT));
         chart
-            .draw_series(LineSeries::new(history.iter().copied(), TRAINING.stroke_width(2)))
-            .map_err(|e| broken(&e))?
+            .draw_series(LineSeries::new(history.iter().copied(), TRAINING.stroke_width(2)))?
             .label("known")
-            .legend(line(TRAINING));
+            .legend(legend(TRAINING));
         if !truth.is_empty() {
             let points = truth.iter().map(|point| Circle::new(*point, 3, TEXT.filled()));
-            chart
-                .draw_series(points)
-                .map_err(|e| broken(&e))?
-                .label("held out")
-                .legend(|(x, y)| Circle::new((x + 12, y), 3, TEXT.filled()));
+            chart.draw_series(points)?.label("held out").legend(|(x, y)| Circle::new((x + 12, y), 3, TEXT.filled()));
         }
-        if legend {
+        if with_legend {
             chart
                 .configure_series_labels()
                 .position(SeriesLabelPosition::UpperLeft)
@@ -132,8 +126,7 @@ impl Drawing {
                 .label_font(font(14))
                 .legend_area_size(30)
                 .margin(8)
-                .draw()
-                .map_err(|e| broken(&e))?;
+                .draw()?;
         }
         Ok(())
     }

@@ -1,9 +1,8 @@
 //! The loss curve and confusions as pictures: SVG for browsers and papers, PNG for everything else.
 
-use std::fmt::Display;
 use std::sync::OnceLock;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, bail};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -54,19 +53,21 @@ impl Matrix {
     pub const MOST: usize = 60;
 }
 
+const FAILED: &str = "cannot draw the picture";
+
 /// What can be drawn.
 pub trait Picture {
     /// Width and height in pixels.
     const SIZE: (u32, u32);
 
     /// Draws it on any surface.
-    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<()>;
+    fn draw<B: DrawingBackend<ErrorType: 'static>>(&self, area: &DrawingArea<B, Shift>) -> Result<()>;
 
     /// As SVG, whose letters are text.
     fn svg(&self) -> Result<String> {
         register()?;
         let mut svg = String::new();
-        self.draw(&SVGBackend::with_string(&mut svg, Self::SIZE).into_drawing_area())?;
+        self.draw(&SVGBackend::with_string(&mut svg, Self::SIZE).into_drawing_area()).context(FAILED)?;
         Ok(svg)
     }
 
@@ -75,14 +76,11 @@ pub trait Picture {
         register()?;
         let (width, height) = Self::SIZE;
         let mut pixels = vec![0; (width * height * 3) as usize];
-        self.draw(&BitMapBackend::with_buffer(&mut pixels, Self::SIZE).into_drawing_area())?;
+        self.draw(&BitMapBackend::with_buffer(&mut pixels, Self::SIZE).into_drawing_area()).context(FAILED)?;
         let mut file = Vec::new();
         let mut encoder = png::Encoder::new(&mut file, width, height);
         encoder.set_color(png::ColorType::Rgb);
-        encoder
-            .write_header()
-            .and_then(|mut writer| writer.write_image_data(&pixels))
-            .map_err(|error| anyhow!("cannot encode the picture: {error}"))?;
+        encoder.write_header().and_then(|mut writer| writer.write_image_data(&pixels)).context(FAILED)?;
         Ok(file)
     }
 }
@@ -93,28 +91,27 @@ fn register() -> Result<()> {
     if *REGISTERED.get_or_init(|| register_font("sans-serif", FontStyle::Normal, FONT).is_ok()) {
         return Ok(());
     }
-    Err(broken(&"the font cannot be read"))
+    bail!("{FAILED}: the font cannot be read")
 }
 
 impl Picture for LossCurve<'_> {
     const SIZE: (u32, u32) = (960, 560);
 
-    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
+    fn draw<B: DrawingBackend<ErrorType: 'static>>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
         let finite = |points: &[Point]| points.iter().copied().filter(|p| p.1.is_finite()).collect::<Vec<Point>>();
         let (training, development) = (finite(self.training), finite(self.development));
         let last = training.iter().chain(&development).map(|p| p.0).fold(1.0, f64::max);
         let top = training.iter().chain(&development).map(|p| p.1).fold(0.0, f64::max);
         let top = if top > 0.0 { top * 1.05 } else { 1.0 };
 
-        area.fill(&WHITE).map_err(|e| broken(&e))?;
+        area.fill(&WHITE)?;
         let font = |size: i32| ("sans-serif", size).into_font().color(&TEXT);
         let mut chart = ChartBuilder::on(area)
             .caption(self.title, font(22))
             .margin(18)
             .x_label_area_size(52)
             .y_label_area_size(68)
-            .build_cartesian_2d(0.0..last, 0.0..top)
-            .map_err(|e| broken(&e))?;
+            .build_cartesian_2d(0.0..last, 0.0..top)?;
         chart
             .configure_mesh()
             .bold_line_style(GRID)
@@ -126,20 +123,15 @@ impl Picture for LossCurve<'_> {
             .y_label_formatter(&|y| format!("{y:.1}"))
             .axis_desc_style(font(17))
             .label_style(font(15))
-            .draw()
-            .map_err(|e| broken(&e))?;
-        chart.draw_series(LineSeries::new(thinned(&training), TRAINING.mix(0.25))).map_err(|e| broken(&e))?;
-        let legend =
-            |colour: RGBColor| move |(x, y)| PathElement::new(vec![(x, y), (x + 24, y)], colour.stroke_width(3));
+            .draw()?;
+        chart.draw_series(LineSeries::new(thinned(&training), TRAINING.mix(0.25)))?;
         chart
-            .draw_series(LineSeries::new(thinned(&running_mean(&training)), TRAINING.stroke_width(2)))
-            .map_err(|e| broken(&e))?
+            .draw_series(LineSeries::new(thinned(&running_mean(&training)), TRAINING.stroke_width(2)))?
             .label("training batches, running mean")
             .legend(legend(TRAINING));
         if !development.is_empty() {
             chart
-                .draw_series(LineSeries::new(thinned(&development), DEVELOPMENT.stroke_width(2)).point_size(3))
-                .map_err(|e| broken(&e))?
+                .draw_series(LineSeries::new(thinned(&development), DEVELOPMENT.stroke_width(2)).point_size(3))?
                 .label("development examples")
                 .legend(legend(DEVELOPMENT));
         }
@@ -151,16 +143,15 @@ impl Picture for LossCurve<'_> {
             .label_font(font(15))
             .legend_area_size(34)
             .margin(14)
-            .draw()
-            .map_err(|e| broken(&e))?;
-        area.present().map_err(|e| broken(&e))
+            .draw()?;
+        Ok(area.present()?)
     }
 }
 
 impl Picture for Matrix {
     const SIZE: (u32, u32) = (800, 800);
 
-    fn draw<B: DrawingBackend>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
+    fn draw<B: DrawingBackend<ErrorType: 'static>>(&self, area: &DrawingArea<B, Shift>) -> Result<()> {
         /// Where the first cell begins, and how far all of them go.
         const FROM: i32 = 130;
         const WIDE: i32 = 640;
@@ -171,10 +162,8 @@ impl Picture for Matrix {
         let edge = |n: usize| FROM + (WIDE as i64 * n as i64 / count.max(1) as i64) as i32;
         let middle = |n: usize| (edge(n) + edge(n + 1)) / 2;
         let font = |size: i32, x: HPos, y: VPos| ("sans-serif", size).into_font().color(&TEXT).pos(Pos::new(x, y));
-        area.fill(&WHITE).map_err(|e| broken(&e))?;
-        let write = |text: String, place: (i32, i32), style: TextStyle<'_>| {
-            area.draw(&Text::new(text, place, style)).map_err(|e| broken(&e))
-        };
+        area.fill(&WHITE)?;
+        let write = |text: String, place: (i32, i32), style: TextStyle<'_>| area.draw(&Text::new(text, place, style));
         let some = format!(": the {count} of {} labels that are confused most", self.of);
         let heading = format!("predicted{}", if count < self.of { some } else { String::new() });
         write(heading, (FROM + WIDE / 2, 22), font(20, HPos::Center, VPos::Top))?;
@@ -186,7 +175,7 @@ impl Picture for Matrix {
                 let share = cell as f64 / all.max(1) as f64;
                 let corners = [(edge(answer), edge(n)), (edge(answer + 1), edge(n + 1))];
                 if cell > 0 {
-                    area.draw(&Rectangle::new(corners, TRAINING.mix(0.9 * share).filled())).map_err(|e| broken(&e))?;
+                    area.draw(&Rectangle::new(corners, TRAINING.mix(0.9 * share).filled()))?;
                 }
                 if count <= NUMBERED {
                     let style = font(size, HPos::Center, VPos::Center);
@@ -198,7 +187,7 @@ impl Picture for Matrix {
         for n in 0..=count {
             let (first, at, last) = (edge(0), edge(n), edge(count));
             for line in [vec![(first, at), (last, at)], vec![(at, first), (at, last)]] {
-                area.draw(&PathElement::new(line, GRID)).map_err(|e| broken(&e))?;
+                area.draw(&PathElement::new(line, GRID))?;
             }
         }
         if count <= NAMED {
@@ -209,12 +198,13 @@ impl Picture for Matrix {
                 write(name, (middle(n), FROM - 8), above)?;
             }
         }
-        area.present().map_err(|e| broken(&e))
+        Ok(area.present()?)
     }
 }
 
-pub fn broken(error: &dyn Display) -> anyhow::Error {
-    anyhow!("cannot draw the picture: {error}")
+/// A line in a legend.
+pub fn legend(colour: RGBColor) -> impl Fn((i32, i32)) -> PathElement<(i32, i32)> {
+    move |(x, y)| PathElement::new(vec![(x, y), (x + 24, y)], colour.stroke_width(3))
 }
 
 /// At most [`POINTS`] points at even distances, and the last.

@@ -23,6 +23,8 @@ const LONGEST: usize = 1 << 22;
 /// What is known of one mechanism.
 struct Facts {
     name: &'static str,
+    /// With their defaults.
+    options: Value,
     causal: bool,
     bidirectional: bool,
     cross: bool,
@@ -121,6 +123,7 @@ impl Facts {
         let sizes = Dims::square(1, HEADS, 4, HEAD_DIM);
         Ok(Self {
             name,
+            options: serde_json::to_value(&config)?,
             causal: takes(&attention, 4, 4, &orders[0]),
             bidirectional: takes(&attention, 4, 4, &orders[1]),
             cross: takes(&attention, 4, 7, &orders[1]),
@@ -139,6 +142,7 @@ impl Facts {
             self.learned.iter().map(|p| json!({ "name": p.name, "shape": p.shape[..] })).collect();
         json!({
             "name": self.name,
+            "options": self.options,
             "causal": self.causal,
             "bidirectional": self.bidirectional,
             "cross": self.cross,

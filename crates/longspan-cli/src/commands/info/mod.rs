@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::Outcome;
 use crate::run::columns::Columns;
-use crate::run::config::RunConfig;
+use crate::run::config::Config;
 use crate::run::folder::RunFolder;
 use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::progress::duration;
@@ -47,10 +47,10 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     }
     let folder = if arguments.accept_changes { RunFolder::open_changed(run)? } else { RunFolder::open(run)? };
     let config = folder.load_config()?;
-    for_task!(&config, describe(arguments, folder, config))
+    for_task!(config, describe(arguments, folder))
 }
 
-fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig) -> Result<Outcome> {
+fn describe<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder: RunFolder) -> Result<Outcome> {
     let trained = Trained::<T>::load(folder, config)?;
     // Answering does not need the checkpoint; --resume does.
     let saved = trained.load_saved()?;
@@ -68,14 +68,14 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         let mut value = json!({
             "run": run.display().to_string(),
             "step": saved.as_ref().map(|saved| saved.step),
-            "finished": saved.as_ref().map(|saved| config.known_steps().is_some_and(|steps| saved.step >= steps)),
+            "finished": saved.as_ref().map(|saved| config.training.known_steps().is_some_and(|steps| saved.step >= steps)),
             "best_step": saved.as_ref().map(|saved| saved.best.map_or(saved.step, |best| best.step)),
             "seconds": saved.as_ref().map(|saved| saved.seconds),
             "parameters": trained.model.num_params(),
             "loss": last("loss"),
             "development_loss": last("development_loss"),
             "held_out": last("held_out"),
-            "config": config,
+            "config": config.to_map()?,
         });
         for vocabulary in vocabularies {
             value[format!("{}_vocabulary", vocabulary.side)] = json!(vocabulary.size);
@@ -83,21 +83,22 @@ fn describe<T: Task>(arguments: &Arguments, folder: RunFolder, config: RunConfig
         writeln!(out, "{value}")?;
         return Ok(Outcome::Done);
     }
-    let steps = config.known_steps();
+    let steps = config.training.known_steps();
     writeln!(out, "run         {}", run.display())?;
     writeln!(out, "data        {}", config.data_name())?;
     let tokens: Vec<String> = vocabularies.iter().map(ToString::to_string).collect();
     writeln!(out, "tokens      {}", tokens.join(" → "))?;
-    if !config.columns.channels.is_empty() {
-        writeln!(out, "channels    {}", config.columns.channels.join(", "))?;
+    let channels = config.common().files.map_or(&[][..], |files| &files.columns.channels);
+    if !channels.is_empty() {
+        writeln!(out, "channels    {}", channels.join(", "))?;
     }
     writeln!(
         out,
         "model       {} attention, {}, width {}, {} heads: {} parameters",
-        config.attention,
+        config.model.attention,
         T::blocks(config),
-        config.d_model,
-        config.heads,
+        config.model.d_model,
+        config.model.heads,
         trained.model.num_params()
     )?;
     match &saved {

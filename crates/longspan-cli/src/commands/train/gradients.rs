@@ -144,15 +144,15 @@ mod tests {
     use longspan::layers::clip_gradients;
 
     use super::*;
-    use crate::run::config::RunConfig;
+    use crate::run::config::with;
     use crate::tasks::pairs::Pairs;
 
     /// A tiny model of pairs of unequal lengths, empty ones among them.
     fn tiny() -> (Pairs, <Pairs as Task>::Model, Vec<<Pairs as Task>::Example>) {
         let file = tempfile::Builder::new().suffix(".tsv").tempfile().unwrap();
         std::fs::write(file.path(), "abc\tba\nb\tabca\n\tc\nacbba\t\nbb\tcc\nca\tac\n").unwrap();
-        let pairs = Some(file.path().to_path_buf());
-        let mut config = RunConfig { pairs, d_model: 8, heads: 2, d_ff: 8, radius: 2, ..RunConfig::default() };
+        let mut config =
+            with(serde_json::json!({ "pairs": file.path(), "d_model": 8, "heads": 2, "d_ff": 8, "radius": 2 }));
         let (task, data) = Pairs::begin(&mut config).unwrap();
         let pairs = data.train.examples().to_vec();
         assert!(pairs.len() >= 4, "{} pairs are left", pairs.len());

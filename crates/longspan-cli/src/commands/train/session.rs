@@ -16,7 +16,7 @@ use super::sizes;
 use super::together;
 use crate::commands::Outcome;
 use crate::run::checkpoint::{Best, Checkpoint, Place, Saved, optimizer};
-use crate::run::config::RunConfig;
+use crate::run::config::Config;
 use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::run::log::MetricsLog;
@@ -37,7 +37,7 @@ use crate::terminal::signals::Stop;
 pub struct Session<T: Task> {
     pub folder: RunFolder,
     _lock: Lock,
-    pub config: RunConfig,
+    pub config: Config<T::Settings>,
     pub task: T,
     pub data: Data<T>,
     pub workers: Workers,
@@ -79,16 +79,20 @@ enum Probe {
 
 impl<T: Task> Session<T> {
     /// A new run, whose sizes are chosen here where `sizes_open`.
-    pub fn begin(draft: Draft, mut config: RunConfig, sizes_open: bool) -> Result<Self> {
+    pub fn begin(draft: Draft, mut config: Config<T::Settings>, sizes_open: bool) -> Result<Self> {
         let began = Instant::now();
-        let minutes = config.minutes.or((config.base && config.steps.is_none()).then_some(USUAL_MINUTES));
+        let minutes = config
+            .training
+            .minutes
+            .or((config.common().base && config.training.steps.is_none()).then_some(USUAL_MINUTES));
         let (task, data) = T::begin(&mut config)?;
+        config = config.absolute()?;
         let tokens = data.train.tokens();
         let sized_for = if sizes_open { sizes::choose(&mut config, tokens, sizes::product_rate)? } else { None };
-        config.steps.get_or_insert(T::usual_steps(data.train.per_epoch()));
-        config.workers.get_or_insert(Workers::usual_count());
-        let model = draw(task.model(&config, &Device::flex().autodiff())?, config.seed);
-        let optimizer = optimizer(&config);
+        config.training.steps.get_or_insert(T::usual_steps(data.train.per_epoch()));
+        config.training.workers.get_or_insert(Workers::usual_count());
+        let model = draw(task.model(&config, &Device::flex().autodiff())?, config.training.seed);
+        let optimizer = optimizer(&config.training);
         let saved = Saved {
             step: 0,
             seconds: 0.0,
@@ -105,37 +109,38 @@ impl<T: Task> Session<T> {
         })?;
         let checkpoint = Checkpoint { model, optimizer, saved, place: Place::default() };
         // What a person says is kept, in steps or minutes.
-        let usual = if config.minutes.is_some() { usize::MAX } else { config.steps.unwrap_or(usize::MAX) };
+        let usual =
+            if config.training.minutes.is_some() { usize::MAX } else { config.training.steps.unwrap_or(usize::MAX) };
         Ok(Self { sized_for, minutes, usual, ..Self::new(began, folder, lock, config, task, data, checkpoint)? })
     }
 
     /// A run resumed from its last checkpoint, with settings that may have changed.
-    pub fn resume(folder: RunFolder, lock: Lock, config: RunConfig) -> Result<Self> {
+    pub fn resume(folder: RunFolder, lock: Lock, config: Config<T::Settings>) -> Result<Self> {
         let began = Instant::now();
-        let task = T::load(&folder)?;
+        let task = T::load(&folder, &config)?;
         let model = task.model(&config, &Device::flex().autodiff())?;
-        let mut checkpoint = folder.load_checkpoint(model, optimizer(&config))?;
+        let mut checkpoint = folder.load_checkpoint(model, optimizer(&config.training))?;
         let Checkpoint { model, saved, place, .. } = &mut checkpoint;
-        if config.known_steps().is_some_and(|steps| steps < saved.step) {
+        if config.training.known_steps().is_some_and(|steps| steps < saved.step) {
             bail!(
                 "the run has taken {} steps, more than {}; give as many or more with --steps",
                 saved.step,
-                config.steps.unwrap_or_default()
+                config.training.steps.unwrap_or_default()
             );
         }
         let mut data = task.data(&config).map_err(|error| {
-            let moved = config.data().is_some_and(|path| !path.exists() && path.as_os_str() != "-");
+            let moved = config.first().is_some_and(|path| !path.exists() && path.as_os_str() != "-");
             if !moved {
                 return error;
             }
-            anyhow!("{error}; if the file has moved, name where it is now with {}", config.data_flag())
+            anyhow!("{error}; if the file has moved, name where it is now with {}", config.kind().data_flag())
         })?;
         if data.sha256 != saved.data_sha256 {
             bail!(
                 "{} is not what this run began with; restore the file, name where it is now with {}, or train a new run with \
                  --out",
                 config.data_name(),
-                config.data_flag()
+                config.kind().data_flag()
             );
         }
         folder.sealed_metrics()?;
@@ -152,14 +157,14 @@ impl<T: Task> Session<T> {
         began: Instant,
         folder: RunFolder,
         lock: Lock,
-        config: RunConfig,
+        config: Config<T::Settings>,
         task: T,
         data: Data<T>,
         Checkpoint { model, optimizer, saved, .. }: Checkpoint<T::Model>,
     ) -> Result<Self> {
         let log = MetricsLog::open(&folder, saved.step)?;
-        let workers = Workers::new(config.workers.unwrap_or(1))?;
-        let minutes = config.minutes;
+        let workers = Workers::new(config.training.workers.unwrap_or(1))?;
+        let minutes = config.training.minutes;
         Ok(Self {
             folder,
             _lock: lock,
@@ -205,7 +210,7 @@ impl<T: Task> Session<T> {
             self.simple()?;
         }
         let mut progress = Progress::new();
-        if self.config.base && first == 0 && !self.data.development.is_empty() {
+        if self.config.common().base && first == 0 && !self.data.development.is_empty() {
             let probing = Instant::now();
             let (loss, start) = self.development(&self.data.development)?;
             self.probed = probing.elapsed().as_secs_f64();
@@ -216,17 +221,18 @@ impl<T: Task> Session<T> {
         let mut recent = Recent::default();
         let mut step = first;
         // Until the length of a run in minutes is known, as long as it takes.
-        while self.config.known_steps().is_none_or(|steps| step < steps) {
+        while self.config.training.known_steps().is_none_or(|steps| step < steps) {
             // Asked before a step, so that a run that was killed after this checkpoint ends here too.
             if self.is_stale(step) {
                 progress.note(format_args!("stopped early: no checkpoint since step {} did better", self.kept()));
-                self.config.steps = Some(step);
+                self.config.training.steps = Some(step);
                 self.folder.save_config(&self.config)?;
                 break;
             }
             let step_started = Instant::now();
-            let steps = self.config.known_steps().unwrap_or(usize::MAX);
-            let rate = self.config.learning_rate * relative_rate(step, self.config.warmup_steps, steps);
+            let steps = self.config.training.known_steps().unwrap_or(usize::MAX);
+            let rate =
+                self.config.training.learning_rate * relative_rate(step, self.config.training.warmup_steps, steps);
             let (loss, norm, examples) = match self.take(step, rate, stop)? {
                 Taken::Step(found) => found,
                 // Other processes would wait for a checkpoint of theirs.
@@ -246,7 +252,7 @@ impl<T: Task> Session<T> {
             self.log.step(step, loss, rate, norm, before + elapsed)?;
             recent.add(loss, examples, step_started.elapsed().as_secs_f64());
             if let Some(minutes) = self.minutes.filter(|_| !fitted) {
-                let known = step >= self.config.warmup_steps.max(TIMED_STEPS);
+                let known = step >= self.config.training.warmup_steps.max(TIMED_STEPS);
                 if known
                     || elapsed >= TIMED * 60.0 * minutes && step >= TIMED_STEPS
                     || elapsed >= 4.0 * TIMED * 60.0 * minutes
@@ -259,7 +265,7 @@ impl<T: Task> Session<T> {
                     }
                 }
             }
-            let steps = self.config.known_steps();
+            let steps = self.config.training.known_steps();
             let left = match steps {
                 Some(steps) => {
                     let seconds = elapsed / (step - first) as f64 * (steps - step) as f64;
@@ -271,7 +277,7 @@ impl<T: Task> Session<T> {
             let (loss, per_second) = (recent.loss(), recent.examples_per_second());
             let line = format_args!("step {step}/{of}  loss {loss:.3}  {per_second:.0} {}/s  {left}", T::EXAMPLES);
             progress.update(step, steps, line);
-            if step.is_multiple_of(self.config.checkpoint_steps) && steps != Some(step) {
+            if step.is_multiple_of(self.config.training.checkpoint_steps) && steps != Some(step) {
                 self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::All)?;
                 // The machine may have become slower or faster. In a run of seconds it does not matter.
                 if fitted && self.minutes.is_some_and(|minutes| minutes > SHORT) {
@@ -295,10 +301,10 @@ impl<T: Task> Session<T> {
             Err(error) => return Ok(Taken::NoData(error)),
         };
         let examples = batch.len();
-        let seed = Random::new(self.config.seed, step as u64 + 1).next();
-        let smoothing = self.config.label_smoothing;
+        let seed = Random::new(self.config.training.seed, step as u64 + 1).next();
+        let smoothing = self.config.common().label_smoothing;
         let count = self.ranks.as_ref().map_or(1, |ranks| ranks.count());
-        let split = self.config.split_sequence && count > 1;
+        let split = self.config.common().split_sequence.is_some() && count > 1;
         if split && stop.asked() {
             return Ok(Taken::Stopped);
         }
@@ -314,7 +320,7 @@ impl<T: Task> Session<T> {
             Some(ranks) => match **ranks {},
         };
         let Some(mut found) = found else { return Ok(Taken::Stopped) };
-        let norm = clip_gradients(&self.model, &mut found.gradients, self.config.clip_norm)?;
+        let norm = clip_gradients(&self.model, &mut found.gradients, self.config.training.clip_norm)?;
         for (name, value) in [("loss", found.loss), ("gradient", norm)] {
             if !value.is_finite() {
                 return Err(self.diverged(step + 1, name, value));
@@ -346,21 +352,22 @@ impl<T: Task> Session<T> {
         let each = (left - losses * self.probed) / seconds;
         let mut steps = (step + each.max(0.0) as usize).min(self.usual);
         if let Some(before) =
-            self.config.known_steps().filter(|before| (steps as f64 / *before as f64 - 1.0).abs() < 0.03)
+            self.config.training.known_steps().filter(|before| (steps as f64 / *before as f64 - 1.0).abs() < 0.03)
         {
             steps = before;
         }
-        self.config.checkpoint_steps = self.config.checkpoint_steps.min(steps.div_ceil(checkpoints as usize)).max(1);
-        (self.config.steps, self.config.minutes) = (Some(steps), None);
+        self.config.training.checkpoint_steps =
+            self.config.training.checkpoint_steps.min(steps.div_ceil(checkpoints as usize)).max(1);
+        (self.config.training.steps, self.config.training.minutes) = (Some(steps), None);
         self.folder.save_config(&self.config)?;
         Ok(steps)
     }
 
     /// The loss of examples, and those of some parts.
     fn development(&self, examples: &[T::Example]) -> Result<(f64, Vec<f64>)> {
-        let all = self.config.batch_size.max(64);
+        let all = self.config.training.batch_size.max(64);
         // Parts tell how certain a difference is.
-        let batch = if self.config.base { all.min(examples.len().div_ceil(PARTS)) } else { all };
+        let batch = if self.config.common().base { all.min(examples.len().div_ceil(PARTS)) } else { all };
         mean_loss(&self.task, &self.model, examples, batch, &self.workers)
     }
 
@@ -371,10 +378,10 @@ impl<T: Task> Session<T> {
 
     /// Whether the model corrects a simple method, and at the checkpoint of this step has not done better for long.
     fn is_stale(&self, step: usize) -> bool {
-        let every = self.config.checkpoint_steps;
-        let patience = (PATIENCE * every).max(self.config.known_steps().unwrap_or(usize::MAX) / 3);
+        let every = self.config.training.checkpoint_steps;
+        let patience = (PATIENCE * every).max(self.config.training.known_steps().unwrap_or(usize::MAX) / 3);
         let at_checkpoint = step == self.step() && step.is_multiple_of(every);
-        self.config.base && at_checkpoint && step >= self.kept().saturating_add(patience)
+        self.config.common().base && at_checkpoint && step >= self.kept().saturating_add(patience)
     }
 
     fn diverged(&self, step: usize, what: &str, value: f64) -> anyhow::Error {
@@ -383,7 +390,7 @@ impl<T: Task> Session<T> {
              --learning-rate than {}",
             self.step(),
             self.folder.path().display(),
-            self.config.learning_rate
+            self.config.training.learning_rate
         )
     }
 
@@ -418,7 +425,7 @@ impl<T: Task> Session<T> {
         self.log.draw(&self.title(), self.task.measure())?;
         let others = match &self.ranks {
             #[cfg(feature = "mpi")]
-            Some(ranks) if !self.config.split_sequence => together::places(ranks, step)?,
+            Some(ranks) if self.config.common().split_sequence.is_none() => together::places(ranks, step)?,
             _ => Vec::new(),
         };
         let Place { note, tensors } = self.task.place(&self.data.train, &self.model, others)?;
@@ -429,11 +436,11 @@ impl<T: Task> Session<T> {
     }
 
     fn title(&self) -> String {
-        let name = match self.config.data() {
+        let name = match self.config.first() {
             Some(path) => path.file_name().unwrap_or_default().display().to_string(),
             None => self.config.data_name(),
         };
-        format!("{name}, {} attention", self.config.attention)
+        format!("{name}, {} attention", self.config.model.attention)
     }
 }
 

@@ -6,7 +6,7 @@ use anyhow::Result;
 use burn::tensor::{Device, Tensor};
 use longspan::layers::{Activation, After, linear};
 
-use crate::run::config::{RunConfig, TaskKind};
+use crate::run::config::{Common, Config, ModelSettings, TaskSettings};
 
 /// Settings that are chosen together, where none of them is given.
 pub const KEYS: [&str; 6] = ["d_model", "heads", "d_ff", "layers", "encoder_layers", "decoder_layers"];
@@ -28,21 +28,25 @@ const SHARE_OF_PRODUCTS: f64 = 0.4;
 
 /// Sets the sizes for data of so many tokens, and says what they are for if they are not the usual ones. Without minutes, models
 /// only become smaller.
-pub fn choose(config: &mut RunConfig, tokens: f64, rate: impl FnOnce() -> Result<f64>) -> Result<Option<String>> {
+pub fn choose<S: TaskSettings>(
+    config: &mut Config<S>,
+    tokens: f64,
+    rate: impl FnOnce() -> Result<f64>,
+) -> Result<Option<String>> {
     let default = config.clone();
     let by_data = WEIGHTS_PER_TOKEN * tokens;
-    let by_time = match default.minutes {
+    let by_time = match default.training.minutes {
         // Flops of a weight and a token: 2 forward, 4 backward.
         Some(minutes) => (SHARE_OF_PRODUCTS * rate()? * 60.0 * minutes / (6.0 * TOKENS_PER_WEIGHT)).sqrt(),
         None => weights(&default),
     };
     let wanted = by_data.min(by_time).max(1.0);
-    let distance = |config: &RunConfig| (weights(config) / wanted).ln().abs();
-    let sizes = WIDTHS.map(|width| resized(&default, width));
+    let distance = |config: &Config<S>| (weights(config) / wanted).ln().abs();
+    let sizes = WIDTHS.iter().map(|width| resized(&default, *width)).collect::<Result<Vec<_>>>()?;
     if let Some(sizes) = sizes.into_iter().min_by(|a, b| distance(a).total_cmp(&distance(b))) {
         *config = sizes;
     }
-    Ok((config.d_model != default.d_model).then(|| match default.minutes {
+    Ok((config.model.d_model != default.model.d_model).then(|| match default.training.minutes {
         Some(minutes) if by_time < by_data => format!("{minutes} minutes of this machine"),
         _ => format!("{tokens:.0} tokens of data"),
     }))
@@ -64,69 +68,70 @@ pub fn product_rate() -> Result<f64> {
 }
 
 /// The settings at another width, in the same proportions.
-fn resized(config: &RunConfig, width: usize) -> RunConfig {
-    let default = config.d_model;
+fn resized<S: TaskSettings>(config: &Config<S>, width: usize) -> Result<Config<S>> {
+    let ModelSettings { d_model: default, heads, d_ff, .. } = config.model;
     // Small models keep their heads, large ones the width of a head.
-    let heads = config.heads * width.max(default) / default;
-    let depth = |layers: usize| layers * width.max(DEEPER) / DEEPER;
-    RunConfig {
-        d_model: width,
-        heads: (1..=heads).rev().find(|heads| width.is_multiple_of(*heads)).unwrap_or(1),
-        d_ff: config.d_ff * width / default,
-        layers: depth(config.layers),
-        encoder_layers: depth(config.encoder_layers),
-        decoder_layers: depth(config.decoder_layers),
-        ..config.clone()
-    }
+    let heads = heads * width.max(default) / default;
+    let mut sizes = config.edited(|all| {
+        for (_, layers) in all.iter_mut().filter(|(key, _)| key.ends_with("layers")) {
+            *layers = (layers.as_u64().unwrap_or(1) as usize * width.max(DEEPER) / DEEPER).into();
+        }
+        Ok(())
+    })?;
+    sizes.model.heads = (1..=heads).rev().find(|heads| width.is_multiple_of(*heads)).unwrap_or(1);
+    (sizes.model.d_model, sizes.model.d_ff) = (width, d_ff * width / default);
+    Ok(sizes)
 }
 
 /// Weights of the products in all blocks, about.
-fn weights(config: &RunConfig) -> f64 {
-    let square = config.d_model * config.d_model;
-    let block = 4 * square + (2 + usize::from(config.gated)) * config.d_model * config.d_ff;
-    let all = match config.kind() {
-        TaskKind::Pairs => (config.encoder_layers + config.decoder_layers) * block + config.decoder_layers * 4 * square,
-        _ => config.layers * block,
-    };
-    all as f64
+fn weights<S: TaskSettings>(config: &Config<S>) -> f64 {
+    let ModelSettings { d_model, d_ff, gated, .. } = config.model;
+    let Common { blocks, crossing, .. } = config.common();
+    let block = 4 * d_model * d_model + (2 + usize::from(gated)) * d_model * d_ff;
+    (blocks * block + crossing * 4 * d_model * d_model) as f64
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use serde_json::json;
 
-    fn chosen(config: &RunConfig, minutes: Option<f64>, tokens: f64) -> (RunConfig, Option<String>) {
-        let mut config = RunConfig { minutes, ..config.clone() };
-        let told = choose(&mut config, tokens, || Ok(250e9)).unwrap();
-        (config, told)
+    use super::*;
+    use crate::run::config::{PairsSettings, SeriesSettings, TextSettings, with};
+
+    fn chosen<S: TaskSettings>(config: &Config<S>, minutes: Option<f64>, tokens: f64) -> (Config<S>, Option<String>) {
+        let mut config = config.clone();
+        config.training.minutes = minutes;
+        let said = choose(&mut config, tokens, || Ok(250e9)).unwrap();
+        (config, said)
     }
 
-    #[test]
-    fn enough_data_without_minutes_leave_the_defaults() {
-        for config in [
-            RunConfig::default(),
-            RunConfig::of_dictionary(),
-            RunConfig { text: vec!["a".into()], ..RunConfig::of_text() },
-        ] {
-            let (sizes, told) = chosen(&config, None, 1e6);
-            assert_eq!((&sizes, told), (&config, None));
-            assert_eq!(chosen(&config, None, f64::INFINITY).0, config);
+    fn keeps_its_sizes<S: TaskSettings>(config: &Config<S>) {
+        for tokens in [1e6, f64::INFINITY] {
+            assert_eq!(chosen(config, None, tokens), (config.clone(), None));
         }
     }
 
     #[test]
+    fn enough_data_without_minutes_leave_the_defaults() {
+        keeps_its_sizes(&with::<PairsSettings>(json!({ "pairs": "a" })));
+        keeps_its_sizes(&with::<PairsSettings>(json!({})));
+        keeps_its_sizes(&with::<TextSettings>(json!({ "text": ["a"] })));
+    }
+
+    #[test]
     fn little_data_makes_small_models() {
-        let config = RunConfig { series: Some("a".into()), ..RunConfig::of_series() };
-        let (sizes, told) = chosen(&config, Some(1e6), 500.0);
-        assert_eq!((sizes.d_model, sizes.heads, sizes.d_ff, sizes.layers), (32, 4, 64, 2));
-        assert_eq!(told.unwrap(), "500 tokens of data");
-        assert_eq!(chosen(&config, None, 0.0).0.d_model, 32, "whatever is there");
+        let config = with::<SeriesSettings>(json!({ "series": "a" }));
+        let (sizes, said) = chosen(&config, Some(1e6), 500.0);
+        let ModelSettings { d_model, heads, d_ff, .. } = sizes.model;
+        assert_eq!((d_model, heads, d_ff, sizes.task.stack.layers), (32, 4, 64, 2));
+        assert_eq!(said.unwrap(), "500 tokens of data");
+        assert_eq!(chosen(&config, None, 0.0).0.model.d_model, 32, "whatever is there");
     }
 
     #[test]
     fn heads_divide_every_width() {
         for width in WIDTHS {
-            let RunConfig { d_model, heads, .. } = resized(&RunConfig::of_dictionary(), width);
+            let ModelSettings { d_model, heads, .. } = resized(&with::<PairsSettings>(json!({})), width).unwrap().model;
             assert!(
                 d_model.is_multiple_of(heads) && (16..=64).contains(&(d_model / heads)),
                 "{heads} heads of {d_model}"
@@ -136,13 +141,13 @@ mod tests {
 
     #[test]
     fn more_minutes_make_larger_models() {
-        let config = RunConfig { text: vec!["a".into()], ..RunConfig::of_text() };
-        let widths: Vec<usize> =
-            [0.01, 1.0, 10.0, 60.0, 600.0, 1e6].map(|minutes| chosen(&config, Some(minutes), 1e9).0.d_model).into();
+        let config = with::<TextSettings>(json!({ "text": ["a"] }));
+        let widths =
+            [0.01, 1.0, 10.0, 60.0, 600.0, 1e6].map(|minutes| chosen(&config, Some(minutes), 1e9).0.model.d_model);
         assert_eq!(widths, [32, 64, 128, 192, 256, 1024]);
-        let (sizes, told) = chosen(&config, Some(60.0), 1e9);
-        assert_eq!((sizes.heads, sizes.d_ff, sizes.layers), (6, 768, 4));
-        assert_eq!(told.unwrap(), "60 minutes of this machine");
-        assert_eq!(chosen(&config, Some(1e6), 1e9).0.layers, 16);
+        let (sizes, said) = chosen(&config, Some(60.0), 1e9);
+        assert_eq!((sizes.model.heads, sizes.model.d_ff, sizes.task.layers), (6, 768, 4));
+        assert_eq!(said.unwrap(), "60 minutes of this machine");
+        assert_eq!(chosen(&config, Some(1e6), 1e9).0.task.layers, 16);
     }
 }

@@ -13,13 +13,13 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 use longspan::layers::clip_gradients;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::gradients::{Found, Share, gradients};
 use super::session::Session;
 use crate::commands::Outcome;
 use crate::run::checkpoint::{Place, optimizer};
-use crate::run::config::RunConfig;
+use crate::run::config::{Config, RunConfig, TaskKind};
 use crate::run::folder::RunFolder;
 use crate::tasks::batches::Random;
 use crate::tasks::feed::Feed;
@@ -33,7 +33,14 @@ use crate::terminal::signals::Stop;
 #[derive(Serialize, Deserialize)]
 enum Word {
     /// Get ready for this run, which has taken so many steps.
-    Run { program: String, folder: PathBuf, settings: Box<RunConfig>, data_sha256: String, step: usize },
+    Run {
+        program: String,
+        folder: PathBuf,
+        kind: TaskKind,
+        settings: Map<String, Value>,
+        data_sha256: String,
+        step: usize,
+    },
     /// This step, at this learning rate. All steps before are completed.
     Step(usize, f64),
     /// Where the feed stands after so many steps.
@@ -63,9 +70,9 @@ fn program() -> Result<String> {
 /// Rank 0: gets the others ready for its run.
 pub fn invite<T: Task>(ranks: &Ranks, session: &Session<T>) -> Result<()> {
     let folder = std::path::absolute(session.folder.path())?;
-    let (settings, data_sha256) = (Box::new(session.config.clone()), session.data.sha256.clone());
+    let (kind, settings, data_sha256) = (session.config.kind(), session.config.to_map()?, session.data.sha256.clone());
     let (program, step) = (program()?, session.step());
-    ranks.announce(&serde_json::to_vec(&Word::Run { program, folder, settings, data_sha256, step })?);
+    ranks.announce(&serde_json::to_vec(&Word::Run { program, folder, kind, settings, data_sha256, step })?);
     answers(ranks)?;
     ranks.spread(&mut weights(&session.model));
     Ok(())
@@ -147,7 +154,7 @@ fn added<C>(ranks: &Ranks, model: &impl Module, found: &Result<Option<Found<C>>>
 
 /// The other ranks: do what rank 0 says until it ends.
 pub fn help(ranks: &Ranks, stop: &Stop) -> Result<Outcome> {
-    let Word::Run { program: first, folder, settings, data_sha256, step } = hear(ranks)? else {
+    let Word::Run { program: first, folder, kind, settings, data_sha256, step } = hear(ranks)? else {
         return Ok(Outcome::Done);
     };
     let own = program()?;
@@ -159,7 +166,8 @@ pub fn help(ranks: &Ranks, stop: &Stop) -> Result<Outcome> {
         return Ok(Outcome::Done);
     }
     let folder = RunFolder::at(&folder, true);
-    for_task!(&*settings, helper(ranks, stop, &folder, &settings, (&data_sha256, step)))
+    let config = RunConfig::of(kind, &settings)?;
+    for_task!(config, helper(ranks, stop, &folder, (&data_sha256, step)))
 }
 
 fn hear(ranks: &Ranks) -> Result<Word> {
@@ -168,30 +176,32 @@ fn hear(ranks: &Ranks) -> Result<Word> {
 }
 
 fn helper<T: Task>(
+    config: Config<T::Settings>,
     ranks: &Ranks,
     stop: &Stop,
     folder: &RunFolder,
-    config: &RunConfig,
     (sha256, step): (&str, usize),
 ) -> Result<Outcome> {
+    let split = config.common().split_sequence.is_some();
     let ready = || {
-        let mut task = T::load(folder)?;
-        let mut data = task.data(config)?;
+        let mut task = T::load(folder, &config)?;
+        let mut data = task.data(&config)?;
         if data.sha256 != sha256 {
             bail!("{} is not what rank 0 has; give every process the same file", config.data_name());
         }
-        let (mut model, mut optimizer) = (task.model(config, &Device::flex().autodiff())?, optimizer(config));
+        let (mut model, mut optimizer) =
+            (task.model(&config, &Device::flex().autodiff())?, optimizer(&config.training));
         if step > 0 {
             let checkpoint = folder.load_checkpoint(model, optimizer)?;
             (model, optimizer) = (checkpoint.model, checkpoint.optimizer);
             task.return_to(&mut data.train, &model, checkpoint.place)?;
         }
-        if config.split_sequence {
+        if split {
             task.split_among(ranks.peers());
         } else {
             data.train.keep_share(ranks.rank(), ranks.count())?;
         }
-        Ok((task, data, model, optimizer, Workers::new(config.workers.unwrap_or(1))?))
+        Ok((task, data, model, optimizer, Workers::new(config.training.workers.unwrap_or(1))?))
     };
     let (task, mut data, mut model, mut optimizer, workers) = match ready() {
         Ok(ready) => ready,
@@ -218,11 +228,11 @@ fn helper<T: Task>(
             continue;
         };
         let found = data.train.batch(step).and_then(|batch| {
-            let share = Share::of(&batch, T::size, (ranks.rank(), ranks.count()), config.split_sequence);
-            let seed = Random::new(config.seed, step as u64 + 1).next();
-            gradients(&task, &model, &share, config.label_smoothing, seed, &workers, stop)
+            let share = Share::of(&batch, T::size, (ranks.rank(), ranks.count()), split);
+            let seed = Random::new(config.training.seed, step as u64 + 1).next();
+            gradients(&task, &model, &share, config.common().label_smoothing, seed, &workers, stop)
         });
-        let found = or_abort(ranks, config.split_sequence, found);
+        let found = or_abort(ranks, split, found);
         let sum = added(ranks, &model, &found);
         let reply = match found {
             Ok(Some(found)) => {
@@ -235,7 +245,7 @@ fn helper<T: Task>(
         ranks.reply(&serde_json::to_vec(&reply)?);
         // Where a rank could not, rank 0 ends the run.
         let mut gradients = of_flat(&model, &sum);
-        clip_gradients(&model, &mut gradients, config.clip_norm)?;
+        clip_gradients(&model, &mut gradients, config.training.clip_norm)?;
         model = optimizer.step(rate, model, gradients);
     }
 }

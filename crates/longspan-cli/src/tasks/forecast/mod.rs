@@ -12,7 +12,7 @@ use anyhow::{Result, anyhow, bail};
 use burn::module::Param;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::layers::pinball;
-use longspan::models::SeriesModel;
+use longspan::models::{Pooling, SeriesModel, SeriesModelConfig};
 use rayon::prelude::*;
 use serde_json::json;
 use sha2::{Digest, Sha256};
@@ -21,13 +21,14 @@ use super::labels;
 use super::lines;
 use super::series::file::{self, Found, Point, Reading, Series};
 use super::series::scaling::{Scaling, usual_gap};
-use super::series::{check_missing, model, next, padded, settle, times};
+use super::series::{next, padded, settle, times};
 use super::simple::Simple;
 use super::simple::smoothing::{Form, Smoothing};
 use super::split::{self, Split, evenly};
+use super::stack::stacked;
 use super::table::dates::Calendar;
-use super::task::{Answering, Asked, Data, Loss, Shown, Task, Titles, Told, Vocabulary};
-use crate::run::config::RunConfig;
+use super::task::{self, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
+use crate::run::config::{self, ForecastSettings, Missing};
 use crate::run::folder::RunFolder;
 use crate::run::seal::hex;
 use crate::terminal::forecasts::{Drawing, Forecasts, Written};
@@ -35,6 +36,9 @@ use crate::terminal::notes::note;
 use crate::terminal::samples::{self, Sample, counted};
 use scores::{Scores, Sums};
 use window::{Drawn, Example, Seen, Sizes, Stretch, Window, inputs};
+
+type Config = config::Config<ForecastSettings>;
+type Answering<'a> = task::Answering<'a, ForecastSettings>;
 
 /// What is told of every value: the ends of the interval that holds four of five, of the one that holds half, and the median.
 const QUANTILES: [f32; 5] = [0.1, 0.25, 0.5, 0.75, 0.9];
@@ -68,43 +72,43 @@ impl Task for Forecast {
     type Text = Window;
     type Model = SeriesModel;
     type Scores = Scores;
+    type Settings = ForecastSettings;
 
     const EXAMPLES: &str = "windows";
     const LENGTH: &str = "points";
 
-    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
-        check_missing(config)?;
-        let reading = Reading { columns: Some(&config.columns), ..Reading::default() };
-        let mut found = read(config, config.series.as_deref().unwrap_or(Path::new("-")), &reading)?;
+    fn begin(config: &mut Config) -> Result<(Self, Data<Self>)> {
+        let reading = Reading { columns: Some(&config.task.files.columns), ..Reading::default() };
+        let mut found = read(config, config.first().unwrap_or(Path::new("-")), &reading)?;
         let all = std::mem::take(&mut found.series);
-        settle(config, found);
+        settle(config.data_name(), &mut config.task.files, found);
         let names = all.first().map(|one| one.names.to_vec()).unwrap_or_default();
-        let known = if config.columns.known.is_empty() {
+        let known = if config.task.files.columns.known.is_empty() {
             Vec::new()
         } else {
-            names.iter().map(|name| config.columns.has_known(name)).collect()
+            names.iter().map(|name| config.task.files.columns.has_known(name)).collect()
         };
         let dates = all.first().and_then(|one| one.dates.clone());
-        let told = config.forecast.unwrap_or(1);
+        let told = config.task.forecast;
         let longest = all.iter().map(|one| one.times.len()).max().unwrap_or(0);
         let name = config.data_name();
-        if config.max_tokens <= told {
+        if config.task.files.max_tokens <= told {
             bail!(
                 "forecast = {told} and max_tokens = {}: no point before them is seen; raise --set max_tokens=…",
-                config.max_tokens
+                config.task.files.max_tokens
             );
         }
-        let most = config.max_tokens - told;
+        let most = config.task.files.max_tokens - told;
         // Nine of ten series are long enough for a window, which has a quarter of these points and those to predict.
         let mut lengths: Vec<usize> = all.iter().map(|one| one.times.len()).collect();
         lengths.sort_unstable();
         let short = lengths.get(lengths.len() / 10).map_or(0, |short| short.saturating_sub(told));
         let usual = (4 * told).max(CONTEXT).min((4 * short).max(8)).min(longest.saturating_sub(told)).clamp(1, most);
-        let context = *config.context.get_or_insert(usual);
+        let context = *config.task.context.get_or_insert(usual);
         if context > most {
             bail!(
                 "context = {context} and forecast = {told} are more than max_tokens = {}; change one with --set",
-                config.max_tokens
+                config.task.files.max_tokens
             );
         }
         let sizes = Sizes { told, context };
@@ -116,42 +120,41 @@ impl Task for Forecast {
                 sizes.least()
             );
         }
-        if config.attention == "fourier" {
+        if config.model.attention == "fourier" {
             // Weights that add up to 1 and are never negative give a mean, which goes beyond no value that was seen.
-            config.attention_options.entry("normalizer").or_insert(json!("unrotated"));
+            config.model.attention_options.entry("normalizer").or_insert(json!("unrotated"));
         }
-        let reading = Reading { columns: Some(&config.columns), dates: dates.as_deref(), ..Reading::default() };
+        let reading =
+            Reading { columns: Some(&config.task.files.columns), dates: dates.as_deref(), ..Reading::default() };
         let parts = parts(config, all, sizes, &reading)?;
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
         let mut scaling = Scaling::of(&learned, None);
         scaling.known = known;
-        if config.base {
+        if config.task.stack.base {
             scaling.base = task_base(&scaling, &parts.train, told);
         }
         let task = Self { scaling, sizes };
         let data = task.windows(parts, config)?;
-        lines::make_absolute(config)?;
         Ok((task, data))
     }
 
-    fn load(folder: &RunFolder) -> Result<Self> {
-        let config = folder.load_config()?;
-        let (Some(told), Some(context)) = (config.forecast, config.context) else {
+    fn load(folder: &RunFolder, config: &Config) -> Result<Self> {
+        let Some(context) = config.task.context else {
             bail!(
                 "{}: no context in config.json; the file is damaged: restore it or train again",
                 folder.path().display()
             );
         };
-        Ok(Self { scaling: Scaling::load(folder)?, sizes: Sizes { told, context } })
+        Ok(Self { scaling: Scaling::load(folder)?, sizes: Sizes { told: config.task.forecast, context } })
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
         self.scaling.store(folder)
     }
 
-    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
+    fn data(&self, config: &Config) -> Result<Data<Self>> {
         let reading = self.reading(config);
-        let all = read(config, config.series.as_deref().unwrap_or(Path::new("-")), &reading)?.series;
+        let all = read(config, config.first().unwrap_or(Path::new("-")), &reading)?.series;
         self.windows(parts(config, all, self.sizes, &reading)?, config)
     }
 
@@ -160,11 +163,11 @@ impl Task for Forecast {
         vec![Vocabulary { side: "series", kind: "channels", size: self.scaling.channels() }, next]
     }
 
-    fn model(&self, config: &RunConfig, device: &Device) -> Result<SeriesModel> {
+    fn model(&self, config: &Config, device: &Device) -> Result<SeriesModel> {
         // Every point has its row: none is made of all.
-        let config = RunConfig { pooling: "mean".into(), ..config.clone() };
-        let mut model = model::model(&config, inputs(&self.scaling), self.outputs(), device)?;
-        if config.base {
+        let (sizes, outputs) = (SeriesModelConfig::new(inputs(&self.scaling), self.outputs()), self.outputs());
+        let mut model: SeriesModel = stacked!(sizes, config, Pooling::Mean, outputs, device)?;
+        if config.task.stack.base {
             // It begins as the simple methods, with the quantiles of their errors.
             let errors = self.scaling.base.iter().flat_map(|base| base.quantiles.iter().map(|q| *q as f32));
             let bias = TensorData::new(errors.collect::<Vec<_>>(), [self.outputs()]);
@@ -186,7 +189,7 @@ impl Task for Forecast {
         Ok(Loss { plain: loss.clone().detach(), smoothed: loss })
     }
 
-    fn simple(&self, _: &Data<Self>, windows: &[Window], _: &RunConfig) -> Result<Vec<Simple>> {
+    fn simple(&self, _: &Data<Self>, windows: &[Window], _: &Config) -> Result<Vec<Simple>> {
         let season = self.scaling.base.iter().map(|base| base.way.season).max().unwrap_or(1);
         let several = self.scaling.channels() > 1;
         let ways = [Form::Repeated, Form::Damped].map(|form| Smoothing::new(form, season, false));
@@ -236,84 +239,6 @@ impl Task for Forecast {
 
     fn measure(&self) -> &'static str {
         "mean pinball loss, in deviations of what is seen"
-    }
-
-    fn asked(&self, path: &Path, config: &RunConfig) -> Result<Option<Vec<Asked>>> {
-        file::asked(path, &self.reading(config), |one| self.ahead(one).map(drop))
-    }
-
-    fn titles(&self, config: &RunConfig) -> Titles {
-        let columns = &config.columns;
-        let id = columns.id.clone().unwrap_or("id".into());
-        let time = columns.time.clone().filter(|name| name != "row").unwrap_or("time".into());
-        let names = self.scaling.names();
-        let several = self.predicted().count() > 1;
-        let quantiles = self.predicted().flat_map(|channel| {
-            let name = if several { format!("{} ", names[channel]) } else { String::new() };
-            decimals().into_iter().map(move |q| format!("{name}{q}"))
-        });
-        Titles { key: Vec::new(), answer: [id, time].into_iter().chain(quantiles).collect(), always: true }
-    }
-
-    fn told(&self, model: &SeriesModel, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
-        let reading = self.reading(how.config);
-        let read = |one: &Asked| {
-            let wrong = lines::in_line(how.name, one.line);
-            let one = match &one.series {
-                Some(one) => one.clone(),
-                None => file::from_json(&one.text, one.line, &reading).map_err(|problem| wrong(anyhow!(problem)))?,
-            };
-            let (seen, times) = self.ahead(&one).map_err(wrong)?;
-            Ok((one, seen, times))
-        };
-        let all = asked.iter().map(read).collect::<Result<Vec<_>>>()?;
-        let Sizes { told, .. } = self.sizes;
-        let strange = all.iter().filter(|(one, seen, _)| {
-            let far = seen.points.1.last().is_some_and(|time| *time > 1.5 * told as f32);
-            far || one.times.len() < self.sizes.least()
-        });
-        let strange = strange.count();
-        if strange > 0 {
-            note(format_args!(
-                "note: {strange} series have fewer than {} points or times further ahead than {told} points, unlike those learned \
-                 from; their intervals may be too narrow",
-                self.sizes.least()
-            ));
-        }
-        let few = all.iter().filter(|(one, ..)| (1..told).contains(&one.ahead.len())).count();
-        if few > 0 {
-            note(format_args!(
-                "note: {few} series end with fewer than {told} times without a value, which alone are predicted; without any the next {told} are"
-            ));
-        }
-        let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
-        let width = self.scaling.channels();
-        let line = |((one, seen, times), found): (&(Series, Seen, Vec<f64>), Vec<Quantiles>)| {
-            let name = one.id.clone().unwrap_or_else(|| one.line.to_string());
-            let shown = |n: usize, value: &f64| shown(*value, seen.measures[n].1);
-            let point = |point: &[Quantiles]| -> Vec<Vec<f64>> {
-                self.predicted().map(|n| point[n].iter().map(|value| shown(n, value)).collect()).collect()
-            };
-            let points: Vec<Vec<Vec<f64>>> = found.chunks(width).map(point).collect();
-            let written: Vec<String> = times.iter().map(|time| one.time(*time)).collect();
-            let names = self.scaling.names();
-            let dated = one.dates.is_some();
-            let json = json!({
-                "id": name,
-                "times": if dated { json!(written) } else { json!(times) },
-                "channels": self.predicted().map(|n| &names[n]).collect::<Vec<_>>(),
-                "quantiles": decimals(),
-                "values": points,
-            });
-            let rows = points.iter().zip(&written).map(|(point, time)| {
-                [name.clone(), time.clone()]
-                    .into_iter()
-                    .chain(point.iter().flatten().map(ToString::to_string))
-                    .collect()
-            });
-            Told { rows: rows.collect(), json, cut: false, picture: Some(self.picture_of(one, times, &found, &[])) }
-        };
-        Ok(all.iter().zip(self.quantiles(model, &seen, how)?).map(line).collect())
     }
 
     fn score(&self, model: &SeriesModel, windows: &[Window], how: &Answering<'_>) -> Result<Scores> {
@@ -397,10 +322,10 @@ impl Task for Forecast {
             }));
         }
         let picture = (!pictures.is_empty()).then_some(Forecasts(pictures));
-        Ok(Shown { text: samples::table(&all), next: next(folder, how.config.series.as_deref()), picture })
+        Ok(Shown { text: samples::table(&all), next: next(folder, how.config.first()), picture })
     }
 
-    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
+    fn introduce(&self, config: &Config, data: &Data<Self>) -> String {
         let Sizes { told, context } = self.sizes;
         let stretches = data.train.stretches();
         let by_time = stretches.iter().any(|part| part.points.end < part.series.times.len());
@@ -416,7 +341,7 @@ impl Task for Forecast {
             stretches.len(),
             counted(self.scaling.channels(), "channels"),
             counted(data.train.count() as usize, "windows"),
-            times(config, &self.scaling),
+            times(&config.model, &self.scaling),
             match self.scaling.base.first() {
                 Some(base) => format!("; the model corrects {}, chosen on the points to learn from", base.way.words()),
                 None => String::new(),
@@ -463,12 +388,12 @@ fn shown(value: f64, unit: f64) -> f64 {
 }
 
 /// Reads series.
-fn read(config: &RunConfig, path: &Path, reading: &Reading<'_>) -> Result<Found> {
-    file::read(path, reading, config.missing == "refuse", "the value before")
+fn read(config: &Config, path: &Path, reading: &Reading<'_>) -> Result<Found> {
+    file::read(path, reading, config.task.missing == Missing::Refuse, "the value before")
 }
 
 /// The points of all series that are told, by use: of some series all, or of each the first and the last.
-fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes, reading: &Reading<'_>) -> Result<Split<Stretch>> {
+fn parts(config: &Config, all: Vec<Series>, sizes: Sizes, reading: &Reading<'_>) -> Result<Split<Stretch>> {
     let (least, told, count) = (sizes.least(), sizes.told, all.len());
     let all: Vec<Series> = all.into_iter().filter(|one| one.times.len() >= least + told).collect();
     if all.len() < count {
@@ -480,8 +405,8 @@ fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes, reading: &Reading<'
     }
     let whole = |all: Vec<Series>| all.into_iter().map(|one| sizes.whole(one)).collect();
     let reader = |path: &Path| Ok(read(config, path, reading)?.series);
-    if all.len() >= MANY || (config.development.is_some() && config.held_out.is_some()) {
-        let split = split::of(config, all, "series", reader, |one| &one.key)?;
+    if all.len() >= MANY || (config.task.files.development.is_some() && config.task.files.held_out.is_some()) {
+        let split = split::of(&config.task.files, &config.data_name(), all, "series", reader, |one| &one.key)?;
         return Ok(Split {
             train: whole(split.train),
             development: whole(split.development),
@@ -495,7 +420,10 @@ fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes, reading: &Reading<'
         let series = Arc::new(one);
         let mut end = count;
         // Where there is too little for both, for the scores.
-        for (part, own) in [(&mut split.held_out, &config.held_out), (&mut split.development, &config.development)] {
+        for (part, own) in [
+            (&mut split.held_out, &config.task.files.held_out),
+            (&mut split.development, &config.task.files.development),
+        ] {
             if own.is_none() && end >= least + told + share {
                 part.push(Stretch { series: Arc::clone(&series), points: end - share..end });
                 end -= share;
@@ -504,8 +432,8 @@ fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes, reading: &Reading<'
         split.train.push(Stretch { series, points: least..end });
     }
     for (part, own, used) in [
-        (&mut split.held_out, &config.held_out, "held-out"),
-        (&mut split.development, &config.development, "development"),
+        (&mut split.held_out, &config.task.files.held_out, "held-out"),
+        (&mut split.development, &config.task.files.development, "development"),
     ] {
         if let Some(path) = own {
             *part = whole(reader(path)?);
@@ -521,6 +449,86 @@ fn parts(config: &RunConfig, all: Vec<Series>, sizes: Sizes, reading: &Reading<'
     Ok(split)
 }
 
+impl Predict for Forecast {
+    fn asked(&self, path: &Path, config: &Config) -> Result<Option<Vec<Asked>>> {
+        file::asked(path, &self.reading(config), |one| self.ahead(one).map(drop))
+    }
+
+    fn titles(&self, config: &Config) -> Titles {
+        let columns = &config.task.files.columns;
+        let id = columns.id.clone().unwrap_or("id".into());
+        let time = columns.time.clone().filter(|name| name != "row").unwrap_or("time".into());
+        let names = self.scaling.names();
+        let several = self.predicted().count() > 1;
+        let quantiles = self.predicted().flat_map(|channel| {
+            let name = if several { format!("{} ", names[channel]) } else { String::new() };
+            decimals().into_iter().map(move |q| format!("{name}{q}"))
+        });
+        Titles { key: Vec::new(), answer: [id, time].into_iter().chain(quantiles).collect(), always: true }
+    }
+
+    fn predict(&self, model: &SeriesModel, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
+        let reading = self.reading(how.config);
+        let read = |one: &Asked| {
+            let wrong = lines::in_line(how.name, one.line);
+            let one = match &one.series {
+                Some(one) => one.clone(),
+                None => file::from_json(&one.text, one.line, &reading).map_err(|problem| wrong(anyhow!(problem)))?,
+            };
+            let (seen, times) = self.ahead(&one).map_err(wrong)?;
+            Ok((one, seen, times))
+        };
+        let all = asked.iter().map(read).collect::<Result<Vec<_>>>()?;
+        let Sizes { told, .. } = self.sizes;
+        let strange = all.iter().filter(|(one, seen, _)| {
+            let far = seen.points.1.last().is_some_and(|time| *time > 1.5 * told as f32);
+            far || one.times.len() < self.sizes.least()
+        });
+        let strange = strange.count();
+        if strange > 0 {
+            note(format_args!(
+                "note: {strange} series have fewer than {} points or times further ahead than {told} points, unlike those learned \
+                 from; their intervals may be too narrow",
+                self.sizes.least()
+            ));
+        }
+        let few = all.iter().filter(|(one, ..)| (1..told).contains(&one.ahead.len())).count();
+        if few > 0 {
+            note(format_args!(
+                "note: {few} series end with fewer than {told} times without a value, which alone are predicted; without any the next {told} are"
+            ));
+        }
+        let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
+        let width = self.scaling.channels();
+        let line = |((one, seen, times), found): (&(Series, Seen, Vec<f64>), Vec<Quantiles>)| {
+            let name = one.id.clone().unwrap_or_else(|| one.line.to_string());
+            let shown = |n: usize, value: &f64| shown(*value, seen.measures[n].1);
+            let point = |point: &[Quantiles]| -> Vec<Vec<f64>> {
+                self.predicted().map(|n| point[n].iter().map(|value| shown(n, value)).collect()).collect()
+            };
+            let points: Vec<Vec<Vec<f64>>> = found.chunks(width).map(point).collect();
+            let written: Vec<String> = times.iter().map(|time| one.time(*time)).collect();
+            let names = self.scaling.names();
+            let dated = one.dates.is_some();
+            let json = json!({
+                "id": name,
+                "times": if dated { json!(written) } else { json!(times) },
+                "channels": self.predicted().map(|n| &names[n]).collect::<Vec<_>>(),
+                "quantiles": decimals(),
+                "values": points,
+            });
+            let rows = points.iter().zip(&written).map(|(point, time)| {
+                [name.clone(), time.clone()]
+                    .into_iter()
+                    .chain(point.iter().flatten().map(ToString::to_string))
+                    .collect()
+            });
+            Told { rows: rows.collect(), json, cut: false, picture: Some(self.picture_of(one, times, &found, &[])) }
+        };
+        Ok(all.iter().zip(self.quantiles(model, &seen, how)?).map(line).collect())
+    }
+}
+
 impl Forecast {
     /// Numbers that the model gives at a point.
     fn outputs(&self) -> usize {
@@ -528,11 +536,13 @@ impl Forecast {
     }
 
     /// Windows of all stretches.
-    fn windows(&self, parts: Split<Stretch>, config: &RunConfig) -> Result<Data<Self>> {
+    fn windows(&self, parts: Split<Stretch>, config: &Config) -> Result<Data<Self>> {
         let mut hash = Sha256::new();
-        for (part, own) in
-            [(&parts.train, &None), (&parts.development, &config.development), (&parts.held_out, &config.held_out)]
-        {
+        for (part, own) in [
+            (&parts.train, &None),
+            (&parts.development, &config.task.files.development),
+            (&parts.held_out, &config.task.files.held_out),
+        ] {
             let name = own.as_deref().map_or(config.data_name(), lines::name);
             for Stretch { series, points } in part {
                 // What no model can take is found before a run is made.
@@ -547,7 +557,8 @@ impl Forecast {
         let count = development.len();
         let development = evenly(&development, DEVELOPMENT);
         let held_out = all(&parts.held_out, self.sizes.told);
-        let mut train = Drawn::new(self.scaling.clone(), parts.train, self.sizes, config.batch_size, config.seed);
+        let mut train =
+            Drawn::new(self.scaling.clone(), parts.train, self.sizes, config.training.batch_size, config.training.seed);
         train.development = count;
         Ok(Data {
             train,
@@ -563,8 +574,13 @@ impl Forecast {
     }
 
     /// How files are read to predict from.
-    fn reading<'a>(&'a self, config: &'a RunConfig) -> Reading<'a> {
-        Reading { columns: Some(&config.columns), dates: self.scaling.dates.as_ref(), labels: false, learned: true }
+    fn reading<'a>(&'a self, config: &'a Config) -> Reading<'a> {
+        Reading {
+            columns: Some(&config.task.files.columns),
+            dates: self.scaling.dates.as_ref(),
+            labels: false,
+            learned: true,
+        }
     }
 
     /// The channels that are predicted.

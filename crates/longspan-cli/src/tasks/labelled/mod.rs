@@ -1,30 +1,31 @@
 //! Texts and their labels: a classifier learns to tell the label.
 
 pub mod file;
-mod model;
 
 use std::path::Path;
 
 use anyhow::{Result, bail};
 use burn::tensor::Device;
-use longspan::models::Classifier;
+use longspan::models::{Classifier, ClassifierConfig};
 use sha2::Digest;
 
 use super::batches::padded;
 use super::feed::Shuffled;
 use super::labels::{self, Scores, Target};
-use super::lines;
 use super::simple::Simple;
 use super::simple::bag::Bag;
 use super::split::{self, Split, evenly};
-use super::stack;
-use super::task::{Answer, Answering, Asked, Data, Loss, Task, Titles, Vocabulary};
+use super::stack::{self, stacked};
+use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
 use super::tokens::{END, Kind, Tokenizer};
-use crate::run::config::RunConfig;
+use crate::run::config::{self, LabelledSettings};
 use crate::run::folder::RunFolder;
 use crate::run::write::write_atomic;
 use crate::terminal::plot::Matrix;
 use file::Labelled;
+
+type Config = config::Config<LabelledSettings>;
+type Answering<'a> = task::Answering<'a, LabelledSettings>;
 
 /// The side that the tokenizer's file is named for.
 const SIDE: &str = "text";
@@ -50,27 +51,29 @@ impl Task for Labels {
     type Text = Labelled;
     type Model = Classifier;
     type Scores = Scores;
+    type Settings = LabelledSettings;
 
     const EXAMPLES: &str = "texts";
 
-    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
+    fn begin(config: &mut Config) -> Result<(Self, Data<Self>)> {
         let split = read_split(config)?;
-        let kind = config.tokens.as_ref().map_or(Ok(Kind::Characters), |name| name.parse())?;
+        let kind = config.task.tokens.as_ref().map_or(Ok(Kind::Characters), |name| name.parse())?;
         let tokenizer = Tokenizer::build(&kind, split.train.iter().map(|labelled| labelled.text.as_str()))?;
-        let target = Target::of(split.train.iter().map(|labelled| labelled.label.as_str()), config, Self::EXAMPLES)?;
+        let name = config.data_name();
+        let labels = split.train.iter().map(|labelled| labelled.label.as_str());
+        let target = Target::of(labels, &mut config.task.labels.target, &name, Self::EXAMPLES)?;
         let (bag, unseen) = bag(&target, &split)?;
         let task = Self { tokenizer, target, bag: Some(bag) };
         let data = task.encode(split, unseen, config)?;
-        lines::make_absolute(config)?;
-        config.tokens.get_or_insert(task.tokenizer.kind().into());
+        config.task.tokens.get_or_insert(task.tokenizer.kind().into());
         Ok((task, data))
     }
 
-    fn load(folder: &RunFolder) -> Result<Self> {
+    fn load(folder: &RunFolder, config: &Config) -> Result<Self> {
         let target = Target::load(folder)?;
         let path = folder.path().join(BAG);
         let bag = path.exists().then(|| Bag::load(folder, BAG, target.outputs())).transpose()?;
-        if bag.is_none() && folder.load_config()?.base {
+        if bag.is_none() && config.task.stack.base {
             bail!("{} is missing; the run folder is incomplete", path.display());
         }
         Ok(Self { tokenizer: Tokenizer::load(folder, SIDE)?, target, bag })
@@ -82,22 +85,10 @@ impl Task for Labels {
         self.target.store(folder)
     }
 
-    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
+    fn data(&self, config: &Config) -> Result<Data<Self>> {
         let split = read_split(config)?;
-        let unseen = if config.base { bag(&self.target, &split)?.1 } else { Vec::new() };
+        let unseen = if config.task.stack.base { bag(&self.target, &split)?.1 } else { Vec::new() };
         self.encode(split, unseen, config)
-    }
-
-    fn read(path: &Path, config: &RunConfig) -> Result<Vec<Labelled>> {
-        file::read(path, &config.columns)
-    }
-
-    fn asked(&self, path: &Path, config: &RunConfig) -> Result<Option<Vec<Asked>>> {
-        file::TEXT.asked(path, config.columns.text.as_ref())
-    }
-
-    fn titles(&self, config: &RunConfig) -> Titles {
-        self.target.titles(config.columns.text.as_deref().unwrap_or(file::TEXT.key), &config.columns)
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
@@ -107,8 +98,9 @@ impl Task for Labels {
         ]
     }
 
-    fn model(&self, config: &RunConfig, device: &Device) -> Result<Classifier> {
-        model::model(config, self.tokenizer.len(), self.target.outputs(), device)
+    fn model(&self, config: &Config, device: &Device) -> Result<Classifier> {
+        let (outputs, pooling) = (self.target.outputs(), config.task.labels.pooling);
+        stacked!(ClassifierConfig::new(self.tokenizer.len(), outputs), config, pooling, outputs, device)
     }
 
     fn size(example: &Example) -> (usize, usize) {
@@ -127,17 +119,6 @@ impl Task for Labels {
         )
     }
 
-    fn answer(&self, model: &Classifier, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
-        let found = self.outputs(model, texts, how)?;
-        // An empty text has no label.
-        let answers = |text: &str, row: &[f32]| if text.is_empty() { Vec::new() } else { self.target.answers(row) };
-        Ok(texts.iter().zip(&found).map(|(text, row)| answers(text, row)).collect())
-    }
-
-    fn cells(answers: &[Answer]) -> Vec<String> {
-        Target::cells(answers)
-    }
-
     fn measure(&self) -> &'static str {
         self.target.measure()
     }
@@ -148,7 +129,7 @@ impl Task for Labels {
         self.target.score(&labels, &self.outputs(model, &sources, how)?, Self::EXAMPLES)
     }
 
-    fn simple(&self, data: &Data<Self>, texts: &[Labelled], _: &RunConfig) -> Result<Vec<Simple>> {
+    fn simple(&self, data: &Data<Self>, texts: &[Labelled], _: &Config) -> Result<Vec<Simple>> {
         let labels: Vec<&str> = texts.iter().map(|labelled| labelled.label.as_str()).collect();
         let simple = |name: &str, rows: &[Vec<f32>]| self.target.simple(name, &labels, rows, Self::EXAMPLES);
         let prior = self.target.prior(data.train.examples().iter().map(|example| example.goal));
@@ -169,11 +150,16 @@ impl Task for Labels {
         scores.picture()
     }
 
-    fn samples(_: &RunConfig, held_out: &[Labelled]) -> Vec<(String, Option<String>)> {
-        evenly(held_out, 6).into_iter().map(|one| (one.text, Some(one.label))).collect()
+    fn evaluate(&self, model: &Classifier, path: &Path, how: &Answering<'_>) -> Result<Scores> {
+        self.score(model, &file::read(path, &how.config.task.files.columns)?, how)
     }
 
-    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
+    fn show(&self, model: &Classifier, held_out: &[Labelled], how: &Answering<'_>, folder: &str) -> Result<Shown> {
+        let wanted = evenly(held_out, 6).into_iter().map(|one| (one.text, Some(one.label))).collect();
+        task::sampled(wanted, |texts| self.answer(model, texts, how), folder)
+    }
+
+    fn introduce(&self, config: &Config, data: &Data<Self>) -> String {
         format!(
             "{}: {} texts to learn from, {} held out; {}{}",
             config.data_name(),
@@ -181,7 +167,7 @@ impl Task for Labels {
             data.held_out.len(),
             self.target.introduce(data.train.examples().iter().map(|example| example.goal)),
             match &self.bag {
-                Some(bag) if config.base =>
+                Some(bag) if config.task.stack.base =>
                     format!("; the model corrects a regression on {} words and pairs of words", bag.len()),
                 _ => String::new(),
             }
@@ -193,7 +179,30 @@ impl Task for Labels {
     }
 }
 
+impl Predict for Labels {
+    fn asked(&self, path: &Path, config: &Config) -> Result<Option<Vec<Asked>>> {
+        file::TEXT.asked(path, config.task.files.columns.text.as_ref())
+    }
+
+    fn titles(&self, config: &Config) -> Titles {
+        self.target
+            .titles(config.task.files.columns.text.as_deref().unwrap_or(file::TEXT.key), &config.task.files.columns)
+    }
+
+    fn predict(&self, model: &Classifier, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
+        task::answered(asked, |texts| self.answer(model, texts, how), Target::cells)
+    }
+}
+
 impl Labels {
+    /// The likeliest labels of each text, or its number.
+    fn answer(&self, model: &Classifier, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
+        let found = self.outputs(model, texts, how)?;
+        // An empty text has no label.
+        let answers = |text: &str, row: &[f32]| if text.is_empty() { Vec::new() } else { self.target.answers(row) };
+        Ok(texts.iter().zip(&found).map(|(text, row)| answers(text, row)).collect())
+    }
+
     /// A text as the model gets it: with its end marked, so that none is empty.
     fn ids(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.tokenizer.encode(text)?;
@@ -218,12 +227,12 @@ impl Labels {
     }
 
     /// The bag that the model corrects, if it does.
-    fn base(&self, config: &RunConfig) -> Option<&Bag> {
-        self.bag.as_ref().filter(|_| config.base)
+    fn base(&self, config: &Config) -> Option<&Bag> {
+        self.bag.as_ref().filter(|_| config.task.stack.base)
     }
 
     /// Texts as ids; `unseen` is what bags that have not seen them tell of those to learn from.
-    fn encode(&self, split: Split<Labelled>, unseen: Vec<Vec<f32>>, config: &RunConfig) -> Result<Data<Self>> {
+    fn encode(&self, split: Split<Labelled>, unseen: Vec<Vec<f32>>, config: &Config) -> Result<Data<Self>> {
         let base = self.base(config);
         let examples = |texts: &[Labelled], base: &dyn Fn(usize) -> Vec<f32>| {
             self.target.examples(texts, |one| &one.label, |one| self.ids(&one.text), base)
@@ -246,8 +255,8 @@ fn bag(target: &Target, split: &Split<Labelled>) -> Result<(Bag, Vec<Vec<f32>>)>
 }
 
 /// Reads the texts that the settings name, by use.
-fn read_split(config: &RunConfig) -> Result<Split<Labelled>> {
-    let Some(path) = &config.labelled else { bail!("no labelled texts are given; name them with --labelled") };
-    let read = |path: &Path| file::read(path, &config.columns);
-    split::of(config, read(path)?, Labels::EXAMPLES, read, |labelled| &labelled.text)
+fn read_split(config: &Config) -> Result<Split<Labelled>> {
+    let Some(path) = config.first() else { bail!("no labelled texts are given; name them with --labelled") };
+    let read = |path: &Path| file::read(path, &config.task.files.columns);
+    split::of(&config.task.files, &config.data_name(), read(path)?, Labels::EXAMPLES, read, |labelled| &labelled.text)
 }

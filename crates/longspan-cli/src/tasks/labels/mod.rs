@@ -22,7 +22,7 @@ use super::simple::Simple;
 use super::split::evenly;
 use super::task::{Answer, Answering, Data, Loss, Task, Titles, Vocabulary};
 use crate::run::columns::Columns;
-use crate::run::config::RunConfig;
+use crate::run::config::{Config, LabelKind};
 use crate::run::folder::RunFolder;
 use crate::run::seal::hex;
 use crate::run::write::write_atomic;
@@ -99,42 +99,45 @@ fn is_same_number(a: &str, b: &str) -> bool {
 }
 
 impl Target {
-    /// What the labels of the examples to learn from are, which `config` may say; else numbers where all are, not all of them whole, and
+    /// What the labels of the examples to learn from are, which `kind` may say; else numbers where all are, not all of them whole, and
     /// more than [`MOST_NUMBERED`] differ. `examples` is what a person calls them.
-    pub fn of<'a>(labels: impl Iterator<Item = &'a str>, config: &mut RunConfig, examples: &str) -> Result<Self> {
+    pub fn of<'a>(
+        labels: impl Iterator<Item = &'a str>,
+        kind: &mut Option<LabelKind>,
+        name: &str,
+        examples: &str,
+    ) -> Result<Self> {
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
         labels.for_each(|label| *counts.entry(label).or_default() += 1);
         let total: usize = counts.values().sum();
-        let name = config.data_name();
         let strange = counts.keys().find(|label| number(label).is_none());
-        let numbers = match config.target.as_deref() {
+        let numbers = match kind {
             None if strange.is_some() => false,
             None => {
                 let whole = counts.keys().all(|label| number(label).is_some_and(|number| number.fract() == 0.0));
                 let named = counts.keys().any(|label| is_name(label));
                 let numbers = !whole && !named && counts.len() > MOST_NUMBERED;
-                let kind = if whole { "whole numbers" } else { "numbers" };
+                let sort = if whole { "whole numbers" } else { "numbers" };
                 let (taken, other) =
                     if numbers { ("to be predicted as numbers", "label") } else { ("names of classes", "number") };
                 note(format_args!(
-                    "{name}: the labels are {} different {kind}, taken as {taken}; --set target={other} decides otherwise",
+                    "{name}: the labels are {} different {sort}, taken as {taken}; --set target={other} decides otherwise",
                     counts.len()
                 ));
                 numbers
             }
-            Some("label") => false,
-            Some("number") => match strange {
+            Some(LabelKind::Label) => false,
+            Some(LabelKind::Number) => match strange {
                 Some(label) => {
                     bail!("{name}: target = number, and the label {label:?} is none; take it out, or leave target out")
                 }
                 None => true,
             },
-            Some(other) => bail!("unknown target {other:?}; known are label, number"),
         };
         if let [(only, _)] = counts.iter().collect::<Vec<_>>()[..] {
             bail!("{name}: all {examples} to train on have the label {only:?}; give {examples} of at least two labels");
         }
-        config.target = Some(if numbers { "number" } else { "label" }.into());
+        *kind = Some(if numbers { LabelKind::Number } else { LabelKind::Label });
         if numbers {
             let all: Vec<f64> =
                 counts.iter().flat_map(|(label, &count)| std::iter::repeat_n(number(label), count)).flatten().collect();
@@ -404,11 +407,11 @@ impl Target {
 }
 
 /// What a model gives for each of `rows`, `width` numbers for one. Rows of similar `length` share a batch, so that little is padded.
-pub fn outputs<R: Sync>(
+pub fn outputs<R: Sync, S: Sync>(
     rows: &[R],
     length: impl Fn(&R) -> usize,
     width: usize,
-    how: &Answering<'_>,
+    how: &Answering<'_, S>,
     forward: impl Fn(&[&R]) -> Result<Tensor<2>> + Sync,
 ) -> Result<Vec<Vec<f32>>> {
     let mut order: Vec<usize> = (0..rows.len()).collect();
@@ -439,33 +442,35 @@ pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
     all: Vec<T::Example>,
     mut development: Vec<T::Example>,
     held_out: Vec<T::Text>,
-    config: &RunConfig,
+    config: &Config<T::Settings>,
     fingerprint: impl Fn(&T::Example, &mut Sha256),
 ) -> Result<Data<T>> {
     let length = |example: &T::Example| T::size(example).1;
+    let (most, own) =
+        config.common().files.map_or((usize::MAX, false), |files| (files.max_tokens, files.development.is_some()));
     let count = all.len();
     let longest = all.iter().map(length).max().unwrap_or(0);
-    let mut train: Vec<T::Example> = all.into_iter().filter(|example| length(example) <= config.max_tokens).collect();
+    let mut train: Vec<T::Example> = all.into_iter().filter(|example| length(example) <= most).collect();
     if train.is_empty() {
         bail!(
             "all training {} have more than {} {}, the longest {longest}: take them in with --set max_tokens={longest}",
             T::EXAMPLES,
-            config.max_tokens,
+            most,
             T::LENGTH
         );
     }
-    development.retain(|example| length(example) <= config.max_tokens);
+    development.retain(|example| length(example) <= most);
     let mut development = evenly(&development, DEVELOPMENT);
     let mut hash = Sha256::new();
     train.iter().for_each(|example| fingerprint(example, &mut hash));
     let (too_long, sha256) = (count - train.len(), hex(&hash.finalize()));
-    if config.base && config.development.is_none() && development.len() < FEWEST {
+    if config.common().base && !own && development.len() < FEWEST {
         // Too few to tell whether corrections are any good. What the simple method says of examples without them serves as well.
         let (more, rest): (Vec<_>, Vec<_>) = train.into_iter().enumerate().partition(|(n, _)| n % 4 == 3);
         development.extend(more.into_iter().map(|(_, example)| example));
         train = rest.into_iter().map(|(_, example)| example).collect();
     }
-    let train = Shuffled::new(train, T::size, config.batch_size, config.seed);
+    let train = Shuffled::new(train, T::size, config.training.batch_size, config.training.seed);
     Ok(Data { train, development, held_out, too_long, longest, sha256 })
 }
 
@@ -520,48 +525,46 @@ impl Display for Scores {
 mod tests {
     use super::*;
 
-    fn target(labels: &[&str], config: &mut RunConfig) -> Result<Target> {
-        Target::of(labels.iter().copied(), config, "texts")
+    fn target(labels: &[&str], kind: &mut Option<LabelKind>) -> Result<Target> {
+        Target::of(labels.iter().copied(), kind, "f", "texts")
     }
 
     #[test]
     fn many_different_numbers_are_numbers_and_a_setting_decides() {
         let labels = |label: fn(usize) -> String| -> Vec<String> { (0..42).map(|n| label(n % 21)).collect() };
-        let words = |labels: &[String], config: &mut RunConfig| {
-            target(&labels.iter().map(String::as_str).collect::<Vec<_>>(), config)
+        let words = |labels: &[String], kind: &mut Option<LabelKind>| {
+            target(&labels.iter().map(String::as_str).collect::<Vec<_>>(), kind)
         };
-        let mut config = RunConfig::of_labelled();
-        let found = words(&labels(|n| format!("{}", n as f64 / 2.0)), &mut config).unwrap();
-        assert_eq!(config.target.as_deref(), Some("number"));
+        let mut kind = None;
+        let found = words(&labels(|n| format!("{}", n as f64 / 2.0)), &mut kind).unwrap();
+        assert_eq!(kind, Some(LabelKind::Number));
         let Target::Number { mean, deviation } = found else { panic!("{found:?}") };
         assert_eq!((mean, (deviation * deviation * 12.0).round()), (5.0, 110.0));
         let Some(Goal::Number(goal)) = found.goal(" 10.0").unwrap() else { panic!() };
         assert!((found.foretold(&[goal]) - 10.0).abs() < 1e-5);
         // Whole numbers are classes, and so are codes with zeros before them.
         for names in [labels(|n| n.to_string()), labels(|n| format!("{n:05}")), labels(|n| format!("{n}.0"))] {
-            let mut config = RunConfig::of_labelled();
-            let found = words(&names, &mut config).unwrap();
-            assert_eq!((found.outputs(), config.target.as_deref()), (21, Some("label")), "{found:?}");
+            let mut kind = None;
+            let found = words(&names, &mut kind).unwrap();
+            assert_eq!((found.outputs(), kind), (21, Some(LabelKind::Label)), "{found:?}");
         }
         let numbers = labels(|n| n.to_string());
         let numbers: Vec<&str> = numbers.iter().map(String::as_str).collect();
         assert!(found.goal("many").unwrap_err().to_string().contains("\"many\" is no number"));
 
-        let mut config = RunConfig { target: Some("label".into()), ..RunConfig::of_labelled() };
-        assert_eq!(target(&numbers, &mut config).unwrap().outputs(), 21);
+        let mut kind = Some(LabelKind::Label);
+        assert_eq!(target(&numbers, &mut kind).unwrap().outputs(), 21);
         // One number in two spellings is one label; a code is none.
-        let mut config = RunConfig::of_labelled();
-        let both = target(&["1", "2", "1.0", "2"], &mut config).unwrap();
+        let mut kind = None;
+        let both = target(&["1", "2", "1.0", "2"], &mut kind).unwrap();
         assert_eq!(both, Target::Labels(vec!["1".into(), "2".into()]));
         assert_eq!((both.goal("2.0e0").unwrap(), both.goal("02").unwrap()), (Some(Goal::Label(1)), None));
         let few = ["1", "2", "1", "2"];
-        assert_eq!(target(&few, &mut RunConfig::of_labelled()).unwrap(), Target::Labels(vec!["1".into(), "2".into()]));
-        let mut config = RunConfig { target: Some("number".into()), ..RunConfig::of_labelled() };
-        assert!(matches!(target(&few, &mut config).unwrap(), Target::Number { .. }));
-        let error = target(&["1", "x"], &mut config).unwrap_err().to_string();
+        assert_eq!(target(&few, &mut None).unwrap(), Target::Labels(vec!["1".into(), "2".into()]));
+        let mut kind = Some(LabelKind::Number);
+        assert!(matches!(target(&few, &mut kind).unwrap(), Target::Number { .. }));
+        let error = target(&["1", "x"], &mut kind).unwrap_err().to_string();
         assert!(error.contains("the label \"x\" is none"), "{error}");
-        config.target = Some("text".into());
-        assert!(target(&few, &mut config).unwrap_err().to_string().contains("unknown target"));
     }
 
     #[test]

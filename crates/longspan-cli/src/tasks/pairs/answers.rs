@@ -7,13 +7,14 @@ use burn::tensor::Device;
 use longspan::generate::{GenerateOptions, Hypothesis, beam_search};
 use longspan::models::Seq2Seq;
 
+use super::Answering;
 use super::example::Example;
 use super::loss::source_ids;
 use super::model;
 use crate::tasks::batches::{micro_batches, padded};
 use crate::tasks::memory::{self, NUMBER};
 use crate::tasks::scores::{self, Score};
-use crate::tasks::task::{Answer, Answering};
+use crate::tasks::task::Answer;
 use crate::tasks::tokens::{END, START, Tokenizer};
 
 /// Sources decoded together. Decoding costs per step, not per source, until the matrix products fill the caches.
@@ -43,7 +44,7 @@ pub fn search(
     // Sources of similar lengths share a batch, so that little is padded.
     sources.sort_by_key(|(_, ids)| Reverse(ids.len()));
     let device = Device::flex();
-    let longest = how.config.answer_tokens.unwrap_or(how.config.max_tokens);
+    let longest = how.config.common().longest_answer.unwrap_or_default();
     let never = target.never();
     let beam = widest(seq2seq.target_vocab() - never.len(), longest).min(how.beam);
     let options = GenerateOptions::new(START as usize, END as usize, longest).without(never);
@@ -85,7 +86,7 @@ fn widest(vocabulary: usize, tokens: usize) -> usize {
 fn check_beam(how: &Answering<'_>, beam: usize) -> Result<()> {
     let config = how.config;
     // Of self- and cross-attention: a matrix and a vector for each head. Kept, selected, and computed from.
-    let state = 2 * config.decoder_layers * config.d_model * (config.d_model / config.heads + 1);
+    let state = 2 * config.task.decoder_layers * config.model.d_model * (config.model.d_model / config.model.heads + 1);
     let bytes = 3.0 * NUMBER * beam as f64 * state as f64 * how.workers.count() as f64;
     memory::check(bytes, || format!("--beam {beam}"), "keep fewer prefixes, such as --beam 8")
 }

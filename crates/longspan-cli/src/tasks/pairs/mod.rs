@@ -20,15 +20,18 @@ use super::memory;
 use super::scores::ErrorRates;
 use super::split::{self, Split, evenly};
 use super::table::columns::TextColumn;
-use super::task::{Answer, Answering, Asked, Data, Loss, Task, Titles, Vocabulary};
+use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
 use super::tokens::{Kind, Tokenizer};
 use super::workers::Workers;
-use crate::run::config::RunConfig;
+use crate::run::config::{self, PairsSettings};
 use crate::run::folder::RunFolder;
 use crate::run::seal::hex;
 use crate::run::write::write_atomic;
 use crate::terminal::notes::note;
 use example::{Example, Pair};
+
+type Config = config::Config<PairsSettings>;
+type Answering<'a> = task::Answering<'a, PairsSettings>;
 
 /// Development examples behind the second loss curve: enough for two digits, few enough to cost little.
 const DEVELOPMENT: usize = 512;
@@ -52,21 +55,21 @@ impl Task for Pairs {
     type Text = Example;
     type Model = Seq2Seq;
     type Scores = ErrorRates;
+    type Settings = PairsSettings;
 
-    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
+    fn begin(config: &mut Config) -> Result<(Self, Data<Self>)> {
         let split = read_split(config)?;
-        lines::make_absolute(config)?;
         let task = Self::build(config, &split)?;
         task.say_lost(&split)?;
         let data = task.encode(split, config)?;
-        config.source_tokens.get_or_insert(task.source.kind().into());
-        config.target_tokens.get_or_insert(task.target.kind().into());
+        config.task.source_tokens.get_or_insert(task.source.kind().into());
+        config.task.target_tokens.get_or_insert(task.target.kind().into());
         let longest = data.train.examples().iter().map(|pair| pair.target.len()).max().unwrap_or(0);
-        config.answer_tokens.get_or_insert((longest * 5).div_ceil(4).max(1));
+        config.task.answer_tokens.get_or_insert((longest * 5).div_ceil(4).max(1));
         Ok((task, data))
     }
 
-    fn load(folder: &RunFolder) -> Result<Self> {
+    fn load(folder: &RunFolder, _: &Config) -> Result<Self> {
         let [source, target] = SIDES.map(|side| Tokenizer::load(folder, side));
         Ok(Self { source: source?, target: target? })
     }
@@ -78,26 +81,8 @@ impl Task for Pairs {
         Ok(())
     }
 
-    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
+    fn data(&self, config: &Config) -> Result<Data<Self>> {
         self.encode(read_split(config)?, config)
-    }
-
-    fn read(path: &Path, config: &RunConfig) -> Result<Vec<Example>> {
-        file::read(path, &config.columns)
-    }
-
-    fn asked(&self, path: &Path, config: &RunConfig) -> Result<Option<Vec<Asked>>> {
-        file::SOURCE.asked(path, config.columns.source.as_ref())
-    }
-
-    fn titles(&self, config: &RunConfig) -> Titles {
-        let named = |name: &Option<String>, column: &TextColumn| vec![name.clone().unwrap_or(column.key.into())];
-        let columns = &config.columns;
-        Titles {
-            key: named(&columns.source, &file::SOURCE),
-            answer: named(&columns.target, &file::TARGET),
-            always: false,
-        }
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
@@ -105,7 +90,7 @@ impl Task for Pairs {
         sides.map(|(side, t)| Vocabulary { side, kind: t.kind(), size: t.len() }).collect()
     }
 
-    fn model(&self, config: &RunConfig, device: &Device) -> Result<Seq2Seq> {
+    fn model(&self, config: &Config, device: &Device) -> Result<Seq2Seq> {
         model::model(config, &model::configure(config, self.source.len(), self.target.len())?, device)
     }
 
@@ -117,31 +102,33 @@ impl Task for Pairs {
         loss::loss(model, batch, smoothing, device)
     }
 
-    fn answer(&self, model: &Seq2Seq, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
-        let hypotheses = answers::search(model, [&self.source, &self.target], texts, how)?;
-        hypotheses.iter().map(|beam| answers::to_texts(&self.target, beam)).collect()
-    }
-
     fn score(&self, model: &Seq2Seq, examples: &[Example], how: &Answering<'_>) -> Result<ErrorRates> {
         let texts: Vec<&str> = examples.iter().map(|example| example.source.as_str()).collect();
         let line = |place: usize| examples[place].lines[0];
         let hypotheses =
             answers::search(model, [&self.source, &self.target], &texts, &Answering { line: &line, ..*how })?;
         let scores = answers::score(&self.target, examples, &hypotheses, how.name)?;
-        let units = if how.config.data().is_none() { ["word", "phoneme"] } else { ["sequence", "token"] };
+        let units = if how.config.data.is_empty() { ["word", "phoneme"] } else { ["sequence", "token"] };
         Ok(ErrorRates::of(&scores, units))
     }
 
-    fn samples(config: &RunConfig, held_out: &[Example]) -> Vec<(String, Option<String>)> {
-        if config.data().is_none() {
-            let words = ["longspan", "transformer", "linear", "attention", "kernel", "rust"];
-            return words.map(|word| (word.into(), None)).to_vec();
-        }
-        let first = held_out.iter().take(6);
-        first.map(|example| (example.source.clone(), example.targets.first().cloned())).collect()
+    fn evaluate(&self, model: &Seq2Seq, path: &Path, how: &Answering<'_>) -> Result<ErrorRates> {
+        self.score(model, &file::read(path, &how.config.task.files.columns)?, how)
     }
 
-    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
+    fn show(&self, model: &Seq2Seq, held_out: &[Example], how: &Answering<'_>, folder: &str) -> Result<Shown> {
+        let wanted = if how.config.data.is_empty() {
+            ["longspan", "transformer", "linear", "attention", "kernel", "rust"]
+                .map(|word| (word.into(), None))
+                .to_vec()
+        } else {
+            let first = held_out.iter().take(6);
+            first.map(|example| (example.source.clone(), example.targets.first().cloned())).collect()
+        };
+        task::sampled(wanted, |texts| self.answer(model, texts, how), folder)
+    }
+
+    fn introduce(&self, config: &Config, data: &Data<Self>) -> String {
         let kinds: Vec<&str> = self.vocabularies().iter().map(|vocabulary| vocabulary.kind).collect();
         format!(
             "{}: {} training examples, {} held out; {}",
@@ -152,8 +139,8 @@ impl Task for Pairs {
         )
     }
 
-    fn blocks(config: &RunConfig) -> String {
-        format!("{}+{} blocks", config.encoder_layers, config.decoder_layers)
+    fn blocks(config: &Config) -> String {
+        format!("{}+{} blocks", config.task.encoder_layers, config.task.decoder_layers)
     }
 
     fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
@@ -161,22 +148,55 @@ impl Task for Pairs {
     }
 }
 
+impl Predict for Pairs {
+    fn asked(&self, path: &Path, config: &Config) -> Result<Option<Vec<Asked>>> {
+        file::SOURCE.asked(path, config.task.files.columns.source.as_ref())
+    }
+
+    fn titles(&self, config: &Config) -> Titles {
+        let named = |name: &Option<String>, column: &TextColumn| vec![name.clone().unwrap_or(column.key.into())];
+        let columns = &config.task.files.columns;
+        Titles {
+            key: named(&columns.source, &file::SOURCE),
+            answer: named(&columns.target, &file::TARGET),
+            always: false,
+        }
+    }
+
+    fn predict(&self, model: &Seq2Seq, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
+        task::answered(asked, |texts| self.answer(model, texts, how), task::likeliest)
+    }
+}
+
 /// Reads the examples that the settings name, by use.
-fn read_split(config: &RunConfig) -> Result<Split<Example>> {
-    let examples = match &config.pairs {
-        Some(path) => file::read(path, &config.columns)?,
+fn read_split(config: &Config) -> Result<Split<Example>> {
+    let examples = match config.first() {
+        Some(path) => file::read(path, &config.task.files.columns)?,
         None => cmudict::examples()?,
     };
-    split::of(config, examples, "pairs", |path| file::read(path, &config.columns), |example| &example.source)
+    split::of(
+        &config.task.files,
+        &config.data_name(),
+        examples,
+        "pairs",
+        |path| file::read(path, &config.task.files.columns),
+        |example| &example.source,
+    )
 }
 
 impl Pairs {
+    /// Up to a beam of answers to each text, the likeliest first.
+    fn answer(&self, model: &Seq2Seq, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
+        let hypotheses = answers::search(model, [&self.source, &self.target], texts, how)?;
+        hypotheses.iter().map(|beam| answers::to_texts(&self.target, beam)).collect()
+    }
+
     /// Tokenizers for the training examples, of the kinds that the settings name.
-    fn build(config: &RunConfig, split: &Split<Example>) -> Result<Self> {
+    fn build(config: &Config, split: &Split<Example>) -> Result<Self> {
         let kind = |name: &Option<String>, default: Kind| name.as_ref().map_or(Ok(default), |name| name.parse());
-        let target_default = if config.pairs.is_none() { Kind::Words } else { Kind::Characters };
-        let source_kind = kind(&config.source_tokens, Kind::Characters)?;
-        let target_kind = kind(&config.target_tokens, target_default)?;
+        let target_default = if config.data.is_empty() { Kind::Words } else { Kind::Characters };
+        let source_kind = kind(&config.task.source_tokens, Kind::Characters)?;
+        let target_kind = kind(&config.task.target_tokens, target_default)?;
         let sources = split.train.iter().map(|example| example.source.as_str());
         let targets = split.train.iter().flat_map(|example| &example.targets).map(String::as_str);
         Ok(Self { source: Tokenizer::build(&source_kind, sources)?, target: Tokenizer::build(&target_kind, targets)? })
@@ -210,8 +230,8 @@ impl Pairs {
     }
 
     /// Examples as ids.
-    fn encode(&self, split: Split<Example>, config: &RunConfig) -> Result<Data<Self>> {
-        let fits = |pair: &Pair| pair.source.len().max(pair.target.len()) <= config.max_tokens;
+    fn encode(&self, split: Split<Example>, config: &Config) -> Result<Data<Self>> {
+        let fits = |pair: &Pair| pair.source.len().max(pair.target.len()) <= config.task.files.max_tokens;
         let all = self.ids(&split.train, &config.data_name())?;
         let train: Vec<Pair> = all.iter().filter(|pair| fits(pair)).cloned().collect();
         let tokens = |pair: &Pair| pair.source.len().max(pair.target.len());
@@ -221,10 +241,10 @@ impl Pairs {
             bail!(
                 "every training pair has more than {} tokens; the shortest has {shortest}, the longest {longest}: take them in \
                  with --set max_tokens={longest}",
-                config.max_tokens
+                config.task.files.max_tokens
             );
         }
-        let of = config.development.as_deref().map_or(config.data_name(), lines::name);
+        let of = config.task.files.development.as_deref().map_or(config.data_name(), lines::name);
         let mut development = self.ids(&split.development, &of)?;
         development.retain(fits);
         let mut total = 0;
@@ -237,7 +257,7 @@ impl Pairs {
         development.truncate(few);
         check_memory(train.iter().chain(&development), config)?;
         let (too_long, sha256) = (all.len() - train.len(), fingerprint(&train));
-        let train = Shuffled::new(train, Self::size, config.batch_size, config.seed);
+        let train = Shuffled::new(train, Self::size, config.training.batch_size, config.training.seed);
         Ok(Data { train, development, held_out: split.held_out, too_long, longest, sha256 })
     }
 
@@ -256,11 +276,11 @@ impl Pairs {
 }
 
 /// Refuses pairs that the memory has no room for. All workers may have a long one at the same time.
-fn check_memory<'a>(pairs: impl Iterator<Item = &'a Pair>, config: &RunConfig) -> Result<()> {
+fn check_memory<'a>(pairs: impl Iterator<Item = &'a Pair>, config: &Config) -> Result<()> {
     let [source, target] = model::training_bytes(config);
     let bytes = |pair: &Pair| source * pair.source.len() as f64 + target * pair.target.len() as f64;
     let Some(largest) = pairs.max_by(|a, b| bytes(a).total_cmp(&bytes(b))) else { return Ok(()) };
-    let workers = config.workers.unwrap_or(Workers::usual_count()) as f64;
+    let workers = config.training.workers.unwrap_or(Workers::usual_count()) as f64;
     let what = || format!("training on pairs of {} and {} tokens", largest.source.len(), largest.target.len());
     let room = (memory::available() / workers / (source + target)) as usize;
     if room == 0 {

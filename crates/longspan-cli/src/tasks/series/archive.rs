@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::{Result, anyhow, bail};
 
 use super::file::{Found, Point, Reading, Series, dates_of, series};
+use crate::run::config::LabelKind;
 use crate::tasks::lines;
 use crate::tasks::table::dates::Dates;
 use crate::tasks::table::value;
@@ -166,7 +167,7 @@ pub fn read(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
         let one = series(points, &[], label, line).map_err(lines::in_line(name, line))?;
         Ok(Series { dates: dates.clone(), ..one })
     };
-    let target = if head.numbers { "number" } else { "label" };
+    let target = if head.numbers { LabelKind::Number } else { LabelKind::Label };
     let labelled = head.labelled == Some(true);
     Ok(Found {
         series: found.into_iter().map(one).collect::<Result<_>>()?,
@@ -318,7 +319,7 @@ pub fn attributes(text: &str, name: &str) -> Result<Found> {
             return Err(wrong("neither @relation, @attribute nor @data; give an .arff of series".to_string()));
         }
     }
-    let target = if named { Some("label") } else { numbers.then_some("number") };
+    let target = if named { Some(LabelKind::Label) } else { numbers.then_some(LabelKind::Number) };
     Ok(Found { series: found, target, ..Found::default() })
 }
 

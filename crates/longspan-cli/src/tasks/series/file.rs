@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 
 use super::archive;
 use crate::run::columns::Columns;
+use crate::run::config::LabelKind;
 use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
@@ -84,7 +85,7 @@ pub struct Reading<'a> {
 pub struct Found {
     pub series: Vec<Series>,
     /// What the file itself says that labels are.
-    pub target: Option<&'static str>,
+    pub target: Option<LabelKind>,
     /// The columns as they were found in a table, and in words.
     pub columns: Option<(Columns, String)>,
 }
@@ -527,13 +528,14 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     let numbers = table.texts(place).filter(is_number).count();
     let title = &table.header[place];
     let text = cell(row, place);
-    if 2 * numbers >= table.rows.len() {
-        let comma = if text.contains(',') {
-            "write a point in numbers, such as 1.5, and no commas"
+    let is_written_otherwise = value(&text.replace([',', ' ', '_', '%', '$', '€'], "")).is_some();
+    if is_written_otherwise || 2 * numbers >= table.rows.len() {
+        let help = if is_written_otherwise {
+            "write a point in numbers, such as 1234.5, and no commas, spaces or units"
         } else {
             "leave it empty if it is missing"
         };
-        return row.wrong(&table.name, format_args!("{text:?} in the column `{title}` is no number; {comma}"));
+        return row.wrong(&table.name, format_args!("{text:?} in the column `{title}` is no number; {help}"));
     }
     let others: Vec<&str> = roles
         .channels
@@ -751,6 +753,11 @@ mod tests {
                 "\"rain\" in the column `kind` is no number; if it says which series a row is of, give --id 'kind', else leave the column out: --channels 'x'",
             ),
             (
+                "time,x\n0,\"1,101\"\n1,\"1,102\"\n",
+                none(),
+                "\"1,101\" in the column `x` is no number; write a point in numbers",
+            ),
+            (
                 "time,x\n0,1\n",
                 Columns { id: Some("y".into()), ..none() },
                 "--id y: no such column; the header is `time`, `x`",
@@ -815,11 +822,11 @@ mod tests {
         let named = |label: &str| Some(label.to_string());
         assert_eq!(
             shape("@dimensions 2\n@classLabel true 12:30 18:00\n@data\n0,2:4,5:12:30\n"),
-            (2, named("12:30"), Some("label"))
+            (2, named("12:30"), Some(LabelKind::Label))
         );
         assert_eq!(shape("@data\n0,2,3:4,5,6\n"), (2, None, None), "a list of numbers is no label");
         assert_eq!(shape("% of mine\n@univariate true\n@data\n0,2,3:4\n"), (1, named("4"), None));
-        assert_eq!(shape("@targetLabel true\n@data\n0,2,3:4.5\n"), (1, named("4.5"), Some("number")));
+        assert_eq!(shape("@targetLabel true\n@data\n0,2,3:4.5\n"), (1, named("4.5"), Some(LabelKind::Number)));
         assert_eq!(shape("@targetlabel false\n@classLabel false\n@data\n0,2,3\n"), (1, None, None));
         for (head, line, part) in [
             ("@classLabel true a b", "1,2:c", "the label \"c\" is none that @classLabel lists (a, b)"),
@@ -844,7 +851,7 @@ mod tests {
         let rows = of("@relation x\n@attribute a numeric\n@attribute c {1,2}\n@data\n0.5,?,2,1\n", "arff").unwrap();
         assert_eq!(
             (rows.series[0].times.len(), rows.series[0].label.as_deref(), rows.target),
-            (3, Some("1"), Some("label"))
+            (3, Some("1"), Some(LabelKind::Label))
         );
         let rows = of("@relation x\n@attribute r relational\n@attribute a numeric\n@end r\n@attribute c {1,2}\n@data\n'1,2\\n3,4',2\n", "").unwrap();
         assert_eq!(

@@ -2,14 +2,13 @@
 
 mod archive;
 pub mod file;
-pub mod model;
 pub mod scaling;
 
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, Tensor, TensorData};
-use longspan::models::SeriesModel;
+use longspan::models::{SeriesModel, SeriesModelConfig};
 use serde_json::json;
 use sha2::Digest;
 
@@ -20,9 +19,9 @@ use super::lines;
 use super::simple::Simple;
 use super::simple::kernels::{Grid, Kernels, nearest};
 use super::split::{self, Split, evenly};
-use super::stack;
-use super::task::{Answering, Asked, Data, Loss, Shown, Task, Titles, Told, Vocabulary};
-use crate::run::config::RunConfig;
+use super::stack::{self, stacked};
+use super::task::{self, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
+use crate::run::config::{self, Files, Missing, ModelSettings, SeriesSettings};
 use crate::run::folder::RunFolder;
 use crate::terminal::notes::note;
 use crate::terminal::plot::Matrix;
@@ -30,6 +29,9 @@ use crate::terminal::samples::{self, Sample, counted};
 use crate::terminal::shell;
 use file::{Found, Reading, Series};
 use scaling::{Clock, Scaling};
+
+type Config = config::Config<SeriesSettings>;
+type Answering<'a> = task::Answering<'a, SeriesSettings>;
 
 /// The file of the convolutions in a run folder.
 const KERNELS: &str = "kernels.safetensors";
@@ -61,21 +63,23 @@ impl Task for SeriesTask {
     type Text = Series;
     type Model = SeriesModel;
     type Scores = Scores;
+    type Settings = SeriesSettings;
 
     const EXAMPLES: &str = "series";
     const LENGTH: &str = "points";
 
-    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
-        check_missing(config)?;
-        let (split, found) =
-            read_split(config, &Reading { columns: Some(&config.columns), labels: true, ..Reading::default() })?;
-        let target = found.target.map(String::from);
-        config.target = config.target.take().or(target);
-        settle(config, found);
+    fn begin(config: &mut Config) -> Result<(Self, Data<Self>)> {
+        let (split, found) = read_split(
+            config,
+            &Reading { columns: Some(&config.task.files.columns), labels: true, ..Reading::default() },
+        )?;
+        config.task.labels.target = config.task.labels.target.or(found.target);
+        settle(config.data_name(), &mut config.task.files, found);
         let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
-        let target = Target::of(labels, config, Self::EXAMPLES)?;
-        let clock = if config.clock.unwrap_or(true) { Clock::of(&split.train) } else { None };
-        if config.clock == Some(true) && clock.is_none() {
+        let name = config.data_name();
+        let target = Target::of(labels, &mut config.task.labels.target, &name, Self::EXAMPLES)?;
+        let clock = if config.task.clock.unwrap_or(true) { Clock::of(&split.train) } else { None };
+        if config.task.clock == Some(true) && clock.is_none() {
             bail!(
                 "clock is set, and the series do not share a start near 0; leave it out, or count times from each start"
             );
@@ -91,15 +95,14 @@ impl Task for SeriesTask {
         task.kernels = Some(kernels);
         (task.learned, task.goals) = (split.train.iter().map(|one| task.even(one)).collect(), task.goals_of(&split)?);
         let data = task.measured(split, unseen, config)?;
-        lines::make_absolute(config)?;
         Ok((task, data))
     }
 
-    fn load(folder: &RunFolder) -> Result<Self> {
+    fn load(folder: &RunFolder, config: &Config) -> Result<Self> {
         let (scaling, target, path) = (Scaling::load(folder)?, Target::load(folder)?, folder.path().join(KERNELS));
         let load = || Kernels::load(folder, KERNELS, scaling.channels(), target.outputs());
         let kernels = path.exists().then(load).transpose()?;
-        if kernels.is_none() && folder.load_config()?.base {
+        if kernels.is_none() && config.task.stack.base {
             bail!("{} is missing; the run folder is incomplete", path.display());
         }
         Ok(Self { scaling, target, kernels, learned: Vec::new(), goals: Vec::new() })
@@ -111,9 +114,9 @@ impl Task for SeriesTask {
         self.target.store(folder)
     }
 
-    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
+    fn data(&self, config: &Config) -> Result<Data<Self>> {
         let split = read_split(config, &self.reading(config))?.0;
-        let unseen = if config.base { self.unseen(&split)?.1 } else { Vec::new() };
+        let unseen = if config.task.stack.base { self.unseen(&split)?.1 } else { Vec::new() };
         self.measured(split, unseen, config)
     }
 
@@ -121,8 +124,9 @@ impl Task for SeriesTask {
         vec![Vocabulary { side: "series", kind: "channels", size: self.scaling.channels() }, self.target.vocabulary()]
     }
 
-    fn model(&self, config: &RunConfig, device: &Device) -> Result<SeriesModel> {
-        model::model(config, self.scaling.inputs(), self.target.outputs(), device)
+    fn model(&self, config: &Config, device: &Device) -> Result<SeriesModel> {
+        let (outputs, pooling) = (self.target.outputs(), config.task.labels.pooling);
+        stacked!(SeriesModelConfig::new(self.scaling.inputs(), outputs), config, pooling, outputs, device)
     }
 
     fn size(example: &Example) -> (usize, usize) {
@@ -145,39 +149,6 @@ impl Task for SeriesTask {
         self.target.measure()
     }
 
-    fn asked(&self, path: &Path, config: &RunConfig) -> Result<Option<Vec<Asked>>> {
-        file::asked(path, &self.reading(config), |one| self.scaling.apply(one).map(drop))
-    }
-
-    fn titles(&self, config: &RunConfig) -> Titles {
-        self.target.titles(config.columns.id.as_deref().unwrap_or("id"), &config.columns)
-    }
-
-    fn told(&self, model: &SeriesModel, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
-        let reading = self.reading(how.config);
-        let read = |one: &Asked| {
-            let wrong = lines::in_line(how.name, one.line);
-            let read = match &one.series {
-                Some(one) => one.clone(),
-                None => file::from_json(&one.text, one.line, &reading).map_err(|problem| wrong(anyhow!(problem)))?,
-            };
-            let points = self.scaling.apply(&read).map_err(wrong)?;
-            Ok((read, points))
-        };
-        let (all, points): (Vec<Series>, Vec<Points>) =
-            asked.iter().map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
-        let rows = self.outputs(model, &all, &points, how)?;
-        let told = |(one, row): (&Series, &Vec<f32>)| {
-            let answers = self.target.answers(row);
-            let id = one.id.clone().unwrap_or_else(|| one.line.to_string());
-            let best = answers.first();
-            let json = json!({ "id": id, "target": best.map(|best| &best.target), "score": best.map(|best| best.score), "answers": answers });
-            let row = std::iter::once(id).chain(Target::cells(&answers)).collect();
-            Told { rows: vec![row], json, cut: false, picture: None }
-        };
-        Ok(all.iter().zip(&rows).map(told).collect())
-    }
-
     fn score(&self, model: &SeriesModel, series: &[Series], how: &Answering<'_>) -> Result<Scores> {
         let measured = |one: &Series| self.scaling.apply(one).map_err(lines::in_line(how.name, one.line));
         let points = series.iter().map(measured).collect::<Result<Vec<_>>>()?;
@@ -185,7 +156,7 @@ impl Task for SeriesTask {
         self.target.score(&labels, &self.outputs(model, series, &points, how)?, Self::EXAMPLES)
     }
 
-    fn simple(&self, _: &Data<Self>, series: &[Series], _: &RunConfig) -> Result<Vec<Simple>> {
+    fn simple(&self, _: &Data<Self>, series: &[Series], _: &Config) -> Result<Vec<Simple>> {
         let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
         let simple = |name: &str, rows: &[Vec<f32>]| self.target.simple(name, &labels, rows, Self::EXAMPLES);
         let prior = self.target.prior(self.goals.iter().copied());
@@ -225,11 +196,11 @@ impl Task for SeriesTask {
             expected: one.label.clone(),
         };
         let samples: Vec<Sample> = some.iter().zip(&rows).map(sample).collect();
-        let file = how.config.held_out.as_deref().or(how.config.series.as_deref());
+        let file = how.config.task.files.held_out.as_deref().or(how.config.first());
         Ok(Shown { text: samples::table(&samples), next: next(folder, file), picture: None })
     }
 
-    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
+    fn introduce(&self, config: &Config, data: &Data<Self>) -> String {
         let examples = data.train.examples();
         let mut lengths: Vec<usize> = examples.iter().map(|example| example.input.1.len()).collect();
         lengths.sort_unstable();
@@ -241,19 +212,11 @@ impl Task for SeriesTask {
             examples.len(),
             data.held_out.len(),
             lengths.get(lengths.len() / 2).copied().unwrap_or(0),
-            times(config, &self.scaling),
+            times(&config.model, &self.scaling),
             self.target.introduce(examples.iter().map(|example| example.goal)),
-            if config.base { "; the model corrects a ridge regression on random convolutions" } else { "" }
+            if config.task.stack.base { "; the model corrects a ridge regression on random convolutions" } else { "" }
         )
     }
-}
-
-/// Refuses a word for missing values that is not known.
-pub fn check_missing(config: &RunConfig) -> Result<()> {
-    if !["mask", "refuse"].contains(&config.missing.as_str()) {
-        bail!("unknown missing {:?}; known are mask, refuse", config.missing);
-    }
-    Ok(())
 }
 
 /// What a person may try next with a run: a command, with a file of series where there is one.
@@ -263,10 +226,11 @@ pub fn next(folder: &str, file: Option<&Path>) -> String {
 }
 
 /// What becomes of times, in words.
-pub fn times(config: &RunConfig, scaling: &Scaling) -> String {
-    match attention::of_layers(config, config.max_tokens) {
+pub fn times(model: &ModelSettings, scaling: &Scaling) -> String {
+    // Where positions count, every mechanism has room for one.
+    match attention::of_layers(model, 1) {
         Ok(all) if !all.iter().any(|one| one.takes_positions()) => {
-            format!("{} attention counts points, only fourier sees their times", config.attention)
+            format!("{} attention counts points, only fourier sees their times", model.attention)
         }
         _ => {
             let unit = scaling.dates.as_ref().map_or(String::new(), |dates| format!(" {}", dates.counted()));
@@ -277,28 +241,28 @@ pub fn times(config: &RunConfig, scaling: &Scaling) -> String {
 }
 
 /// Keeps what was found in a table, and says it.
-pub fn settle(config: &mut RunConfig, found: Found) {
+pub fn settle(name: String, files: &mut Files, found: Found) {
     if let Some((columns, said)) = found.columns {
-        note(format_args!("{}: {said}", config.data_name()));
-        config.columns = columns;
+        note(format_args!("{name}: {said}"));
+        files.columns = columns;
     }
 }
 
 /// Reads the series that the settings name, by use; the main file's are taken out of what was found.
-fn read_split(config: &RunConfig, reading: &Reading<'_>) -> Result<(Split<Series>, Found)> {
-    let Some(path) = &config.series else { bail!("no series are given; name them with --series") };
+fn read_split(config: &Config, reading: &Reading<'_>) -> Result<(Split<Series>, Found)> {
+    let Some(path) = config.first() else { bail!("no series are given; name them with --series") };
     let mut found = labelled(path, config, reading)?;
-    let columns = found.columns.as_ref().map_or(&config.columns, |(columns, _)| columns).clone();
+    let columns = found.columns.as_ref().map_or(&config.task.files.columns, |(columns, _)| columns).clone();
     let series = std::mem::take(&mut found.series);
     let dates = series.first().and_then(|one| one.dates.clone());
     let other = Reading { columns: Some(&columns), dates: dates.as_deref(), ..*reading };
     let read = |path: &Path| Ok(labelled(path, config, &other)?.series);
-    Ok((split::of(config, series, SeriesTask::EXAMPLES, read, |one| &one.key)?, found))
+    Ok((split::of(&config.task.files, &config.data_name(), series, SeriesTask::EXAMPLES, read, |one| &one.key)?, found))
 }
 
 /// Reads series that all have labels.
-fn labelled(path: &Path, config: &RunConfig, reading: &Reading<'_>) -> Result<Found> {
-    let found = file::read(path, reading, config.missing == "refuse", "the mean of the channel")?;
+fn labelled(path: &Path, config: &Config, reading: &Reading<'_>) -> Result<Found> {
+    let found = file::read(path, reading, config.task.missing == Missing::Refuse, "the mean of the channel")?;
     match found.series.iter().find(|one| one.label.as_ref().is_none_or(String::is_empty)) {
         Some(one) => bail!(
             "{}, line {}: the series has no label; give one, or remove it; of a table --label names the column",
@@ -309,10 +273,50 @@ fn labelled(path: &Path, config: &RunConfig, reading: &Reading<'_>) -> Result<Fo
     }
 }
 
+impl Predict for SeriesTask {
+    fn asked(&self, path: &Path, config: &Config) -> Result<Option<Vec<Asked>>> {
+        file::asked(path, &self.reading(config), |one| self.scaling.apply(one).map(drop))
+    }
+
+    fn titles(&self, config: &Config) -> Titles {
+        self.target.titles(config.task.files.columns.id.as_deref().unwrap_or("id"), &config.task.files.columns)
+    }
+
+    fn predict(&self, model: &SeriesModel, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
+        let reading = self.reading(how.config);
+        let read = |one: &Asked| {
+            let wrong = lines::in_line(how.name, one.line);
+            let read = match &one.series {
+                Some(one) => one.clone(),
+                None => file::from_json(&one.text, one.line, &reading).map_err(|problem| wrong(anyhow!(problem)))?,
+            };
+            let points = self.scaling.apply(&read).map_err(wrong)?;
+            Ok((read, points))
+        };
+        let (all, points): (Vec<Series>, Vec<Points>) =
+            asked.iter().map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
+        let rows = self.outputs(model, &all, &points, how)?;
+        let told = |(one, row): (&Series, &Vec<f32>)| {
+            let answers = self.target.answers(row);
+            let id = one.id.clone().unwrap_or_else(|| one.line.to_string());
+            let best = answers.first();
+            let json = json!({ "id": id, "target": best.map(|best| &best.target), "score": best.map(|best| best.score), "answers": answers });
+            let row = std::iter::once(id).chain(Target::cells(&answers)).collect();
+            Told { rows: vec![row], json, cut: false, picture: None }
+        };
+        Ok(all.iter().zip(&rows).map(told).collect())
+    }
+}
+
 impl SeriesTask {
     /// How files are read to predict from.
-    fn reading<'a>(&'a self, config: &'a RunConfig) -> Reading<'a> {
-        Reading { columns: Some(&config.columns), dates: self.scaling.dates.as_ref(), labels: true, learned: true }
+    fn reading<'a>(&'a self, config: &'a Config) -> Reading<'a> {
+        Reading {
+            columns: Some(&config.task.files.columns),
+            dates: self.scaling.dates.as_ref(),
+            labels: true,
+            learned: true,
+        }
     }
 
     /// A series as simple methods get it.
@@ -332,18 +336,18 @@ impl SeriesTask {
     }
 
     /// What the convolutions that the model corrects tell of series.
-    fn base(&self, series: &[Series], config: &RunConfig) -> Vec<Vec<f32>> {
-        let kernels = self.kernels.as_ref().filter(|_| config.base);
+    fn base(&self, series: &[Series], config: &Config) -> Vec<Vec<f32>> {
+        let kernels = self.kernels.as_ref().filter(|_| config.task.stack.base);
         kernels
             .map_or(Vec::new(), |kernels| kernels.predict(&series.iter().map(|one| self.even(one)).collect::<Vec<_>>()))
     }
 
     /// Series as the model gets them; `unseen` is what is told of those to learn from without them.
-    fn measured(&self, split: Split<Series>, unseen: Vec<Vec<f32>>, config: &RunConfig) -> Result<Data<Self>> {
+    fn measured(&self, split: Split<Series>, unseen: Vec<Vec<f32>>, config: &Config) -> Result<Data<Self>> {
         let name = config.data_name();
         let points = |one: &Series| self.scaling.apply(one).map_err(lines::in_line(&name, one.line));
         split.development.iter().try_for_each(|one| points(one).map(drop))?;
-        let bases = [if config.base { unseen } else { Vec::new() }, self.base(&split.development, config)];
+        let bases = [if config.task.stack.base { unseen } else { Vec::new() }, self.base(&split.development, config)];
         let examples = |all: &[Series], base: &[Vec<f32>]| {
             let base = |n: usize| base.get(n).cloned().unwrap_or_default();
             self.target.examples(all, |one| one.label.as_deref().unwrap_or_default(), points, base)

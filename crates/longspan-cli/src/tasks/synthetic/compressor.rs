@@ -10,7 +10,7 @@ use longspan::layers::{
 };
 use longspan::models::{Classifier, ClassifierConfig, EncoderBlock, Pooling};
 
-use crate::run::config::RunConfig;
+use super::Config;
 use crate::tasks::attention;
 use crate::tasks::stack;
 
@@ -29,13 +29,13 @@ pub struct Compressor {
 
 impl Compressor {
     /// A model for sequences of up to `longest` tokens.
-    pub fn init(config: &RunConfig, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
-        let width = config.d_model;
-        let attention = attention::of_layers(config, longest)?;
+    pub fn init(config: &Config, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
+        let width = config.model.d_model;
+        let attention = attention::of_layers(&config.model, longest)?;
         let positions = stack::positions(&attention);
         let encoder = ClassifierConfig::new(tokens, width)
-            .with_block(stack::block(config)?)
-            .with_layers(config.layers)
+            .with_block(stack::block(&config.model))
+            .with_layers(config.task.layers)
             .with_attention(attention)
             .with_causal(true)
             .with_pooling(Pooling::Last)

@@ -22,14 +22,17 @@ use super::batches::{Random, padded, values};
 use super::feed::Feed;
 use super::lines;
 use super::scores::{Interval, likeliest};
-use super::task::{Answer, Answering, Data, Loss, Shown, Task, Vocabulary};
-use crate::run::config::RunConfig;
+use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Told, Vocabulary};
+use crate::run::config::{self, SyntheticSettings};
 use crate::run::folder::RunFolder;
 use crate::run::seal::sha256;
 use crate::terminal::shell;
 use compressor::Compressor;
 use generate::{Sequence, Spec};
 use model::Model;
+
+type Config = config::Config<SyntheticSettings>;
+type Answering<'a> = task::Answering<'a, SyntheticSettings>;
 
 /// Sequences of the development loss, and those held out.
 const DEVELOPMENT: u64 = 256;
@@ -114,28 +117,29 @@ impl<M: Model> Task for Synthetic<M> {
     type Text = Sequence;
     type Model = M;
     type Scores = Recalled;
+    type Settings = SyntheticSettings;
 
-    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
+    fn begin(config: &mut Config) -> Result<(Self, Data<Self>)> {
         let task = Self::of(config)?;
-        config.synthetic = Some(task.spec.to_string());
+        config.task.synthetic = task.spec.to_string();
         let data = task.data(config)?;
         Ok((task, data))
     }
 
-    fn load(folder: &RunFolder) -> Result<Self> {
-        Self::of(&folder.load_config()?)
+    fn load(_: &RunFolder, config: &Config) -> Result<Self> {
+        Self::of(config)
     }
 
     fn store(&self, _: &RunFolder) -> Result<()> {
         Ok(())
     }
 
-    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
-        let (spec, seed) = (&self.spec, config.seed);
+    fn data(&self, config: &Config) -> Result<Data<Self>> {
+        let (spec, seed) = (&self.spec, config.training.seed);
         let some = |what_for, count| (0..count).map(|n| draw(spec, seed, what_for, n)).collect();
         let sha256 = sha256(format!("{spec} {seed}").as_bytes());
         Ok(Data {
-            train: Drawn { spec: spec.clone(), seed, batch: Vec::new(), batch_size: config.batch_size },
+            train: Drawn { spec: spec.clone(), seed, batch: Vec::new(), batch_size: config.training.batch_size },
             development: some(FOR_DEVELOPMENT, DEVELOPMENT),
             held_out: some(FOR_SCORES, HELD_OUT),
             too_long: 0,
@@ -144,37 +148,11 @@ impl<M: Model> Task for Synthetic<M> {
         })
     }
 
-    /// Lines of tokens as numbers, then a tab and what is to be given after the last one, or, of what is compressed, all but the last.
-    fn read(path: &Path, _: &RunConfig) -> Result<Vec<Sequence>> {
-        let (name, bytes) = (lines::name(path), lines::read(path)?);
-        let all = lines::each(&lines::text(&bytes, &name)?, &name, |line, _| {
-            let line = line.trim_end_matches('\r');
-            if line.is_empty() {
-                return Ok(None);
-            }
-            let Some((tokens, right)) = line.split_once('\t') else {
-                bail!("no tab; write tokens such as `3 130 7 201 3`, a tab, and what is right after them");
-            };
-            let (tokens, right) = (numbers(tokens)?, numbers(right)?);
-            let places = M::asked(tokens.len());
-            if right.len() != places.len() {
-                bail!("{} tokens after the tab, expected {}", right.len(), places.len());
-            }
-            let mut asked = vec![None; tokens.len()];
-            places.zip(right).for_each(|(place, token)| asked[place] = Some(token));
-            Ok(Some(Sequence { tokens, right: asked }))
-        })?;
-        if all.is_empty() {
-            bail!("{name}: no sequences in it; give lines of tokens, a tab, and what is right after them");
-        }
-        Ok(all)
-    }
-
     fn vocabularies(&self) -> Vec<Vocabulary> {
         vec![Vocabulary { side: "sequence", kind: "numbers", size: self.spec.tokens() }]
     }
 
-    fn model(&self, config: &RunConfig, device: &Device) -> Result<M> {
+    fn model(&self, config: &Config, device: &Device) -> Result<M> {
         M::new(config, self.spec.tokens(), self.spec.length(), device)
     }
 
@@ -198,37 +176,6 @@ impl<M: Model> Task for Synthetic<M> {
 
     fn usual_steps(_: usize) -> usize {
         4000
-    }
-
-    fn answer(&self, model: &M, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
-        let mut all = Vec::with_capacity(texts.len());
-        for (place, text) in texts.iter().enumerate() {
-            let tokens = numbers(text).and_then(|tokens| self.check(&tokens, None).map(|()| tokens));
-            let tokens = tokens.map_err(lines::in_line(how.name, (how.line)(place)))?;
-            let places: Vec<usize> = M::asked(tokens.len()).collect();
-            let logits = model.at(padded(&[&tokens], &Device::flex()).0, &places)?;
-            let found = values(log_softmax(logits, 1))?;
-            let mut beam = vec![(Vec::new(), 0.0)];
-            for found in found.chunks(self.spec.tokens()) {
-                // What is told at one place does not depend on the others.
-                let one = |(told, sum): &(Vec<String>, f64)| {
-                    let tokens = found.iter().enumerate();
-                    let more = |(token, p): (usize, &f32)| {
-                        ([told.as_slice(), &[token.to_string()]].concat(), sum + f64::from(*p))
-                    };
-                    tokens.map(more).collect::<Vec<_>>()
-                };
-                beam = beam.iter().flat_map(one).collect();
-                beam.sort_by(|a, b| b.1.total_cmp(&a.1));
-                beam.truncate(how.beam);
-            }
-            let answer = |(told, log_probability): (Vec<String>, f64)| {
-                let score = log_probability / told.len() as f64;
-                Answer { target: told.join(" "), log_probability, score, finished: true }
-            };
-            all.push(beam.into_iter().map(answer).collect());
-        }
-        Ok(all)
     }
 
     fn score(&self, model: &M, sequences: &[Sequence], how: &Answering<'_>) -> Result<Recalled> {
@@ -265,11 +212,15 @@ impl<M: Model> Task for Synthetic<M> {
         Ok(Recalled { sequences: sequences.len(), questions, recalled })
     }
 
+    fn evaluate(&self, model: &M, path: &Path, how: &Answering<'_>) -> Result<Recalled> {
+        self.score(model, &Self::read(path)?, how)
+    }
+
     fn show(&self, _: &M, _: &[Sequence], _: &Answering<'_>, folder: &str) -> Result<Shown> {
         Ok(Shown { text: String::new(), next: format!("{} info {folder}", shell::program()), picture: None })
     }
 
-    fn introduce(&self, config: &RunConfig, _: &Data<Self>) -> String {
+    fn introduce(&self, config: &Config, _: &Data<Self>) -> String {
         let length = self.spec.length();
         format!(
             "{}: sequences of up to {length} tokens, drawn anew for every step; {HELD_OUT} held out",
@@ -278,10 +229,73 @@ impl<M: Model> Task for Synthetic<M> {
     }
 }
 
+impl<M: Model> Predict for Synthetic<M> {
+    fn predict(&self, model: &M, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
+        task::answered(asked, |texts| self.answer(model, texts, how), task::likeliest)
+    }
+}
+
 impl<M: Model> Synthetic<M> {
-    fn of(config: &RunConfig) -> Result<Self> {
-        let Some(spec) = &config.synthetic else { bail!("no synthetic task is given; name it with --synthetic") };
-        Ok(Self { spec: spec.parse()?, model: PhantomData })
+    /// Lines of tokens as numbers, then a tab and what is to be given after the last one, or, of what is compressed, all but the last.
+    fn read(path: &Path) -> Result<Vec<Sequence>> {
+        let (name, bytes) = (lines::name(path), lines::read(path)?);
+        let all = lines::each(&lines::text(&bytes, &name)?, &name, |line, _| {
+            let line = line.trim_end_matches('\r');
+            if line.is_empty() {
+                return Ok(None);
+            }
+            let Some((tokens, right)) = line.split_once('\t') else {
+                bail!("no tab; write tokens such as `3 130 7 201 3`, a tab, and what is right after them");
+            };
+            let (tokens, right) = (numbers(tokens)?, numbers(right)?);
+            let places = M::asked(tokens.len());
+            if right.len() != places.len() {
+                bail!("{} tokens after the tab, expected {}", right.len(), places.len());
+            }
+            let mut asked = vec![None; tokens.len()];
+            places.zip(right).for_each(|(place, token)| asked[place] = Some(token));
+            Ok(Some(Sequence { tokens, right: asked }))
+        })?;
+        if all.is_empty() {
+            bail!("{name}: no sequences in it; give lines of tokens, a tab, and what is right after them");
+        }
+        Ok(all)
+    }
+
+    /// Up to a beam of answers to each line, the likeliest first.
+    fn answer(&self, model: &M, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
+        let mut all = Vec::with_capacity(texts.len());
+        for (place, text) in texts.iter().enumerate() {
+            let tokens = numbers(text).and_then(|tokens| self.check(&tokens, None).map(|()| tokens));
+            let tokens = tokens.map_err(lines::in_line(how.name, (how.line)(place)))?;
+            let places: Vec<usize> = M::asked(tokens.len()).collect();
+            let logits = model.at(padded(&[&tokens], &Device::flex()).0, &places)?;
+            let found = values(log_softmax(logits, 1))?;
+            let mut beam = vec![(Vec::new(), 0.0)];
+            for found in found.chunks(self.spec.tokens()) {
+                // What is told at one place does not depend on the others.
+                let one = |(told, sum): &(Vec<String>, f64)| {
+                    let tokens = found.iter().enumerate();
+                    let more = |(token, p): (usize, &f32)| {
+                        ([told.as_slice(), &[token.to_string()]].concat(), sum + f64::from(*p))
+                    };
+                    tokens.map(more).collect::<Vec<_>>()
+                };
+                beam = beam.iter().flat_map(one).collect();
+                beam.sort_by(|a, b| b.1.total_cmp(&a.1));
+                beam.truncate(how.beam);
+            }
+            let answer = |(told, log_probability): (Vec<String>, f64)| {
+                let score = log_probability / told.len() as f64;
+                Answer { target: told.join(" "), log_probability, score, finished: true }
+            };
+            all.push(beam.into_iter().map(answer).collect());
+        }
+        Ok(all)
+    }
+
+    fn of(config: &Config) -> Result<Self> {
+        Ok(Self { spec: config.task.synthetic.parse()?, model: PhantomData })
     }
 
     /// Refuses tokens that are not of this task, and too many or too few of them.

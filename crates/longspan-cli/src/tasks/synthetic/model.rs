@@ -8,8 +8,8 @@ use burn::tensor::{Device, Int, Tensor};
 use longspan::layers::CrossEntropyLoss;
 use longspan::models::{LanguageModel, LanguageModelConfig};
 
+use super::Config;
 use super::compressor::Compressor;
-use crate::run::config::RunConfig;
 use crate::tasks::attention;
 use crate::tasks::stack;
 
@@ -19,7 +19,7 @@ pub trait Model: Module + Sync {
     const WHOLE: bool = false;
 
     /// A model, its weights not yet drawn, for sequences of up to so many tokens.
-    fn new(config: &RunConfig, tokens: usize, longest: usize, device: &Device) -> Result<Self>;
+    fn new(config: &Config, tokens: usize, longest: usize, device: &Device) -> Result<Self>;
 
     /// The loss of what is to be given at each place, of one sequence after the other; `None` where nothing is asked.
     fn loss(&self, tokens: Tensor<2, Int>, right: Vec<Option<u32>>, smoothing: f64) -> Result<CrossEntropyLoss>;
@@ -35,12 +35,12 @@ pub trait Model: Module + Sync {
 const LOWER: &str = "lower d_model, d_ff, layers, radius, workers or the vocabulary";
 
 impl Model for LanguageModel {
-    fn new(config: &RunConfig, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
-        let attention = attention::of_layers(config, longest)?;
+    fn new(config: &Config, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
+        let attention = attention::of_layers(&config.model, longest)?;
         let positions = stack::positions(&attention);
         let sizes = LanguageModelConfig::new(tokens)
-            .with_block(stack::block(config)?)
-            .with_layers(config.layers)
+            .with_block(stack::block(&config.model))
+            .with_layers(config.task.layers)
             .with_attention(attention)
             .with_positions(positions);
         let one = sizes.clone().with_layers(1).init(device)?;
@@ -66,8 +66,10 @@ impl Model for Compressor {
     /// The marker stands where it always stood.
     const WHOLE: bool = true;
 
-    fn new(config: &RunConfig, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
-        let one = Self::init(&RunConfig { layers: 1, ..config.clone() }, tokens, longest, device)?;
+    fn new(config: &Config, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
+        let mut small = config.clone();
+        small.task.layers = 1;
+        let one = Self::init(&small, tokens, longest, device)?;
         stack::check(&one, one.blocks(), config, device, LOWER)?;
         Self::init(config, tokens, longest, device)
     }

@@ -5,14 +5,36 @@ use std::collections::VecDeque;
 use anyhow::{Result, anyhow};
 use burn::tensor::Device;
 use longspan::models::{LanguageDecoder, LanguageModel, LanguageState};
+use longspan::sample::SampleOptions;
 
 use super::score::row;
 use crate::tasks::batches::Random;
-use crate::tasks::task::{Generated, Wish};
 use crate::tasks::tokens::{END, START, Tokenizer};
 
 /// Tokens of a prompt that are read at a time.
 const SEGMENT: usize = 512;
+
+/// What is asked for.
+pub struct Wish<'a> {
+    /// The beginning of the text.
+    pub prompt: &'a str,
+    /// The most tokens; `None` for as many as are read.
+    pub tokens: Option<usize>,
+    pub sample: SampleOptions,
+    pub seed: u64,
+    /// Whether the text may end by itself, where the model has seen texts end.
+    pub may_end: bool,
+}
+
+/// What came of it.
+pub struct Generated {
+    /// Tokens of the prompt.
+    pub read: usize,
+    /// Tokens drawn.
+    pub drawn: usize,
+    /// Whether the text ended by itself.
+    pub ended: bool,
+}
 
 /// Goes on with a prompt: hands text to `out` as it is complete, until `out` gives `false` or nothing is left to do. Where the
 /// state cannot go on for ever it begins anew after `limit` tokens, from the latest eighth of them.

@@ -273,12 +273,22 @@ impl Corpus {
 
     /// The first place from `at` on where a line begins, or a character if the line is long.
     pub fn boundary(&self, at: u64) -> Result<u64> {
+        self.boundary_below(at, u64::MAX)
+    }
+
+    /// The same where something is left after it.
+    pub fn boundary_inside(&self, at: u64) -> Result<u64> {
+        self.boundary_below(at, self.len())
+    }
+
+    fn boundary_below(&self, at: u64, below: u64) -> Result<u64> {
         let n = self.document(at);
         if at == self.bounds[n] || at >= self.len() {
             return Ok(at);
         }
         let bytes = self.read(at, self.bounds[n + 1].min(at + 1024))?;
         let line = bytes.iter().position(|&byte| byte == b'\n').map(|place| place + 1);
+        let line = line.filter(|place| at + (*place as u64) < below);
         let place = line.or_else(|| bytes.iter().position(|&byte| byte & 0xc0 != 0x80));
         Ok(at + place.unwrap_or(bytes.len()) as u64)
     }
@@ -398,6 +408,12 @@ mod tests {
             let place = corpus.boundary(at).unwrap() as usize;
             assert!(place as u64 >= at && all.is_char_boundary(place), "{at}");
         }
+        // A text of one line, the only line break at its end.
+        let line = place.path().join("line.txt");
+        fs::write(&line, format!("{}\n", "abcdef ".repeat(200))).unwrap();
+        let one = Corpus::open(std::slice::from_ref(&line), true).unwrap();
+        assert_eq!((one.boundary(1300).unwrap(), one.boundary_inside(1300).unwrap()), (one.len(), 1300));
+        fs::remove_file(line).unwrap();
         fs::write(place.path().join("1.txt"), "shorT").unwrap();
         assert_ne!(Corpus::open(&[place.path().into()], true).unwrap().scan(|_, _| ()).unwrap(), sha);
     }

@@ -10,9 +10,9 @@ use longspan::models::{LanguageModel, LanguageState};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::Config;
 use super::corpus::Corpus;
 use crate::run::checkpoint::Place;
-use crate::run::config::RunConfig;
 use crate::tasks::feed::Feed;
 use crate::tasks::ranks::share;
 use crate::tasks::tokens::{END, START, Tokenizer};
@@ -116,13 +116,8 @@ pub struct Lanes {
 
 impl Lanes {
     /// Lanes that begin at even distances in `range` of the corpus.
-    pub fn new(
-        corpus: &Arc<Corpus>,
-        tokenizer: &Arc<Tokenizer>,
-        range: &Range<u64>,
-        config: &RunConfig,
-    ) -> Result<Self> {
-        let count = config.batch_size as u64;
+    pub fn new(corpus: &Arc<Corpus>, tokenizer: &Arc<Tokenizer>, range: &Range<u64>, config: &Config) -> Result<Self> {
+        let count = config.training.batch_size as u64;
         let length = range.end - range.start;
         let lanes = (0..count).map(|n| {
             let at = corpus.boundary(range.start + (u128::from(length) * u128::from(n) / u128::from(count)) as u64)?;
@@ -137,16 +132,16 @@ impl Lanes {
         if tokens == 0 {
             bail!("the tokenizer finds no tokens in the text; choose another one with --tokens");
         }
-        let segment = config.segment * config.backpropagate;
+        let segment = config.task.segment * config.task.backpropagate;
         let tokens = length as f64 * tokens as f64 / first.bytes.len() as f64;
         Ok(Self {
             lanes,
             drawn: Vec::new(),
             segments: Vec::new(),
-            own: 0..config.batch_size,
+            own: 0..config.training.batch_size,
             state: None,
             segment,
-            carry: config.carry.div_ceil(config.backpropagate),
+            carry: config.task.carry.div_ceil(config.task.backpropagate),
             tokens,
         })
     }

@@ -20,25 +20,27 @@ use longspan::models::{LanguageModel, LanguageState};
 use longspan::sample::SampleOptions;
 
 use super::feed::Feed as _;
-use super::lines;
 use super::memory;
 use super::simple::Simple;
 use super::simple::contexts::Contexts;
 use super::split::evenly;
-use super::task::{Answering, Data, Generated, Loss, Shown, Task, Verb, Vocabulary, Wish};
+use super::task::{self, Data, Loss, Shown, Task, Vocabulary};
 use super::tokens::{END, Kind, SPECIALS, Tokenizer};
 use crate::run::checkpoint::Place;
-use crate::run::config::RunConfig;
+use crate::run::config::{self, TextSettings};
 use crate::run::folder::RunFolder;
 use crate::run::write::write_atomic;
 use crate::terminal::notes::note;
 use crate::terminal::samples::{counted, visible};
 use crate::terminal::shell;
-pub use continuation::Stops;
+pub use continuation::{Generated, Stops, Wish};
 use corpus::Corpus;
 use lanes::{Lanes, Segment};
 use overlap::Overlap;
 use score::{BitsPerByte, Passage, Scorer, Sums};
+
+type Config = config::Config<TextSettings>;
+type Answering<'a> = task::Answering<'a, TextSettings>;
 
 /// Bytes that the simple method, beside which scores stand, learns from: those before what is held out.
 const LEARNED: u64 = 8 << 20;
@@ -70,7 +72,6 @@ pub struct Text {
 }
 
 impl Task for Text {
-    const VERB: Verb = Verb::Generate;
     const EXAMPLES: &str = "segments";
 
     type Example = Segment;
@@ -79,12 +80,12 @@ impl Task for Text {
     type Text = Passage;
     type Model = LanguageModel;
     type Scores = BitsPerByte;
+    type Settings = TextSettings;
 
-    fn begin(config: &mut RunConfig) -> Result<(Self, Data<Self>)> {
+    fn begin(config: &mut Config) -> Result<(Self, Data<Self>)> {
         let kind = kind(config)?;
-        let corpus = Arc::new(Corpus::open(&config.text, kind != Chosen::Known(Kind::Bytes))?);
+        let corpus = Arc::new(Corpus::open(&config.data, kind != Chosen::Known(Kind::Bytes))?);
         let parts = Parts::of(&corpus, config)?;
-        lines::make_absolute(config)?;
         let mut letters = BTreeSet::new();
         let (passages, sha256) = read_once(&corpus, &parts, config, |bytes| {
             if kind == Chosen::Known(Kind::Characters) {
@@ -98,7 +99,7 @@ impl Task for Text {
             }
             Chosen::Learned(size) => learned(&corpus, &parts.train, *size)?,
         };
-        config.tokens = Some(match &kind {
+        config.task.tokens = Some(match &kind {
             Chosen::Known(Kind::File(path)) => std::path::absolute(path)?.display().to_string(),
             Chosen::Known(_) => tokenizer.kind().into(),
             Chosen::Learned(_) => "bpe".into(),
@@ -109,7 +110,7 @@ impl Task for Text {
         Ok((task, data))
     }
 
-    fn load(folder: &RunFolder) -> Result<Self> {
+    fn load(folder: &RunFolder, _: &Config) -> Result<Self> {
         Ok(Self { tokenizer: Arc::new(Tokenizer::load(folder, SIDE)?), peers: None })
     }
 
@@ -117,8 +118,8 @@ impl Task for Text {
         write_atomic(&folder.tokenizer(SIDE), self.tokenizer.to_json()?.as_bytes())
     }
 
-    fn data(&self, config: &RunConfig) -> Result<Data<Self>> {
-        let corpus = Arc::new(Corpus::open(&config.text, !self.takes_bytes())?);
+    fn data(&self, config: &Config) -> Result<Data<Self>> {
+        let corpus = Arc::new(Corpus::open(&config.data, !self.takes_bytes())?);
         let parts = Parts::of(&corpus, config)?;
         let (passages, sha256) = read_once(&corpus, &parts, config, |_| ())?;
         self.divide(&corpus, &parts, passages, sha256, config)
@@ -128,7 +129,7 @@ impl Task for Text {
         vec![Vocabulary { side: SIDE, kind: self.tokenizer.kind(), size: self.tokenizer.len() }]
     }
 
-    fn model(&self, config: &RunConfig, device: &Device) -> Result<LanguageModel> {
+    fn model(&self, config: &Config, device: &Device) -> Result<LanguageModel> {
         model::model(config, self.tokenizer.len(), device)
     }
 
@@ -170,16 +171,6 @@ impl Task for Text {
         (20 * per_epoch).clamp(200, 2000)
     }
 
-    fn generate(
-        &self,
-        model: &LanguageModel,
-        config: &RunConfig,
-        wish: &Wish<'_>,
-        out: &mut dyn FnMut(&str) -> Result<bool>,
-    ) -> Result<Generated> {
-        continuation::generate(model, &self.tokenizer, model::limit(config), wish, out)
-    }
-
     fn score(&self, model: &LanguageModel, passages: &[Passage], how: &Answering<'_>) -> Result<BitsPerByte> {
         // As many stretches on any number of threads, each from a beginning, and added in their order.
         let stretches: Vec<&[Passage]> = passages.chunks(passages.len().div_ceil(STRETCHES).max(1)).collect();
@@ -187,7 +178,7 @@ impl Task for Text {
         Ok(parts.into_iter().fold(Sums::default(), Sums::join).result())
     }
 
-    fn scoring(data: &Data<Self>, config: &RunConfig) -> Result<f64> {
+    fn scoring(data: &Data<Self>, config: &Config) -> Result<f64> {
         let passages = data.scored(config);
         let Some(Passage { corpus, .. }) = passages.first() else { return Ok(0.0) };
         let learned = Parts::of(corpus, config)?.train;
@@ -197,7 +188,7 @@ impl Task for Text {
         Ok(scored as f64 / bytes_per_token / development.max(1) as f64)
     }
 
-    fn simple(&self, _: &Data<Self>, passages: &[Passage], config: &RunConfig) -> Result<Vec<Simple>> {
+    fn simple(&self, _: &Data<Self>, passages: &[Passage], config: &Config) -> Result<Vec<Simple>> {
         let Some(Passage { corpus, .. }) = passages.first() else { return Ok(Vec::new()) };
         let Range { start, end } = Parts::of(corpus, config)?.train;
         let (mut contexts, mut bits, mut bytes) = (Contexts::new((end - start).min(LEARNED) as usize), 0.0, 0usize);
@@ -232,7 +223,7 @@ impl Task for Text {
 
     fn show(&self, model: &LanguageModel, _: &[Passage], how: &Answering<'_>, folder: &str) -> Result<Shown> {
         let sample = SampleOptions { temperature: 0.8, ..SampleOptions::default() };
-        let wish = Wish { prompt: "", tokens: Some(240), sample, seed: how.config.seed, may_end: true };
+        let wish = Wish { prompt: "", tokens: Some(240), sample, seed: how.config.training.seed, may_end: true };
         let mut text = String::new();
         self.generate(model, how.config, &wish, &mut |piece| {
             text.push_str(piece);
@@ -243,7 +234,7 @@ impl Task for Text {
         Ok(Shown { text, next, picture: None })
     }
 
-    fn introduce(&self, config: &RunConfig, data: &Data<Self>) -> String {
+    fn introduce(&self, config: &Config, data: &Data<Self>) -> String {
         let size = |passages: &[Passage]| passages.iter().map(|passage| passage.to - passage.from).sum::<u64>() as f64;
         let corpus = data.held_out.first().map_or(0.0, |passage| passage.corpus.len() as f64);
         let texts = data.held_out.first().map_or(1, |passage| passage.corpus.documents());
@@ -253,7 +244,7 @@ impl Task for Text {
             config.data_name(),
             memory::size(corpus),
             memory::size(size(&data.held_out)),
-            if config.tokens.as_deref() == Some("bpe") { "byte-pair encoding" } else { self.tokenizer.kind() },
+            if config.task.tokens.as_deref() == Some("bpe") { "byte-pair encoding" } else { self.tokenizer.kind() },
             self.tokenizer.len()
         )
     }
@@ -264,6 +255,17 @@ impl Task for Text {
 }
 
 impl Text {
+    /// Goes on with a text: hands the pieces to `out` as they come, until `out` gives `false`.
+    pub fn generate(
+        &self,
+        model: &LanguageModel,
+        config: &Config,
+        wish: &Wish<'_>,
+        out: &mut dyn FnMut(&str) -> Result<bool>,
+    ) -> Result<Generated> {
+        continuation::generate(model, &self.tokenizer, model::limit(config), wish, out)
+    }
+
     fn takes_bytes(&self) -> bool {
         matches!(*self.tokenizer, Tokenizer::Bytes)
     }
@@ -275,7 +277,7 @@ impl Text {
         parts: &Parts,
         held_out: Vec<Passage>,
         sha256: String,
-        config: &RunConfig,
+        config: &Config,
     ) -> Result<Data<Self>> {
         let train = Lanes::new(corpus, &self.tokenizer, &parts.train, config)?;
         let mut tokens = Vec::new();
@@ -287,15 +289,15 @@ impl Text {
             }
         }
         tokens.truncate(DEVELOPMENT);
-        let stretch = STRETCH.min(config.segment * config.carry);
+        let stretch = STRETCH.min(config.task.segment * config.task.carry);
         let stretches = tokens.chunks(stretch + 1).filter(|stretch| stretch.len() > 1);
-        let cut = config.segment;
+        let cut = config.task.segment;
         let development = stretches.map(|stretch| Segment { tokens: stretch.to_vec(), state: None, cut }).collect();
         Ok(Data { train, development, held_out, too_long: 0, longest: 0, sha256 })
     }
 
     /// What passages cost. The state is carried from one to the next where they follow each other.
-    fn read_all(&self, model: &LanguageModel, passages: &[Passage], config: &RunConfig) -> Result<Sums> {
+    fn read_all(&self, model: &LanguageModel, passages: &[Passage], config: &Config) -> Result<Sums> {
         let mut scorer = Scorer::new(model, &self.tokenizer, model::limit(config));
         let mut end = None;
         for Passage { corpus, from, to } in passages {
@@ -311,7 +313,7 @@ impl Text {
 }
 
 /// Says it where a text begins with special tokens of a tokenizer.json, which are learned and never printed.
-fn say_hidden(tokenizer: &Tokenizer, corpus: &Corpus, train: &Range<u64>, config: &RunConfig) -> Result<()> {
+fn say_hidden(tokenizer: &Tokenizer, corpus: &Corpus, train: &Range<u64>, config: &Config) -> Result<()> {
     let Tokenizer::Json { .. } = tokenizer else { return Ok(()) };
     let first = corpus.piece(train.start, train.end)?;
     let ids = tokenizer.encode_piece(&first.before, &first.bytes)?;
@@ -331,7 +333,7 @@ fn say_hidden(tokenizer: &Tokenizer, corpus: &Corpus, train: &Range<u64>, config
 fn read_once(
     corpus: &Arc<Corpus>,
     parts: &Parts,
-    config: &RunConfig,
+    config: &Config,
     mut train: impl FnMut(&[u8]),
 ) -> Result<(Vec<Passage>, String)> {
     let mut passages = Vec::new();
@@ -341,7 +343,7 @@ fn read_once(
         passages.push(Passage { corpus: corpus.clone(), from: at, to });
         at = to;
     }
-    let mut overlap = Overlap::of(&evenly(&passages, config.scored()))?;
+    let mut overlap = Overlap::of(&evenly(&passages, config.training.scored()))?;
     let sha256 = corpus.scan(|at, piece| {
         // The piece at the border goes on beyond it.
         let count = parts.train.end.saturating_sub(at).min(piece.bytes.len() as u64);
@@ -396,7 +398,7 @@ enum Chosen {
 }
 
 /// What the settings say; characters if nothing.
-fn kind(config: &RunConfig) -> Result<Chosen> {
+fn kind(config: &Config) -> Result<Chosen> {
     /// Entries where nobody says.
     const USUAL: usize = 4096;
     let learned = |size: usize| {
@@ -407,7 +409,7 @@ fn kind(config: &RunConfig) -> Result<Chosen> {
         }
         Ok(Chosen::Learned(size))
     };
-    match (config.tokens.as_deref(), config.vocabulary) {
+    match (config.task.tokens.as_deref(), config.task.vocabulary) {
         (Some("bpe") | None, Some(size)) => learned(size),
         (Some("bpe"), None) => learned(USUAL),
         (Some(other), Some(_)) => bail!("--vocabulary goes with --tokens bpe, not with {other}; leave one of them out"),
@@ -447,12 +449,12 @@ struct Parts {
 }
 
 impl Parts {
-    fn of(corpus: &Corpus, config: &RunConfig) -> Result<Self> {
+    fn of(corpus: &Corpus, config: &Config) -> Result<Self> {
         let all = corpus.len();
         if all < LEAST {
             bail!("{}: {all} bytes are too little to learn from; give at least {LEAST}", config.data_name());
         }
-        let [first, second] = [corpus.boundary(all - all / 10)?, corpus.boundary(all - all / 20)?];
+        let [first, second] = [corpus.boundary_inside(all - all / 10)?, corpus.boundary_inside(all - all / 20)?];
         Ok(Self { train: 0..first, development: first..second, held_out: second..all })
     }
 }

@@ -6,26 +6,27 @@ use longspan::attention::AttentionConfig;
 use longspan::models::{LanguageModel, LanguageModelConfig, Positions};
 use serde_json::{Value, json};
 
-use crate::run::config::RunConfig;
+use super::Config;
 use crate::tasks::{attention, stack};
 
 /// The model's configuration for these settings and vocabulary size.
-pub fn configure(config: &RunConfig, vocab: usize) -> Result<LanguageModelConfig> {
-    let attention = attention::of_layers(config, carried(config))?;
-    let attention: Vec<_> = attention.into_iter().map(|one| forgetting(one, config.heads)).collect::<Result<_>>()?;
+pub fn configure(config: &Config, vocab: usize) -> Result<LanguageModelConfig> {
+    let attention = attention::of_layers(&config.model, carried(config))?;
+    let attention: Vec<_> =
+        attention.into_iter().map(|one| forgetting(one, config.model.heads)).collect::<Result<_>>()?;
     // A decay tells order, too. Softmax has none, and begins anew before positions come that training has not seen.
-    let whole = config.attention.split(',').any(|name| name.trim() == "softmax");
+    let whole = config.model.attention.split(',').any(|name| name.trim() == "softmax");
     let positions = if whole { stack::positions(&attention) } else { Positions::None };
     Ok(LanguageModelConfig::new(vocab)
-        .with_block(stack::block(config)?)
-        .with_layers(config.layers)
+        .with_block(stack::block(&config.model))
+        .with_layers(config.task.layers)
         .with_attention(attention)
         .with_positions(positions))
 }
 
 /// Tokens after which states begin anew in training: `carry` segments, in steps of `backpropagate`.
-fn carried(config: &RunConfig) -> usize {
-    config.segment * config.carry.next_multiple_of(config.backpropagate)
+fn carried(config: &Config) -> usize {
+    config.task.segment * config.task.carry.next_multiple_of(config.task.backpropagate)
 }
 
 /// The mechanism with a decay, where it takes one and none is given: a text has no end, and sums over all of it would drown
@@ -48,14 +49,14 @@ fn decays(heads: usize) -> Vec<f64> {
 
 /// Tokens after which a state begins anew outside of training too, where the mechanism cannot go on for ever: softmax
 /// attention keeps all keys, and tables by position have an end.
-pub fn limit(config: &RunConfig) -> Option<usize> {
+pub fn limit(config: &Config) -> Option<usize> {
     let ends = |name: &str| ["softmax", "aft-full", "aft-local"].contains(&name.trim());
     // With room for a beginning and what comes after it.
-    config.attention.split(',').any(ends).then_some(carried(config).max(16))
+    config.model.attention.split(',').any(ends).then_some(carried(config).max(16))
 }
 
 /// A model, its weights not yet drawn.
-pub fn model(config: &RunConfig, vocab: usize, device: &Device) -> Result<LanguageModel> {
+pub fn model(config: &Config, vocab: usize, device: &Device) -> Result<LanguageModel> {
     const LOWER: &str =
         "lower d_model, d_ff, layers, radius or workers with --set, or take a tokenizer with a smaller vocabulary";
     let sizes = configure(config, vocab)?;
@@ -67,18 +68,18 @@ pub fn model(config: &RunConfig, vocab: usize, device: &Device) -> Result<Langua
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::config::with;
 
     #[test]
     fn heads_forget_unless_settings_say_otherwise() {
-        let decay = |options: &str, heads| {
-            let attention_options = attention::options(options).unwrap();
-            let config = RunConfig { attention_options, heads, ..RunConfig::of_text() };
+        let decay = |options: Value, heads: usize| {
+            let config = with(json!({ "text": ["a"], "attention_options": options, "heads": heads }));
             serde_json::to_value(&configure(&config, 9).unwrap().attention[0]).unwrap()["kernel"]["decay"].clone()
         };
-        assert_eq!(decay("{}", 4).as_array().unwrap().len(), 4);
-        assert_eq!(decay("{}", 1), json!([0.875]));
-        assert_eq!(decay("{}", 2), json!([0.875, 1.0 - 1.0 / 1024.0]));
-        assert_eq!(decay("kernel = {decay = [1.0, 1.0]}", 2), json!([1.0, 1.0]));
+        assert_eq!(decay(json!({}), 4).as_array().unwrap().len(), 4);
+        assert_eq!(decay(json!({}), 1), json!([0.875]));
+        assert_eq!(decay(json!({}), 2), json!([0.875, 1.0 - 1.0 / 1024.0]));
+        assert_eq!(decay(json!({ "kernel": { "decay": [1.0, 1.0] } }), 2), json!([1.0, 1.0]));
     }
 
     #[test]
@@ -90,7 +91,7 @@ mod tests {
             ("kernelized", Positions::None),
             ("softmax-window", Positions::None),
         ] {
-            let config = RunConfig { attention: attention.into(), ..RunConfig::of_text() };
+            let config = with(json!({ "text": ["a"], "attention": attention }));
             assert_eq!(configure(&config, 9).unwrap().positions, positions, "{attention}");
         }
     }
@@ -98,7 +99,7 @@ mod tests {
     #[test]
     fn every_mechanism_makes_a_model() {
         for name in AttentionConfig::NAMES {
-            let config = RunConfig { attention: (*name).into(), ..RunConfig::of_text() };
+            let config = with(json!({ "text": ["a"], "attention": name }));
             model(&config, 20, &Device::flex()).unwrap();
         }
     }
