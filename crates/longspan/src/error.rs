@@ -75,6 +75,13 @@ pub(crate) fn config(
     Err(Error::Config { config, field, expected: expected.to_string(), got: got.to_string() })
 }
 
+/// Checks that a table of so many numbers, the product of `sizes`, has a place in memory.
+pub(crate) fn fits(config: &'static str, field: &'static str, sizes: &[usize]) -> Result<()> {
+    let numbers = sizes.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
+    let holds = numbers.is_some_and(|numbers| numbers < isize::MAX as usize / 64);
+    self::config(holds, config, field, "a table that fits memory", format_args!("sizes {sizes:?}"))
+}
+
 /// Checks one argument of an operation.
 pub(crate) fn argument(
     holds: bool,

@@ -280,7 +280,6 @@ pub fn generate_text(
         let ids = index_tensor(part, &model.embedding.weight.device()).unsqueeze::<2>();
         logits = rows_of(model.prefill(ids, &mut next)?)?.swap_remove(0);
     }
-    #[cfg(feature = "flex")]
     let mut decoder = model.decoder(&next, 1).ok();
     let mut seen = vec![false; vocabulary];
     prompt.iter().for_each(|&token| seen[token] = true);
@@ -299,14 +298,12 @@ pub fn generate_text(
         tokens.push(token);
         seen[token] = true;
         goes_on = each(token);
-        #[cfg(feature = "flex")]
         if let Some(decoder) = &mut decoder {
             logits = decoder.step(&[token])?.to_vec();
             continue;
         }
         logits = rows_of(model.step(&[token], &mut next)?)?.swap_remove(0);
     }
-    #[cfg(feature = "flex")]
     if let Some(decoder) = decoder {
         next = decoder.state()?;
     }

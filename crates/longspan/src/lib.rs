@@ -11,6 +11,11 @@
 //! Errors: everything that depends on a caller's data returns a [`Result`] and does not panic. Configs are checked by
 //! `init`, shapes by `forward` and `step`.
 
+#![cfg_attr(
+    not(feature = "flex"),
+    allow(dead_code, reason = "operations of the CPU backend are compiled and never run")
+)]
+
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
@@ -18,11 +23,12 @@ struct Readme;
 pub mod attention;
 pub mod backend;
 pub mod checkpoint;
+#[cfg_attr(not(feature = "flex"), path = "without_cpu.rs")]
+mod cpu;
 mod error;
 pub mod generate;
 pub mod layers;
 pub mod models;
-#[cfg(feature = "flex")]
 pub mod profile;
 pub mod sample;
 

@@ -3,11 +3,14 @@
 use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, Device, Distribution, FloatDType, Int, Tensor, TensorData};
-use longspan::attention::{AttentionConfig, AttentionMask, AttentionState, MultiHeadAttentionConfig};
+use longspan::attention::{
+    Attention, AttentionConfig, AttentionMask, AttentionState, MultiHeadAttentionConfig, StoredState,
+};
 use longspan::checkpoint::{load_weights, save_weights};
 use longspan::generate::{GenerateOptions, greedy};
 use longspan::layers::{
-    Activation, After, FeedForwardConfig, TokenNormConfig, clip_gradients, cross_entropy, dropout, linear,
+    Activation, After, FeedForwardConfig, GatedRmsNormConfig, TokenNormConfig, clip_gradients, cross_entropy, dropout,
+    embedding, linear,
 };
 use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState, Positions, Seq2SeqConfig};
 
@@ -441,4 +444,244 @@ fn quantized_weights_run_under_every_mechanism() {
         let error = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(error < 0.2, "{name}: {error}");
     }
+}
+
+/// What a mechanism makes is taken by one of the same options and heads alone, stored or not.
+#[test]
+fn states_and_memories_of_other_options_are_refused() {
+    let device = Device::flex();
+    let training = device.clone().autodiff();
+    let kernel = |map: &str| format!(r#"{{"mechanism": "kernelized", "kernel": {{"feature_map": "{map}"}}}}"#);
+    let attention = |text: &str, heads: usize, device: &Device| {
+        let config: AttentionConfig = serde_json::from_str(text).unwrap();
+        config.init(heads, heads, 4, device).unwrap()
+    };
+    let x = |heads: usize, tokens: usize, device: &Device| {
+        Tensor::<4>::random([1, heads, tokens, 4], Distribution::Default, device)
+    };
+    let (relu, softplus) = (kernel("relu"), kernel("softplus"));
+    // In tensors, as on every device without kernels.
+    let [one, other] = [&relu, &softplus].map(|text| attention(text, 2, &training));
+    let mut state = AttentionState::default();
+    let token = || x(2, 1, &training);
+    one.step(token(), token(), token(), &mut state).unwrap();
+    let stored = one.store(&state).unwrap();
+    assert!(one.restore(&stored, &training).is_ok());
+    assert!(other.restore(&stored, &training).unwrap_err().to_string().contains("options"));
+    let (form, tensors) = stored.into_parts();
+    let form = serde_json::from_str(&serde_json::to_string(&form).unwrap()).unwrap();
+    assert!(other.restore(&StoredState::from_parts(form, tensors), &training).is_err());
+    // Values of 4 numbers under keys of 8: sums of the same shape but for the features.
+    let wide = serde_json::from_str::<AttentionConfig>(&relu).unwrap().init(2, 2, 8, &training).unwrap();
+    let keys = || Tensor::<4>::ones([1, 2, 1, 8], &training);
+    assert!(wide.step(keys(), keys(), token(), &mut state).is_err());
+
+    let memory = |text: &str, heads: usize| {
+        let attention = attention(text, heads, &device);
+        let remembered =
+            attention.remember(x(heads, 5, &device), x(heads, 5, &device), &AttentionMask::bidirectional());
+        (attention, remembered.unwrap())
+    };
+    let shaw = |radius: usize| format!(r#"{{"mechanism": "shaw", "relative": {{"radius": {radius}}}}}"#);
+    for (a, b) in [(relu, softplus), (shaw(2), shaw(3)), (SOFTMAX.into(), shaw(3))] {
+        let [(one, memory), (other, _)] = [&a, &b].map(|text| memory(text, 2));
+        one.recall(x(2, 1, &device), 0, &memory).unwrap();
+        assert!(other.recall(x(2, 1, &device), 0, &memory).is_err(), "{a} {b}");
+    }
+    // Queries come one by one, so a memory has no order.
+    let causal = one.remember(x(2, 5, &training), x(2, 5, &training), &AttentionMask::causal());
+    assert!(causal.unwrap_err().to_string().contains("bidirectional"));
+}
+
+/// A memory holds no weights: what its keys and values were made by is theirs, and queries go by the mechanism that asks.
+#[test]
+fn queries_take_the_weights_of_the_mechanism_that_asks() {
+    let device = Device::flex();
+    let config: AttentionConfig =
+        serde_json::from_str(r#"{"mechanism": "kernelized", "kernel": {"feature_map": "hedgehog"}}"#).unwrap();
+    let one = config.init(2, 2, 4, &device).unwrap();
+    let mut other = one.clone();
+    let Attention::Kernelized(attention) = &mut other else { panic!("the mechanism that was asked for") };
+    let map = attention.map.as_mut().unwrap();
+    map.queries = Param::from_tensor(map.queries.val() * 3.0);
+    let x = |tokens| Tensor::<4>::random([1, 2, tokens, 4], Distribution::Default, &device);
+    let (q, k, v, mask) = (x(3), x(5), x(5), AttentionMask::bidirectional());
+    let memory = one.remember(k.clone(), v.clone(), &mask).unwrap();
+    let expected = numbers(other.forward(q.clone(), k, v, &mask).unwrap());
+    for (found, expected) in numbers(other.recall(q, 0, &memory).unwrap()).iter().zip(&expected) {
+        assert!((found - expected).abs() < 1e-5, "{found}, not {expected}");
+    }
+}
+
+/// A decoder of two blocks on the memory of one would pass over its second block.
+#[test]
+fn memories_of_fewer_blocks_are_refused() {
+    let device = Device::flex();
+    let block = BlockConfig::new().with_d_model(16).with_d_ff(32).with_heads(4).with_dropout(0.0);
+    for cross in [AttentionConfig::kernelized(), AttentionConfig::shaw()] {
+        let config = |layers| {
+            let config = Seq2SeqConfig::new(11, 7).with_block(block.clone()).with_cross_attention(cross.clone());
+            config.with_decoder_layers(layers).init(&device).unwrap()
+        };
+        let source = Tensor::<2, Int>::from_data([[3, 4, 5]], &device);
+        let mut state = config(2).start(config(1).encode(source, &[3]).unwrap());
+        assert!(config(2).step(&[1], &mut state).is_err());
+    }
+}
+
+/// Each of these is a mistake, and some of them are of sizes that no machine has: errors, one and all.
+#[test]
+fn mistakes_are_errors_and_none_is_a_panic() {
+    let device = Device::flex();
+    let x = |width: usize| Tensor::<3>::ones([1, 2, width], &Device::flex());
+    let double = move |width: usize| Tensor::<3>::ones([1, 2, width], &Device::flex()).cast(FloatDType::F64);
+    let heads = |text: &'static str| {
+        move |device: &Device| {
+            let config: AttentionConfig = serde_json::from_str(text).unwrap();
+            let attention = config.init(2, 2, 4, device)?;
+            let x = || Tensor::<4>::ones([1, 2, 3, 4], device);
+            attention.forward(x(), x(), x(), &AttentionMask::causal()).map(drop)
+        }
+    };
+    type Mistake = Box<dyn Fn(&Device) -> longspan::Result<()>>;
+    let huge = usize::MAX / 2;
+    let block = || BlockConfig::new().with_d_model(16).with_d_ff(32).with_heads(4);
+    let mistakes: Vec<(&str, Mistake)> = vec![
+        ("width", Box::new(move |d| MultiHeadAttentionConfig::new(huge, 1).init(d).map(drop))),
+        ("d_ff", Box::new(move |d| FeedForwardConfig::new(16, huge).init(d).map(drop))),
+        ("norm", Box::new(move |d| TokenNormConfig::new(huge).init(d).map(drop))),
+        ("heads", Box::new(move |d| GatedRmsNormConfig::new(huge, huge).init(d).map(drop))),
+        ("vocabulary", Box::new(move |d| LanguageModelConfig::new(huge).with_block(block()).init(d).map(drop))),
+        ("sources", Box::new(move |d| Seq2SeqConfig::new(huge, 3).with_block(block()).init(d).map(drop))),
+        ("axes", Box::new(heads(r#"{"mechanism": "fourier", "axes": 9223372036854775807}"#))),
+        (
+            "features",
+            Box::new(heads(r#"{"mechanism": "kernelized", "kernel": {"feature_map": "prf:4611686018427387904"}}"#)),
+        ),
+        (
+            "features",
+            Box::new(heads(r#"{"mechanism": "fourier", "kernel": {"feature_map": "nprf:4611686018427387904"}}"#)),
+        ),
+        ("features", Box::new(heads(r#"{"mechanism": "toeplitz", "feature_map": "hedgehog:4611686018427387904"}"#))),
+        (
+            "features",
+            Box::new(heads(r#"{"mechanism": "kernelized", "kernel": {"feature_map": "dpfp:4611686018427387904"}}"#)),
+        ),
+        (
+            "radius",
+            Box::new(heads(r#"{"mechanism": "toeplitz", "bias": {"kind": "clipped", "radius": 9223372036854775807}}"#)),
+        ),
+        (
+            "distance",
+            Box::new(heads(
+                r#"{"mechanism": "toeplitz", "bias": {"kind": "buckets", "buckets": 8, "max_distance": 9223372036854775807, "bidirectional": true}}"#,
+            )),
+        ),
+        ("decay", Box::new(heads(r#"{"mechanism": "fourier", "kernel": {"decay": []}}"#))),
+        ("decay", Box::new(heads(r#"{"mechanism": "kernelized", "kernel": {"decay": [0.5, 2.0]}}"#))),
+        ("gate", Box::new(move |d| GatedRmsNormConfig::new(2, 4).init(d)?.forward(double(8), double(8)).map(drop))),
+        ("gate", Box::new(move |d| GatedRmsNormConfig::new(2, 4).init(d)?.forward(x(8), double(8)).map(drop))),
+        (
+            "positions",
+            Box::new(move |d| {
+                let positions = Tensor::<2>::ones([2, 4], d).cast(FloatDType::F64);
+                embedding(Tensor::ones([1, 2], d), Tensor::ones([3, 4], d), 1.0, Some(positions)).map(drop)
+            }),
+        ),
+        (
+            "dropout",
+            Box::new(move |d| {
+                let after = After { dropout: 1.5, residual: None };
+                linear(x(4), Tensor::ones([4, 3], d), None, Activation::Identity, after).map(drop)
+            }),
+        ),
+        (
+            "bias",
+            Box::new(move |d| {
+                let bias = Tensor::<1>::ones([3], d).cast(FloatDType::F64);
+                linear(x(4), Tensor::ones([4, 3], d), Some(bias), Activation::Identity, After::default()).map(drop)
+            }),
+        ),
+        (
+            "output",
+            Box::new(move |d| {
+                let mut output = burn::nn::LinearConfig::new(4, 3).init(d);
+                output.bias = Some(Param::from_tensor(Tensor::ones([2], d)));
+                cross_entropy(x(4), &output, vec![Some(1); 2], 0.0).map(drop)
+            }),
+        ),
+    ];
+    for (n, (name, mistake)) in mistakes.iter().enumerate() {
+        for device in [device.clone(), device.clone().autodiff()] {
+            let answer = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| mistake(&device)));
+            let error = answer.unwrap_or_else(|_| panic!("{n}, {name}: a panic"));
+            assert!(error.is_err(), "{n}, {name}: no error");
+        }
+    }
+}
+
+/// Places at which nothing is near, on both ends of the numbers.
+#[test]
+fn offsets_of_any_size_give_what_large_ones_give() {
+    for device in [Device::flex(), Device::flex().autodiff()] {
+        for name in AttentionConfig::NAMES {
+            let attention = AttentionConfig::by_name(name).unwrap().init(2, 2, 4, &device).unwrap();
+            let x = || Tensor::<4>::ones([1, 2, 3, 4], &device);
+            let keys = || Tensor::<4>::ones([1, 2, 3, attention.key_dim()], &device);
+            for offset in [isize::MIN, isize::MIN + 1, isize::MAX - 1, isize::MAX] {
+                for mask in [AttentionMask::causal(), AttentionMask::bidirectional()] {
+                    let out = attention.forward(x(), keys(), x(), &mask.with_offset(offset));
+                    assert!(out.is_err() || out.unwrap().into_data().iter::<f32>().all(f32::is_finite), "{name}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn no_entries_of_a_state_are_a_state_of_none() {
+    for device in [Device::flex(), Device::flex().autodiff()] {
+        for attention in [SHAW, SOFTMAX, r#"{"mechanism": "fourier"}"#] {
+            let model = model(&[attention], &device);
+            let mut state = LanguageState::default();
+            model.step(&[1, 2], &mut state).unwrap();
+            let mut none = state.select(&[], &device).unwrap();
+            assert_eq!(model.step(&[], &mut none).unwrap().dims(), [0, 11], "{attention}");
+            // The device of another context is not asked.
+            let mut one = state.select(&[1], &Device::flex()).unwrap();
+            model.step(&[1], &mut one).unwrap();
+        }
+    }
+}
+
+/// A mask of pairs on the graph of softmax: the causal one, padding beside it, and one of each text and head.
+#[test]
+fn any_pairs_can_be_hidden_from_softmax() {
+    let device = Device::flex();
+    for attention in [AttentionConfig::softmax(), AttentionConfig::softmax_window()] {
+        let attention = MultiHeadAttentionConfig::new(8, 2).with_attention(attention).init(&device).unwrap();
+        let x = Tensor::<3>::random([2, 5, 8], Distribution::Default, &device);
+        let future = Tensor::<2, Bool>::tril_mask([5, 5], 0, &device).reshape([1, 1, 5, 5]);
+        let lengths = AttentionMask::bidirectional().with_lengths(&[5, 3]);
+        let found = attention.self_attention_hiding(x.clone(), future.clone(), &lengths).unwrap();
+        let expected = attention.self_attention(x.clone(), &AttentionMask::causal().with_lengths(&[5, 3])).unwrap();
+        for (found, expected) in numbers(found).iter().zip(&numbers(expected)) {
+            assert!((found - expected).abs() < 1e-5, "{found}, not {expected}");
+        }
+        // One text's own: all pairs of the second are hidden, and its rows are the output's bias.
+        let own = Tensor::cat(vec![future.clone(), future.clone().bool_not().bool_or(future.clone())], 0);
+        let found = attention.self_attention_hiding(x.clone(), own, &AttentionMask::bidirectional()).unwrap();
+        let bias = numbers(attention.output.bias.as_ref().unwrap().val());
+        for (found, bias) in numbers(found.narrow(0, 1, 1)).iter().zip(bias.iter().cycle()) {
+            assert!((found - bias).abs() < 1e-6);
+        }
+        let small = Tensor::<2, Bool>::tril_mask([4, 4], 0, &device).reshape([1, 1, 4, 4]);
+        assert!(
+            attention.self_attention_hiding(x.clone(), small, &lengths).unwrap_err().to_string().contains("hidden")
+        );
+    }
+    let shaw = MultiHeadAttentionConfig::new(8, 2).init(&device).unwrap();
+    let nothing = Tensor::<2, Bool>::tril_mask([5, 5], 4, &device).reshape([1, 1, 5, 5]);
+    let x = Tensor::<3>::ones([1, 5, 8], &device);
+    assert!(shaw.self_attention_hiding(x, nothing, &AttentionMask::causal()).is_err());
 }

@@ -12,16 +12,17 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::activation::sigmoid;
-use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use burn::tensor::{Bool, Device, Int, Tensor};
 use longspan_kernels as kernels;
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{Aft, Mechanism, Order};
 use serde::{Deserialize, Serialize};
 
 use super::registry::{Options, attention_module};
-use super::{AttentionMask, Heads};
-use crate::backend::tensor::{flattened, narrow_float, repeat_heads, widen};
-use crate::backend::{AnyKernel, Layer};
+use super::{AttentionMask, Heads, KeyMask};
+use crate::backend::pairs::Pairs;
+use crate::backend::tensor::{clamped, flattened, narrow_float, repeat_heads, widen};
+use crate::backend::{AnyKernel, Layer, Running, Sums, zeros_like};
 use crate::error::{Result, config};
 
 /// AFT-full: a learned bias for each query and each key. Quadratic in time.
@@ -233,96 +234,171 @@ impl Layer for AftAttention {
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
-        let dtype = q.dtype();
-        let ([batch, heads, queries, width], keys) = (q.dims(), k.dims()[2]);
+        let (dtype, [_, heads, queries, _], keys) = (q.dtype(), q.dims(), k.dims()[2]);
         let causal = mask.order == Order::Causal;
-        let k = widen(repeat_heads(k, heads)).expand([batch, heads, keys, width]);
-        let items = Means::of_keys(k, widen(repeat_heads(v, heads)), mask.ignored(batch, keys));
-        let place = |i: usize| i as isize + mask.offset;
-        let (back, ahead, biases) = match self.aft.variant {
-            Variant::Simple => {
-                // Query i reads the prefix that ends at its own position.
-                let ends: Vec<isize> = (0..queries)
-                    .map(|i| if causal { place(i).min(keys as isize - 1) } else { keys as isize - 1 })
-                    .collect();
-                return narrow_float(items.prefixes().take(&ends).gated(q, self.aft.gate), dtype);
-            }
+        let items = self.items(k, v, mask.ignored(q.dims()[0], keys, &q.device()).as_ref());
+        // Further away than any bias reaches nothing changes.
+        let most = (queries + keys + (1 << 25)) as isize;
+        let offset = mask.offset.clamp(-most, most);
+        let means = match self.aft.variant {
             Variant::Full { length, .. } => {
-                let rows: Vec<i64> = (0..queries).map(|i| place(i).clamp(0, length as isize - 1) as i64).collect();
-                let factors = self.w.as_ref().map(|w| (widen(w.val()), self.z.as_ref().map(|z| widen(z.val()))));
-                let biases = |own: Range<usize>| {
-                    factors.clone().map(|(w, z)| {
-                        let count = own.len();
-                        let rows = TensorData::new(rows[own].to_vec(), [count]);
-                        let rows = w.select(0, Tensor::<1, Int>::from_data(rows, &q.device()));
-                        let table = match z {
-                            None => rows.narrow(1, 0, keys),
-                            Some(z) => rows.matmul(z.narrow(0, 0, keys).transpose()),
-                        };
-                        table.reshape([1, 1, count, keys, 1])
-                    })
+                let [w, z] = [&self.w, &self.z].map(|x| x.as_ref().map(|x| widen(x.val())));
+                let rows = w.map(|w| clamped(w, 0, offset.clamp(-(length as isize), length as isize), queries));
+                let biases = |own: &Range<usize>| {
+                    let rows = rows.clone()?.narrow(0, own.start, own.len());
+                    let table = match &z {
+                        None => rows.narrow(1, 0, keys),
+                        Some(z) => rows.matmul(z.clone().narrow(0, 0, keys).transpose()),
+                    };
+                    Some(table.reshape([1, 1, own.len(), keys, 1]))
                 };
-                let seen = |i: usize, key: isize| if !causal || key <= place(i) { key } else { -1 };
-                let means = items.by_rows(queries, keys, seen, biases);
-                return narrow_float(means.gated(q, self.aft.gate), dtype);
+                let pairs = Pairs::new(&q, keys, &AttentionMask { keys: KeyMask::All, ..mask.clone() }, None);
+                items.by_rows(queries, biases, |own| Some(pairs.hidden(own, &(0..keys))?.unsqueeze_dim::<5>(4)))
             }
             Variant::Conv2d { image: [_, image_width], taps: [tap_rows, taps], .. } => {
-                // The tap of each pair, or the extra last column for pairs without a tap.
-                let column = |i: usize, key: usize| -> i64 {
-                    let tap = |key: usize, own: usize, taps: usize| {
-                        (key + (taps - 1) / 2).checked_sub(own).filter(|&tap| tap < taps)
-                    };
-                    let y = tap(key / image_width, i / image_width, tap_rows);
-                    let x = tap(key % image_width, i % image_width, taps);
-                    y.zip(x).map_or(tap_rows * taps, |(y, x)| y * taps + x) as i64
-                };
                 let kernels = self.w.as_ref().map(|w| {
                     let kernels = self.kernels(widen(w.val()));
                     let none = Tensor::zeros([heads, 1], (&kernels.device(), kernels.dtype()));
                     Tensor::cat(vec![kernels, none], 1)
                 });
-                let biases = |own: Range<usize>| {
-                    kernels.clone().map(|kernels| {
-                        let count = own.len();
-                        let columns: Vec<i64> = own.flat_map(|i| (0..keys).map(move |key| column(i, key))).collect();
-                        let columns = TensorData::new(columns, [count * keys]);
-                        let columns = Tensor::<1, Int>::from_data(columns, &kernels.device());
-                        kernels.select(1, columns).reshape([1, heads, count, keys, 1])
-                    })
+                let places = |own: &Range<usize>| {
+                    let places = Tensor::<1, Int>::arange(own.start as i64..own.end as i64, &q.device());
+                    [places.clone().div_scalar(image_width as i64), places.remainder_scalar(image_width as i64)]
                 };
-                let means = items.by_rows(queries, keys, |_, key| key, biases);
-                return narrow_float(means.gated(q, self.aft.gate), dtype);
+                // The tap of each pair, or the extra last column for pairs without a tap.
+                let biases = |own: &Range<usize>| {
+                    let kernels = kernels.clone()?;
+                    let [tap_y, tap_x] = [0, 1].map(|axis| {
+                        let [of_query, of_key] = [places(own), places(&(0..keys))].map(|both| both[axis].clone());
+                        let distance = of_key.unsqueeze::<2>() - of_query.unsqueeze_dim::<2>(1);
+                        let taps = [tap_rows, taps][axis] as i64;
+                        let tap = distance.add_scalar((taps - 1) / 2);
+                        let none = tap.clone().lower_elem(0).bool_or(tap.clone().greater_equal_elem(taps));
+                        (tap, none)
+                    });
+                    let columns = tap_y.0.mul_scalar(taps as i64) + tap_x.0;
+                    let columns = columns.mask_fill(tap_y.1.bool_or(tap_x.1), (tap_rows * taps) as i64);
+                    let biases = kernels.select(1, columns.reshape([own.len() * keys]));
+                    Some(biases.reshape([1, heads, own.len(), keys, 1]))
+                };
+                items.by_rows(queries, biases, |_| None)
             }
-            Variant::Local { window, length } => {
-                let table = self.w.as_ref().map(|w| widen(w.val()));
-                let rows: Vec<i64> =
-                    (0..queries).map(|i| place(i).clamp(0, length.unwrap_or(queries) as isize - 1) as i64).collect();
+            Variant::Simple if !causal => items.prefixes().at(keys as isize - 1, queries, true),
+            _ => self.near_and_far(items, None, offset, queries, (causal, offset)),
+        };
+        narrow_float(means.gated(q, self.aft.gate), dtype)
+    }
+
+    fn sums(&self) -> Option<&dyn Sums> {
+        let counts = matches!(self.aft.variant, Variant::Simple | Variant::Conv { .. } | Variant::Local { .. });
+        counts.then_some(self as &dyn Sums)
+    }
+}
+
+/// The state: the set of all keys before the latest, and these, each a set of its own.
+impl Sums for AftAttention {
+    fn empty(&self, like: &Tensor<4>, value_dim: usize) -> Running {
+        let none = |sets| {
+            let zeros = || zeros_like(like, sets, value_dim);
+            Means { exponent: zeros().add_scalar(NONE), numerator: zeros(), denominator: zeros() }
+        };
+        let (before, latest) = (none(1), none(self.ring()));
+        Running::new(like, value_dim, before.into_tensors().into_iter().chain(latest.into_tensors()).collect())
+    }
+
+    fn advance(&self, [q, k, v]: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
+        let (dtype, [_, _, tokens, _], ring) = (q.dtype(), q.dims(), self.ring());
+        let mut kept = std::mem::take(state.tensors()).into_iter();
+        let mut next = || {
+            let mut part = || kept.next().expect("the tensors that empty makes");
+            Means { exponent: part(), numerator: part(), denominator: part() }
+        };
+        let (before, latest) = (next(), next());
+        let items = latest.followed_by(self.items(k, v, None));
+        // Tables begin at the first token.
+        let position = state.tokens();
+        if let Variant::Local { .. } = self.aft.variant {
+            state.set_tokens(position + tokens);
+        }
+        let fallen = before.clone().followed_by(items.clone().narrow(0, tokens)).prefixes().narrow(tokens, 1);
+        let latest = items.clone().narrow(tokens, ring);
+        let means = self.near_and_far(items, Some(before), ring as isize, tokens, (true, position as isize));
+        *state.tensors() = fallen.into_tensors().into_iter().chain(latest.into_tensors()).collect();
+        narrow_float(means.gated(q, self.aft.gate), dtype)
+    }
+}
+
+impl AftAttention {
+    /// Keys that a state keeps apart: those of a causal query's window before its own, at least one.
+    fn ring(&self) -> usize {
+        self.back(true).max(1)
+    }
+
+    /// Keys before a query's own that have biases.
+    fn back(&self, causal: bool) -> usize {
+        match self.aft.variant {
+            Variant::Local { window, .. } => window - 1,
+            Variant::Conv { taps, .. } => {
+                if causal {
+                    taps - 1
+                } else {
+                    (taps - 1) / 2
+                }
+            }
+            _ => 0,
+        }
+    }
+
+    /// One set for each key, for each query head.
+    fn items(&self, k: Tensor<4>, v: Tensor<4>, ignored: Option<&Tensor<4, Bool>>) -> Means {
+        let heads = self.heads.heads;
+        let v = widen(repeat_heads(v, heads));
+        Means::of_keys(widen(repeat_heads(k, heads)).expand(v.dims()), v, ignored)
+    }
+
+    /// The sets that queries see whose biases are those of near keys. Query `i` stands at item `first + i` and, in a table of positions,
+    /// at `position + i`; `before` is the set of all keys before the items.
+    fn near_and_far(
+        &self,
+        items: Means,
+        before: Option<Means>,
+        first: isize,
+        queries: usize,
+        (causal, position): (bool, isize),
+    ) -> Means {
+        let w = self.w.as_ref().map(|w| widen(w.val()));
+        let back = self.back(causal);
+        let (ahead, biases) = match self.aft.variant {
+            Variant::Local { window, .. } => {
                 let ahead = if causal { 0 } else { window - 1 };
-                let biases = table.map(|table| {
-                    let rows = Tensor::<1, Int>::from_data(TensorData::new(rows, [queries]), &table.device());
-                    table.select(0, rows).narrow(1, 0, window + ahead).reshape([1, 1, queries, window + ahead, 1])
+                let biases = w.map(|w| {
+                    let length = w.dims()[0] as isize;
+                    let rows = clamped(w, 0, position.clamp(-length, length), queries);
+                    rows.narrow(1, 0, window + ahead).reshape([1, 1, queries, window + ahead, 1])
                 });
-                (window - 1, ahead, biases)
+                (ahead, biases)
             }
             Variant::Conv { taps, .. } => {
-                let back = if causal { taps - 1 } else { (taps - 1) / 2 };
-                let biases = self.w.as_ref().map(|w| self.kernels(widen(w.val())).reshape([1, heads, 1, taps, 1]));
-                (back, taps - 1 - back, biases)
+                let biases = w.map(|w| self.kernels(w).reshape([1, self.heads.heads, 1, taps, 1]));
+                (taps - 1 - back, biases)
             }
+            _ => (0, None),
         };
-        let (back, ahead) = (back as isize, ahead as isize);
-        let inside = |key: isize| if (0..keys as isize).contains(&key) { key } else { -1 };
-        let near: Vec<isize> = (0..queries).flat_map(|i| (place(i) - back..=place(i) + ahead).map(inside)).collect();
-        let mut means = items.clone().take(&near).biased(biases, queries);
-        let before: Vec<isize> = (0..queries).map(|i| (place(i) - back - 1).min(keys as isize - 1)).collect();
-        means = items.clone().prefixes().take(&before).join(means);
-        if !causal {
-            // The keys after the window are a prefix of the flipped sequence.
-            let last = keys as isize - 1;
-            let after: Vec<isize> = (0..queries).map(|i| (last - (place(i) + ahead + 1)).min(last)).collect();
-            means = means.join(items.flipped().prefixes().take(&after));
+        let window = (0..=back + ahead).map(|at| items.clone().at(first - back as isize + at as isize, queries, false));
+        let near = Means::stacked(window.collect()).joined(biases, None);
+        // Before the window of query i stand the items before `first − back + i`.
+        let (all, skipped) = match before {
+            Some(before) => (before.followed_by(items.clone()), 1),
+            None => (items.clone(), 0),
+        };
+        let means = all.prefixes().at(first - back as isize - 1 + skipped, queries, true).join(near);
+        if causal {
+            return means;
         }
-        narrow_float(means.gated(q, self.aft.gate), dtype)
+        // The keys after the window are a prefix of the flipped sequence.
+        let last = items.exponent.dims()[2] as isize - 1;
+        let ends = last - (first + ahead as isize + queries as isize);
+        means.join(items.flipped().prefixes().at(ends, queries, true).flipped())
     }
 }
 
@@ -332,42 +408,34 @@ const NONE: f32 = -1e30;
 /// Queries whose biases are formed at a time.
 const ROWS: usize = 64;
 
-/// Sets of keys, `[batch, heads, sets, width]` each.
+/// Sets of keys, `[batch, heads, sets, width]` each; of rows of sets `[batch, heads, rows, sets, width]`.
 #[derive(Clone)]
-struct Means {
+struct Means<const D: usize = 4> {
     /// The exponent `m` that the sums are relative to. It cancels in the division, and so carries no gradient.
-    exponent: Tensor<4>,
+    exponent: Tensor<D>,
     /// `Σ e^{k_j − m} v_j`.
-    numerator: Tensor<4>,
+    numerator: Tensor<D>,
     /// `Σ e^{k_j − m}`.
-    denominator: Tensor<4>,
+    denominator: Tensor<D>,
 }
 
 impl Means {
-    /// One set for each key, empty where it is `ignored`.
-    fn of_keys(k: Tensor<4>, v: Tensor<4>, ignored: Option<Vec<bool>>) -> Self {
-        let [batch, _, keys, _] = k.dims();
-        let shape = k.dims();
-        let Some(ignored) = ignored else {
-            let exponent = k.clone().detach();
-            let weight = (k - exponent.clone()).exp();
-            return Self { exponent, numerator: weight.clone() * v, denominator: weight };
-        };
-        let ignored = Tensor::<4, Bool>::from_data(TensorData::new(ignored, [batch, 1, keys, 1]), &k.device());
-        let ignored = ignored.expand(shape);
+    /// One set for each key, empty where it is ignored, `[batch, 1, keys, 1]`.
+    fn of_keys(k: Tensor<4>, v: Tensor<4>, ignored: Option<&Tensor<4, Bool>>) -> Self {
+        let ignored = ignored.map(|ignored| ignored.clone().expand(k.dims()));
         // Filled, not multiplied by 0: NaN in padding would stay NaN.
-        let k = k.mask_fill(ignored.clone(), NONE);
+        let filled = |x: Tensor<4>, by: f32| match &ignored {
+            Some(ignored) => x.mask_fill(ignored.clone(), by),
+            None => x,
+        };
+        let k = filled(k, NONE);
         let exponent = k.clone().detach();
-        let weight = (k - exponent.clone()).exp().mask_fill(ignored.clone(), 0.0);
-        Self { exponent, numerator: weight.clone() * v.mask_fill(ignored, 0.0), denominator: weight }
+        let weight = filled((k - exponent.clone()).exp(), 0.0);
+        Self { exponent, numerator: weight.clone() * filled(v, 0.0), denominator: weight }
     }
 
-    fn each(self, change: impl Fn(Tensor<4>, f32) -> Tensor<4>) -> Self {
-        Self {
-            exponent: change(self.exponent, NONE),
-            numerator: change(self.numerator, 0.0),
-            denominator: change(self.denominator, 0.0),
-        }
+    fn into_tensors(self) -> [Tensor<4>; 3] {
+        [self.exponent, self.numerator, self.denominator]
     }
 
     /// The union of the sets at each position.
@@ -383,16 +451,11 @@ impl Means {
 
     /// Every set joined with all before it.
     fn prefixes(self) -> Self {
-        let keys = self.exponent.dims()[2];
+        let sets = self.exponent.dims()[2];
         let mut sums = self;
         let mut by = 1;
-        while by < keys {
-            let earlier = sums.clone().each(|x, empty| {
-                let [batch, heads, _, width] = x.dims();
-                let front = Tensor::full([batch, heads, by, width], empty, (&x.device(), x.dtype()));
-                Tensor::cat(vec![front, x.narrow(2, 0, keys - by)], 2)
-            });
-            sums = earlier.join(sums);
+        while by < sets {
+            sums = sums.clone().at(-(by as isize), sets, false).join(sums);
             by *= 2;
         }
         sums
@@ -402,55 +465,70 @@ impl Means {
         self.each(|x, _| x.flip([2]))
     }
 
-    /// The sets at these positions; the empty set for negative ones.
-    fn take(self, places: &[isize]) -> Self {
+    fn narrow(self, first: usize, count: usize) -> Self {
+        self.each(|x, _| x.narrow(2, first, count))
+    }
+
+    /// These sets, then others.
+    fn followed_by(self, other: Self) -> Self {
+        let cat = |one, other| Tensor::cat(vec![one, other], 2);
+        Self {
+            exponent: cat(self.exponent, other.exponent),
+            numerator: cat(self.numerator, other.numerator),
+            denominator: cat(self.denominator, other.denominator),
+        }
+    }
+
+    /// The sets at `count` places from `first` on: the empty set before the first one, and behind the last one that one or the empty set.
+    fn at(self, first: isize, count: usize, last: bool) -> Self {
         let sets = self.exponent.dims()[2];
-        let places: Vec<i64> = places.iter().map(|&at| if at < 0 { sets as i64 } else { at as i64 }).collect();
-        let device = self.exponent.device();
-        let places = Tensor::<1, Int>::from_data(TensorData::new(places.clone(), [places.len()]), &device);
+        let front = first.min(0).unsigned_abs().min(count);
+        let back = (first + count as isize - sets as isize).clamp(0, count as isize) as usize;
         self.each(|x, empty| {
             let [batch, heads, _, width] = x.dims();
-            let none = Tensor::full([batch, heads, 1, width], empty, (&x.device(), x.dtype()));
-            Tensor::cat(vec![x, none], 2).select(2, places.clone())
+            let none = |many| Tensor::full([batch, heads, many, width], empty, (&x.device(), x.dtype()));
+            let behind = |many| match last {
+                true => x.clone().narrow(2, sets - 1, 1).expand([batch, heads, many, width]),
+                false => none(many),
+            };
+            let own = count.saturating_sub(front + back);
+            let parts = [
+                (front > 0).then(|| none(front)),
+                (own > 0).then(|| x.clone().narrow(2, first.max(0) as usize, own)),
+                (back > 0).then(|| behind(back)),
+            ];
+            Tensor::cat(parts.into_iter().flatten().collect(), 2)
         })
     }
 
-    /// The sets of each of `rows` rows joined, each with its bias `[1, 1 or heads, 1 or rows, sets, 1]`.
-    fn biased(self, biases: Option<Tensor<5>>, rows: usize) -> Self {
-        let [batch, heads, sets, width] = self.exponent.dims();
-        let apart = |x: Tensor<4>| x.reshape([batch, heads, rows, sets / rows, width]);
-        let (mut exponent, mut numerator, mut denominator) =
-            (apart(self.exponent), apart(self.numerator), apart(self.denominator));
-        if let Some(biases) = biases {
-            let level = biases.clone().detach();
-            let weight = (biases - level.clone()).exp();
-            exponent = exponent + level;
-            numerator = numerator * weight.clone();
-            denominator = denominator * weight;
+    /// Sets side by side: row `i` of the result holds the set `i` of each.
+    fn stacked(rows: Vec<Self>) -> Means<5> {
+        let stack =
+            |part: fn(&Self) -> &Tensor<4>| Tensor::stack(rows.iter().map(|own| part(own).clone()).collect(), 3);
+        Means {
+            exponent: stack(|m| &m.exponent),
+            numerator: stack(|m| &m.numerator),
+            denominator: stack(|m| &m.denominator),
         }
-        let highest = exponent.clone().max_dim(3);
-        let weight = (exponent - highest.clone()).exp();
-        let sum = |x: Tensor<5>| (x * weight.clone()).sum_dim(3).squeeze_dim::<4>(3);
-        Self { numerator: sum(numerator), denominator: sum(denominator), exponent: highest.squeeze_dim::<4>(3) }
     }
 
-    /// For each of `rows` queries the union, with biases, of the sets that `seen(row, key)` names (−1 for none).
-    /// Computed [`ROWS`] queries at a time: all at once would take `rows` times the memory of the keys.
+    /// For each of `rows` queries the union of all sets, with biases `[1, 1 or heads, rows, sets, 1]`, without those that are hidden,
+    /// `[1, 1, rows, sets, 1]`. Computed [`ROWS`] queries at a time: all at once would take `rows` times the memory of the keys.
     fn by_rows(
         self,
         rows: usize,
-        keys: usize,
-        seen: impl Fn(usize, isize) -> isize,
-        biases: impl Fn(Range<usize>) -> Option<Tensor<5>>,
+        biases: impl Fn(&Range<usize>) -> Option<Tensor<5>>,
+        hidden: impl Fn(&Range<usize>) -> Option<Tensor<5, Bool>>,
     ) -> Self {
-        let parts: Vec<Self> = (0..rows.max(1))
+        let parts: Vec<Self> = (0..rows)
             .step_by(ROWS)
             .map(|from| {
                 let own = from..(from + ROWS).min(rows);
-                let seen = &seen;
-                let all: Vec<isize> =
-                    own.clone().flat_map(|i| (0..keys as isize).map(move |key| seen(i, key))).collect();
-                self.clone().take(&all).biased(biases(own.clone()), own.len())
+                let [batch, heads, sets, width] = self.exponent.dims();
+                let row =
+                    |x: &Tensor<4>| x.clone().unsqueeze_dim::<5>(2).expand([batch, heads, own.len(), sets, width]);
+                let [exponent, numerator, denominator] = [&self.exponent, &self.numerator, &self.denominator].map(row);
+                Means { exponent, numerator, denominator }.joined(biases(&own), hidden(&own))
             })
             .collect();
         let cat = |part: fn(&Self) -> &Tensor<4>| Tensor::cat(parts.iter().map(|own| part(own).clone()).collect(), 2);
@@ -462,5 +540,42 @@ impl Means {
         let empty = self.denominator.clone().equal_elem(0.0);
         let means = (self.numerator / self.denominator.mask_fill(empty.clone(), 1.0)).mask_fill(empty, 0.0);
         if gate { means * sigmoid(widen(q)) } else { means }
+    }
+}
+
+impl<const D: usize> Means<D> {
+    fn each(self, change: impl Fn(Tensor<D>, f32) -> Tensor<D>) -> Self {
+        Self {
+            exponent: change(self.exponent, NONE),
+            numerator: change(self.numerator, 0.0),
+            denominator: change(self.denominator, 0.0),
+        }
+    }
+}
+
+impl Means<5> {
+    /// The union of the sets of each row, each with its bias, `[1, 1 or heads, 1 or rows, sets, 1]`, and without those that are hidden.
+    fn joined(self, biases: Option<Tensor<5>>, hidden: Option<Tensor<5, Bool>>) -> Means {
+        let Self { mut exponent, mut numerator, mut denominator } = self;
+        if let Some(biases) = biases {
+            let level = biases.clone().detach();
+            let weight = (biases - level.clone()).exp();
+            exponent = exponent + level;
+            numerator = numerator * weight.clone();
+            denominator = denominator * weight;
+        }
+        let mut sets = Means { exponent, numerator, denominator };
+        if let Some(hidden) = hidden {
+            let hidden = hidden.expand(sets.exponent.dims());
+            sets = sets.each(|x, empty| x.mask_fill(hidden.clone(), empty));
+        }
+        let highest = sets.exponent.clone().max_dim(3);
+        let weight = (sets.exponent - highest.clone()).exp();
+        let sum = |x: Tensor<5>| (x * weight.clone()).sum_dim(3).squeeze_dim::<4>(3);
+        Means {
+            numerator: sum(sets.numerator),
+            denominator: sum(sets.denominator),
+            exponent: highest.squeeze_dim::<4>(3),
+        }
     }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::activation::softplus;
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use longspan_kernels as kernels;
 use longspan_kernels::{Fourier, FourierNormalizer, Mechanism, Positions, Score, Wave};
 use serde::{Deserialize, Serialize};
@@ -131,6 +131,8 @@ impl Options for FourierOptions {
         options.check_feature_map(&heads.dims(1, 1, 1))?;
         let angles = if self.rotary { features / 2 } else { features };
         let axes = self.axes;
+        let frequencies = kv_heads.checked_mul(angles).and_then(|n| n.checked_mul(axes));
+        config(frequencies.is_some_and(|n| n < 1 << 32), NAME, "axes", "fewer than 2³² frequencies in all", axes)?;
         let rate = |at: usize| match (at / axes % angles, at % axes) {
             (angle, axis) if angle % axes == axis => 1000_f32.powf(-(angle as f32) / angles as f32),
             _ => 0.0,
@@ -277,9 +279,9 @@ impl FourierAttention {
 
     /// The positions of `count` tokens from `first` on, `[1, count, 1]`.
     fn counted(&self, first: isize, count: usize) -> Tensor<3> {
-        let a = self.a.val();
-        let places: Vec<f64> = (0..count).map(|i| (first + i as isize) as f64).collect();
-        Tensor::from_data(TensorData::new(places, [1, count, 1]), (&a.device(), widen(a).dtype()))
+        let a = widen(self.a.val());
+        let places = Tensor::<1, Int>::arange(first as i64..first as i64 + count as i64, &a.device());
+        places.cast(FloatDType::from(a.dtype())).reshape([1, count, 1])
     }
 
     /// `φ(q)` and `φ(k)` rotated by their angles.
@@ -345,7 +347,9 @@ impl Layer for FourierAttention {
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
-        let positions = [self.counted(mask.offset, q.dims()[2]), self.counted(0, k.dims()[2])];
+        // Integers of any device hold it, and waves have no digits left further away.
+        let offset = mask.offset.clamp(-1 << 30, 1 << 30);
+        let positions = [self.counted(offset, q.dims()[2]), self.counted(0, k.dims()[2])];
         self.rotated(q, k, v, positions, mask)
     }
 

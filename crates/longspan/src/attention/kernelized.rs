@@ -16,7 +16,7 @@ use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name};
 use crate::backend::tensor::flattened;
 use crate::backend::{AnyKernel, Layer, Learned, Running, Sums, Total, tensor};
-use crate::error::{Result, config};
+use crate::error::{Result, config, fits};
 
 /// Kernelized attention without positions.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -198,7 +198,7 @@ fn module(
     let dims = heads.dims(1, 1, 1);
     options.check_feature_map(&dims)?;
     let most = options.parameters(&dims).iter().map(kernels::Parameter::len).max().unwrap_or(0);
-    config(most < isize::MAX as usize / 64, "AttentionConfig", "radius", "a table that fits memory", most)?;
+    fits("AttentionConfig", "radius", &[most])?;
     let relative = score.shaw().map(|shaw| {
         let tables = if shaw.shared { 1 } else { heads.heads };
         let row = shaw.row_len(options.feature_map, heads.head_dim);
@@ -224,10 +224,6 @@ impl KernelizedAttention {
 
     fn table(&self) -> Option<Tensor<3>> {
         self.relative.as_ref().map(|table| table.val())
-    }
-
-    fn learned(&self) -> Learned {
-        self.map.as_ref().map(LearnedMap::tensors)
     }
 }
 
@@ -257,8 +253,12 @@ impl Layer for KernelizedAttention {
         Some(self)
     }
 
+    fn learned(&self) -> Learned {
+        self.map.as_ref().map(LearnedMap::tensors)
+    }
+
     fn total(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Option<Total> {
-        let total = || Total::new(self.options.clone(), self.learned(), self.heads.heads, k, v, mask);
+        let total = || Total::new(self.options.clone(), &self.learned(), self.heads.heads, k, v, mask);
         self.relative.is_none().then(total)
     }
 }

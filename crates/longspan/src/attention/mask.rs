@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{Bool, Tensor};
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use longspan_kernels::{Keys, Mask, Order};
 
+use super::index_tensor;
 use crate::error::{Error, Result};
 
 /// Which keys take part.
@@ -132,14 +133,20 @@ impl AttentionMask {
         Self { keys, ..*self }
     }
 
-    /// Whether each of `batch × keys` keys is ignored; `None` where none is.
-    pub(crate) fn ignored(&self, batch: usize, keys: usize) -> Option<Vec<bool>> {
+    /// Whether each key is ignored, `[batch, 1, keys, 1]`; `None` where none is.
+    pub(crate) fn ignored(&self, batch: usize, keys: usize, device: &Device) -> Option<Tensor<4, Bool>> {
+        let shape = [batch, 1, keys, 1];
         match &self.keys {
             KeyMask::All | KeyMask::Packed { .. } => None,
             KeyMask::Lengths(lengths) => lengths.iter().any(|&n| n < keys).then(|| {
-                (0..batch).flat_map(|b| (0..keys).map(move |j| (b, j))).map(|(b, j)| j >= lengths[b]).collect()
+                let lengths = index_tensor(lengths, device).reshape([batch, 1, 1, 1]).expand(shape);
+                let places = Tensor::<1, Int>::arange(0..keys as i64, device).reshape([1, 1, keys, 1]).expand(shape);
+                places.greater_equal(lengths)
             }),
-            KeyMask::Padding(ignored) => ignored.contains(&true).then(|| ignored.to_vec()),
+            KeyMask::Padding(ignored) => {
+                let whole = || Tensor::from_data(TensorData::new(ignored.to_vec(), shape), device);
+                ignored.contains(&true).then(whole)
+            }
         }
     }
 }

@@ -19,7 +19,6 @@ mod mask;
 mod multi_head;
 mod registry;
 mod softmax;
-#[cfg(feature = "flex")]
 pub(crate) mod stored;
 #[cfg(all(test, feature = "flex"))]
 mod tests;

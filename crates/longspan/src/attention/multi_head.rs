@@ -1,6 +1,5 @@
 //! Multi-head attention: projections around any mechanism.
 
-#[cfg(feature = "flex")]
 mod fused;
 
 use std::sync::Arc;
@@ -8,20 +7,18 @@ use std::sync::Arc;
 use burn::config::Config;
 use burn::module::Module;
 use burn::nn::Linear;
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{Bool, Device, Tensor};
 
 use super::{Attention, AttentionConfig, AttentionMask, AttentionState, Heads, MemoryState};
-#[cfg(feature = "flex")]
 use super::{KeyMask, stored::StoredAttention};
-#[cfg(feature = "flex")]
 use crate::backend::Outside;
 use crate::backend::{self, Layer, Peers};
-use crate::error::{Result, argument, config};
-#[cfg(feature = "flex")]
+use crate::error::{Error, Result, argument, config, fits};
 use crate::layers::flex::{is_f32, numbers};
-#[cfg(feature = "flex")]
 use crate::layers::gradients::fused::taken;
-use crate::layers::{Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, fresh, linear, reshape};
+use crate::layers::{
+    Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, check_rows, fresh, linear, reshape,
+};
 
 /// Makes a [`MultiHeadAttention`].
 #[derive(Config, Debug)]
@@ -76,6 +73,7 @@ impl MultiHeadAttentionConfig {
         let head_dim = self.d_model / self.heads;
         let attention = self.attention.init(self.heads, kv_heads, head_dim, device)?;
         let key_dim = attention.key_dim();
+        fits(NAME, "d_model", &[self.d_model, self.d_model, 8])?;
         let projected = self.heads * head_dim * (1 + usize::from(self.gated)) + kv_heads * (key_dim + head_dim);
         Ok(MultiHeadAttention {
             query_key_value: fresh(self.d_model, projected, device),
@@ -140,6 +138,30 @@ impl MultiHeadAttention {
         self.self_attention_by(&fourier.placed(both), x, mask, around)
     }
 
+    /// [`self_attention`](Self::self_attention) of softmax without some pairs of tokens, as in
+    /// [`SoftmaxAttention::forward_hiding`](super::SoftmaxAttention::forward_hiding):
+    /// any mask of `[tokens, tokens]`. It runs in tensor operations.
+    ///
+    /// # Shapes
+    /// `hidden`: `[1 or batch, 1 or heads, tokens, tokens]`, `true` where a token does not see another.
+    ///
+    /// # Errors
+    /// As [`self_attention`](Self::self_attention), pairs of another shape, and any other mechanism.
+    pub fn self_attention_hiding(
+        &self,
+        x: Tensor<3>,
+        hidden: Tensor<4, Bool>,
+        mask: &AttentionMask,
+    ) -> Result<Tensor<3>> {
+        self.check("self-attention", "x", &x)?;
+        let (Attention::Softmax(softmax) | Attention::SoftmaxWindow(softmax)) = &self.attention else {
+            let (expected, got) = ("softmax, whose pairs are formed".into(), self.attention.layer().name().into());
+            return Err(Error::Argument { operation: "self-attention", argument: "mechanism", expected, got });
+        };
+        let (gate, [q, k, v]) = self.split(x)?;
+        self.merge(softmax.forward_hiding(q, k, v, hidden, mask)?, gate, After::default())
+    }
+
     /// Self-attention by a mechanism of these heads.
     fn self_attention_by(
         &self,
@@ -149,7 +171,6 @@ impl MultiHeadAttention {
         around: Around<'_>,
     ) -> Result<Tensor<3>> {
         self.check("self-attention", "x", &x)?;
-        #[cfg(feature = "flex")]
         if self.is_fused(&x) {
             return fused::multi_head(self, layer, x, None, mask, around, None);
         }
@@ -202,7 +223,6 @@ impl MultiHeadAttention {
         let ([batch, ..], [memory_batch, ..]) = (x.dims(), memory.dims());
         let expected = || format!("a batch of {batch}, like x");
         argument(batch == memory_batch, "cross-attention", "memory", expected, || memory_batch.to_string())?;
-        #[cfg(feature = "flex")]
         if self.is_fused(&x) && is_f32(&memory) {
             return fused::multi_head(self, self.attention.layer(), x, Some(memory), mask, around, None);
         }
@@ -251,7 +271,6 @@ impl MultiHeadAttention {
     ) -> Result<Tensor<3>> {
         self.check("self-attention", "x", &x)?;
         let layer = self.attention.layer();
-        #[cfg(feature = "flex")]
         if self.is_fused(&x) && backend::kernels_take(layer, &x, state, true) {
             let [batch, tokens, _] = x.dims();
             let mut states = backend::states_of(layer, [batch, tokens], x.dtype(), state)?;
@@ -293,10 +312,8 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// As [`remember`](Self::remember).
-    #[cfg_attr(not(feature = "flex"), allow(unused_variables, reason = "elsewhere all of it is kept"))]
     pub fn remember_for(&self, memory: Tensor<3>, mask: &AttentionMask, longest: usize) -> Result<MemoryState> {
         self.check("cross-attention", "memory", &memory)?;
-        #[cfg(feature = "flex")]
         if let Some(near) = self.remember_near(&memory, mask, longest)? {
             return Ok(near);
         }
@@ -304,7 +321,6 @@ impl MultiHeadAttention {
     }
 
     /// None where it would not be worth it, or where the kernels don't take it.
-    #[cfg(feature = "flex")]
     fn remember_near(&self, memory: &Tensor<3>, mask: &AttentionMask, longest: usize) -> Result<Option<MemoryState>> {
         /// Rows that are projected at a time.
         const SEGMENT: usize = 1 << 14;
@@ -434,17 +450,12 @@ impl MultiHeadAttention {
     }
 
     /// Whether all of it can run as one operation of the CPU backend.
-    #[cfg(feature = "flex")]
     fn is_fused(&self, x: &Tensor<3>) -> bool {
         is_f32(x) && is_f32(&self.query_key_value.weight.val()) && is_f32(&self.output.weight.val())
     }
 
     fn check(&self, operation: &'static str, name: &'static str, x: &Tensor<3>) -> Result<()> {
-        let (weight, dtype) = (&self.query_key_value.weight, x.dtype());
-        let ([width, _], wanted) = (weight.dims(), weight.dtype());
-        let expected = || format!("[batch, tokens, d_model = {width}] of {wanted:?}, as the weights are");
-        let holds = x.dims()[2] == width && (dtype == wanted || matches!(wanted, DType::QFloat(_)));
-        argument(holds, operation, name, expected, || format!("{:?} of {dtype:?}", x.dims()))
+        check_rows(operation, name, x, &self.query_key_value.weight)
     }
 }
 

@@ -3,11 +3,10 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
+use crate::cpu::{FlexTensor, to_flex};
 use burn::config::Config;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
-#[cfg(feature = "flex")]
-use burn_flex::{Flex, FlexTensor};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -19,7 +18,7 @@ use super::{
 };
 use crate::backend::{self, AnyKernel, Layer, Total};
 use crate::error::{Result, argument};
-use longspan_kernels::Dims;
+use longspan_kernels::{Dims, Order};
 
 /// What the options of every mechanism implement.
 pub(super) trait Options: Default {
@@ -85,6 +84,8 @@ macro_rules! mechanisms {
         }
 
         $(
+            impl Config for $options {}
+
             impl From<$options> for AttentionConfig {
                 fn from(options: $options) -> Self {
                     Self::$variant(options)
@@ -293,9 +294,10 @@ impl Attention {
     /// Shapes that do not fit each other or the module, a mask of the wrong size, or one of packed sequences.
     pub fn remember(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<MemoryState> {
         let layer = self.layer();
-        let expected = || "one batch entry for each memory".into();
-        let got = || "packed sequences".into();
-        argument(!matches!(mask.keys, KeyMask::Packed { .. }), layer.name(), "mask", expected, got)?;
+        let holds = !matches!(mask.keys, KeyMask::Packed { .. }) && mask.order == Order::Bidirectional;
+        let expected = || "a bidirectional one, with a batch entry for each memory and without packed sequences".into();
+        let got = || format!("{:?}, {:?}", mask.order, mask.keys);
+        argument(holds, layer.name(), "mask", expected, got)?;
         let Heads { heads, head_dim, .. } = layer.heads();
         let q = Tensor::zeros([k.dims()[0], heads, 1, head_dim], (&k.device(), k.dtype()));
         backend::check(layer, &q, &k, &v)?;
@@ -306,7 +308,7 @@ impl Attention {
             Some(total) => Remembered::Total(Box::new(total)),
             None => Remembered::Whole(Box::new((k, v, mask.clone()))),
         };
-        Ok(MemoryState { mechanism: layer.name(), remembered })
+        Ok(MemoryState { made_by: backend::maker(layer), remembered })
     }
 
     /// What [`Attention::forward`] under a bidirectional mask gives for queries at the positions from `first` on:
@@ -320,12 +322,11 @@ impl Attention {
     pub fn recall(&self, q: Tensor<4>, first: usize, memory: &MemoryState) -> Result<Tensor<4>> {
         self.check_recall(q.dims(), first, memory)?;
         match &memory.remembered {
-            Remembered::Total(total) => Ok(total.recall(q)),
+            Remembered::Total(total) => Ok(total.recall(q, &self.layer().learned())),
             Remembered::Whole(whole) => {
                 let (k, v, mask) = whole.as_ref();
                 self.forward(q, k.clone(), v.clone(), &mask.clone().with_offset(first as isize))
             }
-            #[cfg(feature = "flex")]
             Remembered::Near(near) => {
                 backend::attend_between(self.layer(), q, near.k.clone(), near.v.clone(), first, &near.outside)
             }
@@ -336,8 +337,8 @@ impl Attention {
     pub(crate) fn check_recall(&self, q: [usize; 4], first: usize, memory: &MemoryState) -> Result<()> {
         let (layer, [batch, _, queries, _]) = (self.layer(), q);
         let (name, Heads { heads, kv_heads, head_dim }) = (layer.name(), layer.heads());
-        let expected = || format!("a memory of {name}");
-        argument(memory.mechanism == name, name, "memory", expected, || format!("one of {}", memory.mechanism))?;
+        let own = backend::maker(layer);
+        argument(memory.made_by == own, name, "memory", || format!("one of {own}"), || memory.made_by.to_string())?;
         let kept = match &memory.remembered {
             Remembered::Total(total) => {
                 let [batch, kept_heads, _, kept_dim] = total.query();
@@ -351,7 +352,6 @@ impl Attention {
                 backend::check_by_kernel(layer, dims, &mask.clone().with_offset(first as isize))?;
                 k.dims()
             }
-            #[cfg(feature = "flex")]
             Remembered::Near(near) => {
                 let end = first + queries;
                 let expected = || format!("queries before position {}, for which the memory was made", near.longest);
@@ -368,8 +368,8 @@ impl Attention {
 /// Keys and values prepared for queries that come one by one. Made by [`Attention::remember`].
 #[derive(Debug, Clone)]
 pub struct MemoryState {
-    /// Name of the mechanism that made it.
-    mechanism: &'static str,
+    /// The mechanism, options and heads that made it.
+    made_by: Arc<str>,
     remembered: Remembered,
 }
 
@@ -379,12 +379,10 @@ enum Remembered {
     Total(Box<Total>),
     /// Keys, values and their mask.
     Whole(Box<(Tensor<4>, Tensor<4>, AttentionMask)>),
-    #[cfg(feature = "flex")]
     Near(Box<Near>),
 }
 
 /// A memory as the kernels read it.
-#[cfg(feature = "flex")]
 pub(crate) struct MemoryRows<'a> {
     pub k: FlexTensor,
     pub v: FlexTensor,
@@ -395,7 +393,6 @@ pub(crate) struct MemoryRows<'a> {
 }
 
 /// The keys and values that the first queries see one by one, and the state of those behind.
-#[cfg(feature = "flex")]
 #[derive(Debug, Clone)]
 struct Near {
     k: Tensor<4>,
@@ -408,7 +405,6 @@ struct Near {
 
 impl MemoryState {
     /// Of the keys and values that `longest` queries see one by one, and the states of what is before and behind them.
-    #[cfg(feature = "flex")]
     pub(super) fn near(
         attention: &Attention,
         [k, v]: [Tensor<4>; 2],
@@ -416,21 +412,17 @@ impl MemoryState {
         longest: usize,
     ) -> Self {
         let near = Box::new(Near { k, v, mask: AttentionMask::bidirectional(), outside, longest });
-        Self { mechanism: attention.layer().name(), remembered: Remembered::Near(near) }
+        Self { made_by: backend::maker(attention.layer()), remembered: Remembered::Near(near) }
     }
 
     /// For calls without tensors, if it is one of a mechanism's keys and values on the CPU backend.
-    #[cfg(feature = "flex")]
-    pub(crate) fn rows(&self, mechanism: &str) -> Option<MemoryRows<'_>> {
-        if self.mechanism != mechanism {
-            return None;
-        }
+    pub(crate) fn rows(&self) -> Option<MemoryRows<'_>> {
         let (k, v, mask, outside, longest) = match &self.remembered {
             Remembered::Total(_) => return None,
             Remembered::Whole(whole) => (&whole.0, &whole.1, &whole.2, None, usize::MAX),
             Remembered::Near(near) => (&near.k, &near.v, &near.mask, Some(&near.outside), near.longest),
         };
-        let numbers = |x: &Tensor<4>| x.clone().try_into_primitive::<Flex>().ok().map(backend::adjacent_rows);
+        let numbers = |x: &Tensor<4>| to_flex(x.clone()).ok().map(backend::adjacent_rows);
         Some(MemoryRows { k: numbers(k)?, v: numbers(v)?, mask, outside, longest })
     }
 
@@ -445,7 +437,6 @@ impl MemoryState {
                 let keys = k.dims()[2];
                 Remembered::Whole(Box::new((take(k), take(v), mask.select(indices, keys))))
             }
-            #[cfg(feature = "flex")]
             Remembered::Near(near) => {
                 let (k, v) = (take(&near.k), take(&near.v));
                 Remembered::Near(Box::new(Near {
@@ -456,6 +447,6 @@ impl MemoryState {
                 }))
             }
         };
-        Ok(Self { mechanism: self.mechanism, remembered })
+        Ok(Self { made_by: self.made_by.clone(), remembered })
     }
 }

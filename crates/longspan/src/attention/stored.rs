@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use crate::cpu::FlexTensor;
 use burn::tensor::DType;
-use burn_flex::FlexTensor;
 use longspan_kernels::layers::{MultiHead, NormWeights, Projected, StepBuffers};
 use longspan_kernels::{Kernel, Mask, State};
 
@@ -110,7 +110,7 @@ impl StoredAttention {
         buffers: &mut StepBuffers,
         out: &mut [f32],
     ) -> Result<()> {
-        let Some(rows) = memory.rows(self.kernel.name()) else { unreachable!("a memory of rows") };
+        let Some(rows) = memory.rows() else { unreachable!("a memory of rows") };
         let expected = || format!("queries before position {}, for which the memory was made", rows.longest);
         argument(position < rows.longest, self.kernel.name(), "position", expected, || position.to_string())?;
         let parameters = self.parameters();

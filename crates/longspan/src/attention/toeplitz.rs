@@ -7,16 +7,15 @@ use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Device, Tensor};
 use longspan_kernels as kernels;
-use longspan_kernels::{Algorithm, Bias, FeatureMap, Mechanism, Toeplitz};
+use longspan_kernels::{Algorithm, Beyond, Bias, FeatureMap, KernelizedAttention, Mechanism, Order, Toeplitz};
 use serde::{Deserialize, Serialize};
 
 use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name, index_tensor};
-use crate::backend::feature_map::{Side, lift};
 use crate::backend::pairs::{Pairs, hide};
-use crate::backend::tensor::{divide, features, flattened, largest, narrow_float, repeat_heads, widen, with_ones};
-use crate::backend::{AnyKernel, Layer};
+use crate::backend::tensor::{CHUNK, Inputs, distances, divide, flattened, narrow_float, place, shift, spread, widen};
+use crate::backend::{AnyKernel, Layer, Running, Sums, zeros_like};
 use crate::error::{Result, config};
 
 /// Which distances have a bias of their own.
@@ -142,49 +141,47 @@ impl ToeplitzAttention {
     pub fn options(&self) -> &kernels::Toeplitz {
         &self.toeplitz
     }
-}
 
-impl Layer for ToeplitzAttention {
-    fn name(&self) -> &'static str {
-        self.toeplitz.name()
+    /// What of the mechanism is kernelized attention without positions.
+    fn content(&self) -> KernelizedAttention {
+        let Toeplitz { feature_map, normalize, .. } = *self.toeplitz;
+        KernelizedAttention { feature_map, normalize, ..KernelizedAttention::default() }
     }
 
-    fn kernel(&self) -> Arc<dyn AnyKernel> {
-        self.toeplitz.clone()
+    /// The farthest distance with a bias of its own, where all beyond share those of the ends.
+    fn radius(&self) -> Option<usize> {
+        /// Farther than this no state keeps all keys, in the kernels neither.
+        const FARTHEST: usize = 1 << 24;
+        let radius = match self.toeplitz.bias {
+            Bias::Table { count, beyond: Beyond::Extend, .. } => Some(count / 2),
+            Bias::Buckets { max_distance, .. } => Some(max_distance),
+            _ => None,
+        };
+        radius.filter(|&radius| radius <= FARTHEST)
     }
 
-    fn heads(&self) -> Heads {
-        self.heads
-    }
-
-    fn parameters(&self) -> Vec<Tensor<1>> {
-        let map = self.map.iter().flat_map(LearnedMap::parameters);
-        std::iter::once(flattened(self.bias.val())).chain(map).collect()
-    }
-
-    fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
-        let Toeplitz { feature_map, bias, normalize, .. } = *self.toeplitz;
-        let dtype = q.dtype();
-        let ([_, heads, queries, _], [_, _, keys, value_dim]) = (q.dims(), v.dims());
-        let pairs = Pairs::new(&q, keys, mask, None);
-        let (mut q, k, v) = (widen(q), widen(repeat_heads(k, heads)), widen(repeat_heads(v, heads)));
-        let (mut k, v) = (pairs.without_ignored(k), pairs.without_ignored(v));
-        let learned = self.map.as_ref().map(LearnedMap::tensors);
-        q = lift(feature_map, &learned, Side::Queries, q);
-        k = lift(feature_map, &learned, Side::Keys, k);
-        if feature_map.is_exponential() && normalize {
-            // Any factor common to a row's weights cancels in the division.
-            let top = q.clone().detach().max_dim(3);
-            q = q - top;
-            let top = largest(pairs.ignored_as(k.clone(), f32::NEG_INFINITY));
-            k = k - top;
+    /// The biases of the distances up to `radius` to either side, `[heads, 2·radius + 1]`.
+    fn by_distance(&self, radius: usize) -> Tensor<2> {
+        let (table, bias) = (widen(self.bias.val()), self.toeplitz.bias);
+        if !matches!(bias, Bias::Buckets { .. }) {
+            return table;
         }
-        let (q, k) = (features(feature_map, q), features(feature_map, k).swap_dims(2, 3));
-        let values = with_ones(v, None, normalize);
+        let radius = radius as isize;
+        let entries: Vec<usize> = (-radius..=radius).map(|distance| bias.between(0, distance).unwrap_or(0)).collect();
+        table.clone().select(1, index_tensor(&entries, &table.device()))
+    }
+
+    /// The sums over the keys that each query sees, by rows of all their weights.
+    fn by_rows(&self, inputs: &Inputs<'_>, mask: &AttentionMask) -> Tensor<4> {
+        let Toeplitz { bias, normalize, .. } = *self.toeplitz;
+        let Inputs { q, k, values, .. } = inputs;
+        let ([_, heads, queries, _], keys) = (q.dims(), k.dims()[2]);
+        let pairs = Pairs::new(q, keys, mask, None);
+        let k = k.clone().swap_dims(2, 3);
         // The bias is a function of the difference of two places. The kernel's check has passed, so a difference without an entry is one
         // that the mask hides.
         let entry = |query: isize, key: isize| bias.between(query, key).unwrap_or(0);
-        let query = |i: usize| i as isize + mask.offset;
+        let query = |i: usize| (i as isize).saturating_add(mask.offset);
         let ints = |of: Vec<usize>| index_tensor(&of, &q.device());
         let table = widen(self.bias.val());
         let (by_difference, of_query, of_key): (_, Vec<usize>, Vec<usize>) = if let Bias::Grid { .. } = bias {
@@ -215,9 +212,196 @@ impl Layer for ToeplitzAttention {
             let weights = hide(scores * exponents.exp(), &hidden, 0.0);
             weights.matmul(values.clone().narrow(2, seen.start, seen_count))
         });
-        let sums = Tensor::cat(pieces.collect(), 2);
-        narrow_float(divide(sums, value_dim, normalize), dtype)
+        Tensor::cat(pieces.collect(), 2)
     }
+}
+
+impl Layer for ToeplitzAttention {
+    fn name(&self) -> &'static str {
+        self.toeplitz.name()
+    }
+
+    fn kernel(&self) -> Arc<dyn AnyKernel> {
+        self.toeplitz.clone()
+    }
+
+    fn heads(&self) -> Heads {
+        self.heads
+    }
+
+    fn parameters(&self) -> Vec<Tensor<1>> {
+        let map = self.map.iter().flat_map(LearnedMap::parameters);
+        std::iter::once(flattened(self.bias.val())).chain(map).collect()
+    }
+
+    fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
+        let (dtype, [batch, _, queries, _], [_, _, keys, value_dim]) = (q.dtype(), q.dims(), v.dims());
+        let (content, learned) = (self.content(), self.map.as_ref().map(LearnedMap::tensors));
+        let inputs = Inputs::new(&content, &learned, q, k, v, None, mask, None);
+        let sums = match self.radius() {
+            // Two chunks as long as the radius are the whole sequence.
+            Some(radius) if 2 * radius < queries.max(keys) => {
+                let place = (&inputs.q.device(), inputs.q.dtype());
+                let seen = match &inputs.ignored {
+                    None => Tensor::ones([1, 1, keys, 1], place),
+                    Some(ignored) => Tensor::ones([batch, 1, keys, 1], place).mask_fill(ignored.clone(), 0.0),
+                };
+                near_and_far(&inputs, self.by_distance(radius), mask, seen, None)
+            }
+            _ => self.by_rows(&inputs, mask),
+        };
+        narrow_float(divide(sums, value_dim, content.normalize), dtype)
+    }
+
+    fn sums(&self) -> Option<&dyn Sums> {
+        self.radius().is_some().then_some(self as &dyn Sums)
+    }
+}
+
+/// The state: `φ(k)` and `v⁺` of the latest tokens, which of them there are, the sum of those before, how many these are, and, under an
+/// exponential map, what was subtracted from the exponents of keys.
+impl Sums for ToeplitzAttention {
+    fn empty(&self, like: &Tensor<4>, value_dim: usize) -> Running {
+        let content = self.content();
+        let ring = self.radius().unwrap_or(0).max(1);
+        let features = content.feature_map.features(like.dims()[3]);
+        let width = value_dim + usize::from(content.normalize);
+        let sizes = [(ring, features), (ring, width), (ring, 1), (features, width), (1, 1)];
+        let mut tensors: Vec<_> = sizes.into_iter().map(|(rows, width)| zeros_like(like, rows, width)).collect();
+        if content.feature_map.is_exponential() && content.normalize {
+            tensors.push(zeros_like(like, 1, 1).add_scalar(NOTHING));
+        }
+        Running::new(like, value_dim, tensors)
+    }
+
+    fn advance(&self, [q, k, v]: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
+        let (dtype, [_, _, tokens, _], value_dim) = (q.dtype(), q.dims(), v.dims()[3]);
+        let (content, learned) = (self.content(), self.map.as_ref().map(LearnedMap::tensors));
+        let mut kept = std::mem::take(state.tensors()).into_iter();
+        let mut next = || kept.next().expect("the tensors that empty makes");
+        let [mut ring_k, ring_v, ring_seen, mut far, mut count] = [(); 5].map(|()| next());
+        let before = kept.next();
+        let mut inputs = Inputs::new(&content, &learned, q, k, v, None, &AttentionMask::causal(), before.clone());
+        if let (Some(before), Some(after)) = (before, inputs.shift.clone()) {
+            let fall = (before - after).exp();
+            (ring_k, far) = (ring_k * fall.clone(), far * fall);
+        }
+        let ring = ring_k.dims()[2];
+        let [batch, heads, ..] = inputs.q.dims();
+        let ones = Tensor::ones([batch, heads, tokens, 1], (&inputs.q.device(), inputs.q.dtype()));
+        inputs.k = Tensor::cat(vec![ring_k, inputs.k], 2);
+        inputs.values = Tensor::cat(vec![ring_v, inputs.values], 2);
+        let seen = Tensor::cat(vec![ring_seen, ones], 2);
+        let mask = AttentionMask::causal().with_offset(ring as isize);
+        let table = self.by_distance(self.radius().unwrap_or(0));
+        let sums = near_and_far(&inputs, table, &mask, seen.clone().narrow(1, 0, 1), Some([&far, &count]));
+        // What falls out of the ring.
+        let first = |x: &Tensor<4>| x.clone().narrow(2, 0, tokens);
+        far = far + first(&inputs.k).swap_dims(2, 3).matmul(first(&inputs.values));
+        count = count + first(&seen).sum_dim(2);
+        let latest = [inputs.k, inputs.values, seen].map(|x| x.narrow(2, tokens, ring));
+        *state.tensors() = latest.into_iter().chain([far, count]).chain(inputs.shift).collect();
+        narrow_float(divide(sums, value_dim, content.normalize), dtype)
+    }
+}
+
+/// An exponent below all others, and finite, so that no difference is NaN.
+const NOTHING: f64 = -1e30;
+
+/// The sums over the keys that each query sees, of which there are those that are `seen`, `[batch or 1, 1, keys, 1]`, not 0, and `far`: the
+/// sums over keys before all of these, beyond the radius, and how many they are. All keys of few queries, and else those of a query's chunk
+/// and of the chunks beside it weigh by their distances, in a dense tile; all others by the first bias or the last one of the `table`,
+/// `[heads, 2·radius + 1]`, in sums.
+fn near_and_far(
+    inputs: &Inputs<'_>,
+    table: Tensor<2>,
+    mask: &AttentionMask,
+    seen: Tensor<4>,
+    far: Option<[&Tensor<4>; 2]>,
+) -> Tensor<4> {
+    let Inputs { q, k, values, .. } = inputs;
+    let (causal, normalize) = (mask.order == Order::Causal, inputs.options.normalize);
+    let ([_, heads, queries, _], keys, columns) = (q.dims(), k.dims()[2], table.dims()[1]);
+    let radius = columns / 2;
+    // Beyond these offsets every key is far away on the same side.
+    let offset = mask.offset.clamp(-((queries + radius) as isize), (keys + radius) as isize);
+    // Queries and keys on one axis of places, from the first of them on, in chunks; key `j` at `j − offset`.
+    let first = 0.min(-offset);
+    let span = ((queries as isize).max(keys as isize - offset) - first) as usize;
+    let few = queries <= CHUNK;
+    let chunk = if few { queries } else { CHUNK.max(radius).min(span) };
+    let chunks = if few { 1 } else { span.div_ceil(chunk) };
+    let (front, key_front) = if few { (0, 0) } else { (-first as usize, (-offset - first) as usize) };
+    let cut = |x: &Tensor<4>, front: usize| {
+        let [batch, heads, tokens, width] = x.dims();
+        if few {
+            return x.clone().unsqueeze_dim::<5>(2);
+        }
+        place(x.clone(), front, chunks * chunk - front - tokens).reshape([batch, heads, chunks, chunk, width])
+    };
+    let (q, k, values, seen) = (cut(q, front), cut(k, key_front), cut(values, key_front), cut(&seen, key_front));
+    let near: &[isize] = match (chunks, causal) {
+        (1, _) => &[0],
+        (_, true) => &[-1, 0],
+        (_, false) => &[-1, 0, 1],
+    };
+    let gather = |x: &Tensor<5>| Tensor::cat(near.iter().map(|&by| shift(x.clone(), by)).collect(), 3);
+    // The distance of the tile's first key from its first query, and its keys.
+    let (begin, width) = if few { (-offset, keys) } else { (near[0] * chunk as isize, near.len() * chunk) };
+    let rows = table.clone().reshape([1, heads, 1, 1, columns]).expand([1, heads, 1, chunk, columns]);
+    let exponents = spread(rows, begin, width);
+    let shape = [seen.dims()[0], 1, chunks, chunk, width];
+    let mut hidden = gather(&seen).swap_dims(3, 4).equal_elem(0.0).expand(shape);
+    if causal {
+        let future = distances(begin, chunk, width, &q.device()).greater_elem(0);
+        hidden = hidden.bool_or(future.unsqueeze::<5>().expand(shape));
+    }
+    // The keys far before, with their bias and whether there are any; then those far after.
+    let far = far.map(|[sums, count]| [sums.clone(), count.clone().narrow(1, 0, 1)].map(|x| x.unsqueeze_dim::<5>(2)));
+    let bias = |column: usize| table.clone().narrow(1, column, 1).reshape([1, heads, 1, 1, 1]);
+    let mut sides = Vec::new();
+    if chunks > 2 {
+        let own = [k.clone().swap_dims(3, 4).matmul(values.clone()), seen.clone().sum_dim(3)];
+        let before = own.clone().map(|x| shift(x.cumsum(2), -2));
+        let before = match far {
+            Some([sums, count]) => [before[0].clone() + sums, before[1].clone() + count],
+            None => before,
+        };
+        sides.push((before, bias(0)));
+        if !causal {
+            sides.push((own.map(|x| shift(x.flip([2]).cumsum(2).flip([2]), 2)), bias(columns - 1)));
+        }
+    } else if let Some(far) = far {
+        sides.push((far, bias(0)));
+    }
+    let shape = [shape[0], heads, chunks, chunk, width];
+    let (exponents, hidden) = (exponents.expand(shape), hidden.expand(shape));
+    // A row's exponents count from the largest one that it sees.
+    let top = normalize.then(|| {
+        let tile = exponents.clone().detach().mask_fill(hidden.clone(), f32::NEG_INFINITY).max_dim(4);
+        let top = sides.iter().fold(tile, |top, ([_, count], bias)| {
+            let [batch, _, chunks, ..] = count.dims();
+            let bias = bias.clone().detach().expand([batch, heads, chunks, 1, 1]);
+            let none = count.clone().equal_elem(0.0).expand(bias.dims());
+            top.clone().max_pair(bias.mask_fill(none, f32::NEG_INFINITY).expand(top.dims()))
+        });
+        let none = top.clone().equal_elem(f32::NEG_INFINITY);
+        top.mask_fill(none, 0.0)
+    });
+    let from_top = |x: Tensor<5>| top.clone().map_or(x.clone(), |top| x - top);
+    // Hidden pairs get exponent 0: an infinite `exp` times a weight of 0 would make the gradient NaN.
+    let weights = from_top(exponents).mask_fill(hidden.clone(), 0.0).exp().mask_fill(hidden, 0.0);
+    let mut out = (q.clone().matmul(gather(&k).swap_dims(3, 4)) * weights).matmul(gather(&values));
+    for ([sums, count], bias) in sides {
+        let none = count.equal_elem(0.0);
+        let exponent = from_top(bias);
+        let [batch, _, rows, tokens, _] = exponent.dims();
+        let shape = [batch.max(none.dims()[0]), heads, rows.max(chunks), tokens, 1];
+        let weight = exponent.expand(shape).mask_fill(none.expand(shape), 0.0).exp();
+        out = out + q.clone().matmul(sums) * weight;
+    }
+    let [batch, _, _, _, width] = out.dims();
+    out.reshape([batch, heads, chunks * chunk, width]).narrow(2, front, queries)
 }
 
 /// The largest entry of each row; 0 where there is none.

@@ -1,19 +1,16 @@
 //! Tokens after those of a state: several in the parallel form, or one.
 
-#[cfg(feature = "flex")]
 use std::sync::Arc;
 
-#[cfg(feature = "flex")]
-use burn::backend::Flex;
 use burn::tensor::{DType, Tensor};
 use longspan_kernels::Dims;
 
-#[cfg(feature = "flex")]
 use super::flex::{Operands, PrefixState, Settings, States};
 use super::state::{Inner, maker};
 use super::tensor::widen_type;
 use super::{AttentionState, Layer, TensorState, attend, check, check_by_kernel, dims_of, learned};
 use crate::attention::AttentionMask;
+use crate::cpu::{from_flex, to_flex};
 use crate::error::{Error, Result, argument};
 
 /// Takes tokens into `state` and gives their outputs: the rows that [`attend`] gives under a causal mask to these tokens
@@ -32,7 +29,6 @@ pub(crate) fn advance(
     state: &mut AttentionState,
 ) -> Result<Tensor<4>> {
     check(layer, &q, &k, &v)?;
-    #[cfg(feature = "flex")]
     if kernels_take(layer, &q, state, true) {
         return in_kernels(layer, q, k, v, state);
     }
@@ -58,7 +54,9 @@ pub(crate) fn step(
     let expected = || "1 query and 1 key in a step".into();
     let got = || format!("{} and {}", q.dims()[2], k.dims()[2]);
     argument(q.dims()[2] == 1 && k.dims()[2] == 1, layer.name(), "tokens", expected, got)?;
-    #[cfg(feature = "flex")]
+    if q.dims()[0] == 0 {
+        return Ok(Tensor::zeros(dims_of(&q, &v).out(), (&q.device(), q.dtype())));
+    }
     if kernels_take(layer, &q, state, !q.device().is_autodiff()) {
         return if q.device().is_autodiff() {
             in_kernels(layer, q, k, v, state)
@@ -76,11 +74,10 @@ pub(crate) fn step(
 pub(crate) fn check_step(layer: &dyn Layer, x: &Tensor<3>, state: &AttentionState) -> Result<()> {
     layer.ready()?;
     let dims = layer.heads().dims(x.dims()[0], 1, 1);
-    #[cfg(feature = "flex")]
     if kernels_take(layer, x, state, !x.device().is_autodiff()) {
         let learned = super::flat(layer, x.dtype())?;
         let plain = |x: Tensor<1>| if x.device().is_autodiff() { x.inner() } else { x };
-        let learned = learned.map(|x| primitive(plain(x))).transpose()?;
+        let learned = learned.map(|x| to_flex(plain(x))).transpose()?;
         return match &state.inner {
             Some(Inner::Kernels(before)) if before.dtype() == widen_type(x.dtype()) => {
                 Ok(before.check(&*layer.kernel(), &dims, learned.as_ref())?)
@@ -103,7 +100,6 @@ pub(crate) fn kernels_take<const D: usize>(
         && match &state.inner {
             None => at_first && !layer.keeps_past(),
             Some(Inner::Tensors(_)) => false,
-            #[cfg(feature = "flex")]
             Some(Inner::Kernels(_)) => true,
         }
 }
@@ -189,7 +185,6 @@ fn check_tensors(layer: &dyn Layer, dims: Dims, dtype: DType, state: &AttentionS
 }
 
 /// [`advance`] in the kernels.
-#[cfg(feature = "flex")]
 fn in_kernels(
     layer: &dyn Layer,
     q: Tensor<4>,
@@ -207,7 +202,6 @@ fn in_kernels(
 }
 
 /// The states at both ends of a call of the kernels on so many sequences and tokens after `state`.
-#[cfg(feature = "flex")]
 pub(crate) fn states_of(
     layer: &dyn Layer,
     [batch, tokens]: [usize; 2],
@@ -223,7 +217,6 @@ pub(crate) fn states_of(
 }
 
 /// [`step`] in the kernels, which change the state in its place.
-#[cfg(feature = "flex")]
 fn step_in_kernels(
     layer: &dyn Layer,
     q: Tensor<4>,
@@ -233,8 +226,8 @@ fn step_in_kernels(
 ) -> Result<Tensor<4>> {
     let kernel = &*layer.kernel();
     let sizes = [k.dims()[0], k.dims()[1]];
-    let parameters = super::flat(layer, q.dtype())?.map(primitive).transpose()?;
-    let operands = Operands { q: primitive(q)?, k: primitive(k)?, v: primitive(v)?, parameters }.with_adjacent_rows();
+    let parameters = super::flat(layer, q.dtype())?.map(to_flex).transpose()?;
+    let operands = Operands { q: to_flex(q)?, k: to_flex(k)?, v: to_flex(v)?, parameters }.with_adjacent_rows();
     if state.inner.is_none() {
         state.inner = Some(Inner::Kernels(Arc::new(PrefixState::empty(kernel, &operands)?)));
     }
@@ -245,15 +238,10 @@ fn step_in_kernels(
             let text = |[batch, heads]: [usize; 2]| move || format!("batch {batch}, {heads} key/value heads");
             let got = [shape.batch, shape.kv_heads];
             argument(got == sizes, layer.name(), "state", text(sizes), text(got))?;
-            Ok(Tensor::from_primitive::<Flex>(Arc::make_mut(prefix).step(kernel, &operands)?))
+            Ok(from_flex(Arc::make_mut(prefix).step(kernel, &operands)?))
         }
         _ => Err(foreign_state(layer)),
     }
-}
-
-#[cfg(feature = "flex")]
-fn primitive<const D: usize>(x: Tensor<D>) -> Result<burn_flex::FlexTensor> {
-    x.try_into_primitive::<Flex>().map_err(|error| Error::Device(format!("{error:?}")))
 }
 
 pub(crate) fn foreign_state(layer: &dyn Layer) -> Error {

@@ -7,15 +7,12 @@
 
 mod advance;
 pub(crate) mod feature_map;
-#[cfg(feature = "flex")]
 mod flex;
-#[cfg(feature = "flex")]
 pub(crate) mod operation;
 pub(crate) mod pairs;
 mod peers;
 mod running;
 mod state;
-#[cfg(feature = "flex")]
 mod stretches;
 pub(crate) mod tensor;
 #[cfg(all(test, feature = "flex"))]
@@ -24,24 +21,20 @@ pub(crate) mod tests;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-#[cfg(feature = "flex")]
-use burn::backend::DispatchDevice;
 use burn::tensor::{DType, Device, Tensor};
 pub use longspan_kernels::AnyKernel;
 use longspan_kernels::{Call, Dims, Kernel, Parameter, View};
 
-pub(crate) use advance::{advance, check_step, kernels_take, step};
-#[cfg(feature = "flex")]
-pub(crate) use advance::{foreign_state, states_of};
+pub(crate) use advance::states_of;
+pub(crate) use advance::{advance, check_step, foreign_state, kernels_take, step};
 pub(crate) use feature_map::Learned;
 #[cfg(all(test, feature = "flex"))]
 pub(crate) use flex::copies::count as count_copy;
-#[cfg(feature = "flex")]
 pub(crate) use flex::{Outside, States, adjacent_rows, check_token, split_parameters, view_f32, with_scratch};
 pub use peers::Peers;
-pub(crate) use running::Running;
-pub(crate) use state::TensorState;
+pub(crate) use running::{Running, zeros_like};
 pub use state::{AttentionState, StateForm, StoredState};
+pub(crate) use state::{TensorState, maker};
 pub(crate) use tensor::Total;
 
 use crate::attention::{AttentionMask, Heads, KeyMask};
@@ -90,6 +83,11 @@ pub(crate) trait Layer: Debug {
         None
     }
 
+    /// What the feature map learns.
+    fn learned(&self) -> Learned {
+        None
+    }
+
     /// A summary of a memory that answers queries, where one smaller than its keys and values exists.
     fn total(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Option<Total> {
         let _ = (k, v, mask);
@@ -123,7 +121,6 @@ pub(crate) fn attend(
     mask: &AttentionMask,
 ) -> Result<Tensor<4>> {
     check(layer, &q, &k, &v)?;
-    #[cfg(feature = "flex")]
     if is_flex(&q) {
         let parameters = flat(layer, q.dtype())?;
         return run(flex::Settings::new(layer.kernel(), mask.clone()), q, k, v, parameters);
@@ -133,7 +130,6 @@ pub(crate) fn attend(
 
 /// [`attend`] on the CPU backend in both directions with keys before and after those that are given: queries stand at the keys from
 /// `first` on.
-#[cfg(feature = "flex")]
 pub(crate) fn attend_between(
     layer: &dyn Layer,
     q: Tensor<4>,
@@ -150,7 +146,6 @@ pub(crate) fn attend_between(
 }
 
 /// Attention by the kernels on tensors of the CPU backend.
-#[cfg(feature = "flex")]
 fn run(
     settings: flex::Settings,
     q: Tensor<4>,
@@ -209,19 +204,14 @@ fn learned(layer: &dyn Layer, dtype: DType) -> Result<Vec<Tensor<1>>> {
 }
 
 /// All [learned] tensors, concatenated.
-#[cfg(feature = "flex")]
 pub(crate) fn flat(layer: &dyn Layer, dtype: DType) -> Result<Option<Tensor<1>>> {
     let mut all = learned(layer, dtype)?;
     Ok(if all.len() > 1 { Some(Tensor::cat(all, 0)) } else { all.pop() })
 }
 
 /// Whether a tensor lies on the CPU backend, with or without autodiff.
-#[cfg_attr(not(feature = "flex"), allow(unused_variables, reason = "without it nothing does"))]
 pub(crate) fn is_flex<const D: usize>(x: &Tensor<D>) -> bool {
-    #[cfg(feature = "flex")]
-    return matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_));
-    #[cfg(not(feature = "flex"))]
-    false
+    crate::cpu::is_flex(&x.device())
 }
 
 /// `state` as numbers.
@@ -250,7 +240,10 @@ pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<
     }
     let dtypes = [q.dtype(), k.dtype(), v.dtype()];
     let expected = || format!("{:?} everywhere, like q", q.dtype());
-    argument(dtypes.iter().all(|&dtype| dtype == q.dtype()), name, "number types", expected, || format!("{dtypes:?}"))
+    argument(dtypes.iter().all(|&dtype| dtype == q.dtype()), name, "number types", expected, || format!("{dtypes:?}"))?;
+    let devices = [q, k, v].map(|x| x.device().inner());
+    let expected = || format!("{:?} everywhere, like q", devices[0]);
+    argument(devices.iter().all(|device| *device == devices[0]), name, "devices", expected, || format!("{devices:?}"))
 }
 
 /// The sizes of a call.

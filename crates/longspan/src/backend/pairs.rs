@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use burn::tensor::{Bool, Device, Tensor};
 use longspan_kernels::Order;
 
+use super::tensor::distances;
 use crate::attention::AttentionMask;
 
 /// The pairs of a query and a key in one call; sequences are not packed.
@@ -33,9 +34,7 @@ impl Pairs {
             causal: mask.order == Order::Causal,
             offset: mask.offset.clamp(-most, most),
             window,
-            ignored: mask
-                .ignored(batch, keys)
-                .map(|rows| Tensor::from_data(TensorData::new(rows, [batch, 1, keys, 1]), &q.device())),
+            ignored: mask.ignored(batch, keys, &q.device()),
             device: q.device(),
         }
     }
@@ -64,13 +63,9 @@ impl Pairs {
 
     /// Which of these pairs are not seen, `[batch or 1, 1, queries, keys]`; `None` where all are.
     pub(crate) fn hidden(&self, queries: &Range<usize>, keys: &Range<usize>) -> Option<Tensor<4, Bool>> {
-        let places = |range: Range<i64>| Tensor::<1, Int>::arange(range, &self.device);
-        let place = |query: usize| query as i64 + self.offset as i64;
-        let distance = || {
-            let queries = places(place(queries.start)..place(queries.end)).unsqueeze_dim::<2>(1);
-            places(keys.start as i64..keys.end as i64).unsqueeze::<2>() - queries
-        };
-        let last = keys.end as i64 - 1 - place(queries.start);
+        let first = keys.start as isize - queries.start as isize - self.offset;
+        let distance = || distances(first, queries.len(), keys.len(), &self.device);
+        let last = first + keys.len() as isize - 1;
         let future = (self.causal && last > 0).then(|| distance().greater_elem(0));
         let beyond = self.window.map(|window| distance().abs().greater_equal_elem(window as i64));
         let by_distance = future.into_iter().chain(beyond).reduce(Tensor::bool_or).map(Tensor::unsqueeze::<4>);

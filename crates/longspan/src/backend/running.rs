@@ -1,83 +1,74 @@
 //! The state of kernelized attention in plain tensor operations.
 
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor};
 use longspan_kernels::{FourierNormalizer, KernelizedAttention, RelativeMap};
 
 use super::feature_map::Learned;
-use super::tensor::{Inputs, decays, divide, narrow_float, spread, widen};
+use super::tensor::{Inputs, decays, divide, narrow_float, powers, spread, widen_type};
 use crate::attention::AttentionMask;
 
-/// The state of a prefix in tensors, one for each query head.
+/// The state of a prefix in tensors, of constant size, one for each query head.
 #[derive(Debug, Clone)]
 pub(crate) struct Running {
-    batch: usize,
-    heads: usize,
-    value_dim: usize,
-    /// `Σ φ(k_j) v⁺_jᵀ`, `[batch, heads, m, dv + 1]`; without content none.
-    content: Option<Tensor<4>>,
-    /// The exponent that an exponential map subtracted from the keys, `[batch, heads, 1, 1]`.
-    shift: Option<Tensor<4>>,
-    /// `Σ v⁺_j` of the tokens that fell out of the ring, `[batch, heads, 1, dv + 1]`, and the last `R` rows of `v⁺`,
-    /// oldest first, `[batch, heads, R, dv + 1]`; without relative positions none.
-    recent: Option<(Tensor<4>, Tensor<4>)>,
-    /// `Σ φ(k_j)`, `[batch, heads, m, 1]`, where rows of rotated features are divided by what they would be without the rotation.
-    plain: Option<Tensor<4>>,
-    /// Tokens so far, where they rotate features.
+    /// Batch, heads and width of a value.
+    shape: [usize; 3],
+    /// Tokens so far, where the mechanism counts them; else 0.
     tokens: usize,
+    /// What the mechanism keeps, `[batch, heads, ·, ·]` each, in an order of its own.
+    tensors: Vec<Tensor<4>>,
 }
 
 impl Running {
-    /// Before the first token; `like` is a query `[batch, heads, 1, head_dim]`, whose features become so many by a rotation.
+    /// For queries such as `like`, `[batch, heads, ·, ·]`, and values of `value_dim`.
+    pub(crate) fn new(like: &Tensor<4>, value_dim: usize, tensors: Vec<Tensor<4>>) -> Self {
+        let [batch, heads, ..] = like.dims();
+        Self { shape: [batch, heads, value_dim], tokens: 0, tensors }
+    }
+
+    /// Before the first token of kernelized attention; `like` is a query `[batch, heads, 1, head_dim]`, whose features become so many
+    /// by a rotation.
     pub(crate) fn empty(
         options: &KernelizedAttention,
         like: &Tensor<4>,
         value_dim: usize,
         rotated: Option<usize>,
     ) -> Self {
-        let [batch, heads, _, dim] = like.dims();
-        let features = options.feature_map.features(dim);
-        let unrotated = options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
-        let dtype = widen(like.clone()).dtype();
-        let zeros = |rows, width| Tensor::<4>::zeros([batch, heads, rows, width], (&like.device(), dtype));
+        let features = options.feature_map.features(like.dims()[3]);
         let width = value_dim + usize::from(options.normalize);
-        let lifted = options.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Same);
-        let shifted = options.feature_map.is_exponential() && options.normalize && (options.score.content() || lifted);
-        Self {
-            batch,
-            heads,
-            value_dim,
-            content: options.score.content().then(|| zeros(rotated.unwrap_or(features), width)),
+        let keeps = Keeps::of(options);
+        let zeros = |wanted: bool, rows, width| wanted.then(|| zeros_like(like, rows, width));
+        let radius = options.score.shaw().map_or(0, |shaw| shaw.radius);
+        let sums = Sums {
+            content: zeros(keeps.content, rotated.unwrap_or(features), width),
             // Below every exponent, and finite, so that no difference is NaN.
-            shift: shifted.then(|| zeros(1, 1).add_scalar(-1e30)),
-            recent: options.score.shaw().map(|shaw| (zeros(1, width), zeros(shaw.radius, width))),
-            plain: (unrotated && options.normalize).then(|| zeros(features, 1)),
-            tokens: 0,
-        }
+            shift: zeros(keeps.shift, 1, 1).map(|x| x.add_scalar(-1e30)),
+            recent: zeros(keeps.recent, 1, width).zip(zeros(keeps.recent, radius, width)),
+            plain: zeros(keeps.plain, features, 1),
+        };
+        Self::new(like, value_dim, sums.into_tensors())
     }
 
     /// Before the first token of a mechanism whose state is one sum, `[batch, heads, head_dim, value_dim]` for queries such as `like`.
     pub(crate) fn of_sum(like: &Tensor<4>, value_dim: usize) -> Self {
-        let [batch, heads, _, dim] = like.dims();
-        let sum = Tensor::zeros([batch, heads, dim, value_dim], (&like.device(), widen(like.clone()).dtype()));
-        Self { batch, heads, value_dim, content: Some(sum), shift: None, recent: None, plain: None, tokens: 0 }
+        Self::new(like, value_dim, vec![zeros_like(like, like.dims()[3], value_dim)])
     }
 
     /// Changes such a sum.
     pub(crate) fn after<R>(&mut self, change: impl FnOnce(&mut Tensor<4>) -> R) -> R {
-        change(self.content.as_mut().expect("a state of one sum"))
+        change(&mut self.tensors[0])
     }
 
     /// Batch, heads and width of a value.
     pub(crate) fn shape(&self) -> [usize; 3] {
-        [self.batch, self.heads, self.value_dim]
+        self.shape
     }
 
     /// The type of its numbers.
     pub(crate) fn dtype(&self) -> Option<DType> {
-        self.content.as_ref().or(self.recent.as_ref().map(|(far, _)| far)).map(|x| x.dtype())
+        self.tensors.first().map(Tensor::dtype)
     }
 
-    /// Tokens so far, where they rotate features; else 0.
+    /// Tokens so far, where the mechanism counts them; else 0.
     pub(crate) fn tokens(&self) -> usize {
         self.tokens
     }
@@ -89,13 +80,12 @@ impl Running {
 
     /// With tensors of so many sequences.
     pub(crate) fn set_batch(&mut self, batch: usize) {
-        self.batch = batch;
+        self.shape[0] = batch;
     }
 
     /// All its tensors, in one order.
-    pub(crate) fn tensors(&mut self) -> Vec<&mut Tensor<4>> {
-        let recent = self.recent.iter_mut().flat_map(|(far, ring)| [far, ring]);
-        self.content.iter_mut().chain(&mut self.shift).chain(recent).chain(&mut self.plain).collect()
+    pub(crate) fn tensors(&mut self) -> &mut Vec<Tensor<4>> {
+        &mut self.tensors
     }
 
     /// Takes tokens in, all `[batch, heads or kv_heads, tokens, ·]`, and gives their outputs, in chunks of at least `chunk` tokens.
@@ -110,41 +100,38 @@ impl Running {
     ) -> Tensor<4> {
         let (dtype, [_, heads, tokens, _], value_dim) = (q.dtype(), q.dims(), v.dims()[3]);
         let mask = AttentionMask::causal();
-        let plain = Inputs::new(options, learned, q, k, v, table, &mask, self.shift.clone());
+        let mut kept = Sums::of(options, std::mem::take(&mut self.tensors));
+        let plain = Inputs::new(options, learned, q, k, v, table, &mask, kept.shift.clone());
         let (q, k) = rotate(self.tokens, plain.q.clone(), plain.k.clone());
         self.tokens += if options.score.fourier().is_some() { tokens } else { 0 };
         let inputs = Inputs { q, k, ..plain.clone() };
         let mut sums = inputs.sums(&mask, chunk);
-        let fall = self.shift.take().zip(inputs.shift.clone()).map(|(before, after)| (before - after).exp());
+        let fall = kept.shift.take().zip(inputs.shift.clone()).map(|(before, after)| (before - after).exp());
         let Inputs { q, k, values, weights, shift, .. } = inputs;
-        self.shift = shift;
-        let powers = |of: &dyn Fn(usize) -> usize| {
-            let decay = decays(options, heads)?;
-            let power = |g: f64| (0..tokens).map(move |i| g.powf(of(i) as f64));
-            let powers = decay.into_iter().flat_map(power).collect::<Vec<_>>();
-            Some(Tensor::<4>::from_data(TensorData::new(powers, [1, heads, tokens, 1]), (&q.device(), q.dtype())))
-        };
+        kept.shift = shift;
         // What has decayed: of the state at each token, of it after the last, and of each token after the last.
-        let since = powers(&|i| i + 1);
+        let decay = decays(options, heads);
+        let places = || Tensor::<1, Int>::arange(0..tokens as i64, &q.device()).reshape([1, 1, tokens, 1]);
+        let since = decay.as_ref().map(|decay| powers(decay, places().add_scalar(1), q.dtype()));
         let whole = since.clone().map(|since| since.narrow(2, tokens - 1, 1));
-        let until = powers(&|i| tokens - 1 - i);
+        let until = decay.as_ref().map(|decay| powers(decay, places().neg().add_scalar(tokens as i64 - 1), q.dtype()));
         let times = |x: Tensor<4>, by: &Option<Tensor<4>>| by.clone().map_or(x.clone(), |by| x * by);
-        if let Some(content) = self.content.take() {
+        if let Some(content) = kept.content.take() {
             let content = times(content, &fall);
             sums = sums + times(q.matmul(content.clone()), &since);
             let own = times(k, &until).swap_dims(2, 3).matmul(values.clone());
-            self.content = Some(times(content, &whole) + own);
+            kept.content = Some(times(content, &whole) + own);
         }
-        if let Some(sum) = self.plain.take() {
+        if let Some(sum) = kept.plain.take() {
             let sum = times(sum, &fall);
             let ones = plain.values.clone().narrow(3, value_dim, 1);
             let own = times(plain.k.clone(), &until).swap_dims(2, 3).matmul(ones.clone());
             let before = times(plain.q.clone().matmul(sum.clone()), &since);
             let denominators = Inputs { values: ones, ..plain }.sums(&mask, chunk) + before;
             sums = Tensor::cat(vec![sums.narrow(3, 0, value_dim), denominators], 3);
-            self.plain = Some(times(sum, &whole) + own);
+            kept.plain = Some(times(sum, &whole) + own);
         }
-        if let (Some((far, ring)), Some(weights)) = (self.recent.take(), weights) {
+        if let (Some((far, ring)), Some(weights)) = (kept.recent.take(), weights) {
             let radius = ring.dims()[2];
             let farthest = weights.clone().narrow(3, 0, 1);
             // Burn has no empty slices, so a ring of no tokens is a special case, as are the queries that see the ring near them.
@@ -167,23 +154,76 @@ impl Running {
             } else {
                 (values, ring)
             };
-            self.recent = Some((far + fallen.sum_dim(2), ring));
+            kept.recent = Some((far + fallen.sum_dim(2), ring));
         }
+        self.tensors = kept.into_tensors();
         narrow_float(divide(sums, value_dim, options.normalize), dtype)
     }
 
     /// The states of the batch entries `indices`.
     pub(crate) fn select(&self, indices: &Tensor<1, Int>) -> Self {
-        let take = |x: &Tensor<4>| x.clone().select(0, indices.clone());
+        let [_, heads, value_dim] = self.shape;
+        let tensors = self.tensors.iter().map(|x| x.clone().select(0, indices.clone())).collect();
+        Self { shape: [indices.dims()[0], heads, value_dim], tensors, ..*self }
+    }
+}
+
+/// `[batch, heads, rows, width]` zeros beside queries such as `like`.
+pub(crate) fn zeros_like(like: &Tensor<4>, rows: usize, width: usize) -> Tensor<4> {
+    let [batch, heads, ..] = like.dims();
+    Tensor::zeros([batch, heads, rows, width], (&like.device(), widen_type(like.dtype())))
+}
+
+/// What kernelized attention keeps, by its options.
+struct Keeps {
+    content: bool,
+    shift: bool,
+    recent: bool,
+    plain: bool,
+}
+
+impl Keeps {
+    fn of(options: &KernelizedAttention) -> Self {
+        let (content, shaw) = (options.score.content(), options.score.shaw());
+        let lifted = shaw.is_some_and(|shaw| shaw.map == RelativeMap::Same);
+        let unrotated = options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
         Self {
-            batch: indices.dims()[0],
-            heads: self.heads,
-            value_dim: self.value_dim,
-            content: self.content.as_ref().map(take),
-            shift: self.shift.as_ref().map(take),
-            recent: self.recent.as_ref().map(|(far, ring)| (take(far), take(ring))),
-            plain: self.plain.as_ref().map(take),
-            tokens: self.tokens,
+            content,
+            shift: options.feature_map.is_exponential() && options.normalize && (content || lifted),
+            recent: shaw.is_some(),
+            plain: unrotated && options.normalize,
         }
+    }
+}
+
+/// The sums of kernelized attention, `[batch, heads, ·, ·]` each.
+struct Sums {
+    /// `Σ φ(k_j) v⁺_jᵀ`, `m × (dv + 1)`; without content none.
+    content: Option<Tensor<4>>,
+    /// The exponent that an exponential map subtracted from the keys, one number.
+    shift: Option<Tensor<4>>,
+    /// `Σ v⁺_j` of the tokens that fell out of the ring, one row, and the last `R` rows of `v⁺`, oldest first; without relative
+    /// positions none.
+    recent: Option<(Tensor<4>, Tensor<4>)>,
+    /// `Σ φ(k_j)`, a column, where rows of rotated features are divided by what they would be without the rotation.
+    plain: Option<Tensor<4>>,
+}
+
+impl Sums {
+    fn of(options: &KernelizedAttention, tensors: Vec<Tensor<4>>) -> Self {
+        let keeps = Keeps::of(options);
+        let mut tensors = tensors.into_iter();
+        let mut next = |wanted: bool| wanted.then(|| tensors.next()).flatten();
+        Self {
+            content: next(keeps.content),
+            shift: next(keeps.shift),
+            recent: next(keeps.recent).zip(next(keeps.recent)),
+            plain: next(keeps.plain),
+        }
+    }
+
+    fn into_tensors(self) -> Vec<Tensor<4>> {
+        let recent = self.recent.into_iter().flat_map(|(far, ring)| [far, ring]);
+        self.content.into_iter().chain(self.shift).chain(recent).chain(self.plain).collect()
     }
 }

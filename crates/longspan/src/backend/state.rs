@@ -3,23 +3,21 @@
 use std::sync::Arc;
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-#[cfg(feature = "flex")]
+use longspan_kernels::Kernel;
 use longspan_kernels::StateShape;
 use serde::{Deserialize, Serialize};
 
-use super::Layer;
-use super::Running;
-#[cfg(feature = "flex")]
 use super::flex::PrefixState;
+use super::{Layer, Running, foreign_state};
 use crate::attention::index_tensor;
 use crate::error::{Error, Result, argument};
 
 /// The state of a prefix under any mechanism, a plain value: clone it to try two continuations, store it with
 /// [`Attention::store`](crate::attention::Attention::store). The default is the state before the first token.
 ///
-/// On the CPU its size does not grow, except under softmax attention without a window. On other devices, and where a step on a training
-/// device has begun it, which gradients then follow through all steps, its size is constant for kernelized attention, also with
-/// Shaw's or Fourier's positions, windows and short convolutions; every other mechanism keeps all keys and values.
+/// Its size does not grow, except under softmax attention without a window. On other devices than the CPU, and where a step on a training
+/// device has begun it, which gradients then follow through all steps, mechanisms with a table of positions (`aft-full`, `toeplitz` with
+/// a table) keep the keys and values so far, of at most as many tokens as the table has places.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionState {
     pub(super) inner: Option<Inner>,
@@ -27,14 +25,12 @@ pub struct AttentionState {
     pub(super) made_by: Arc<str>,
 }
 
-#[cfg(feature = "flex")]
 impl From<longspan_kernels::State<f32>> for AttentionState {
     fn from(state: longspan_kernels::State<f32>) -> Self {
         Some(Inner::Kernels(Arc::new(PrefixState::F32(state)))).into()
     }
 }
 
-#[cfg(feature = "flex")]
 impl AttentionState {
     /// Whether it is one of tensors, which autodiff may follow.
     pub(crate) fn is_followed(&self) -> bool {
@@ -62,15 +58,21 @@ impl From<Option<Inner>> for AttentionState {
     }
 }
 
-/// The mechanism and options of a layer, as the states of tensors that it makes say them.
-pub(super) fn maker(layer: &dyn Layer) -> Arc<str> {
-    format!("{:?}", layer.kernel()).into()
+/// The mechanism, options and heads of a layer, as the states and memories of tensors that it makes say them.
+pub(crate) fn maker(layer: &dyn Layer) -> Arc<str> {
+    format!("{:?} {:?}", layer.kernel(), layer.heads()).into()
+}
+
+/// The fingerprint of the options of a layer, as the kernels' states have it; none where there are no such states.
+fn fingerprint(layer: &dyn Layer) -> Option<u64> {
+    let kernel = layer.kernel();
+    let kernel: &dyn Kernel<f32> = &*kernel;
+    kernel.empty_state(&layer.heads().dims(1, 0, 0)).ok().map(|state| state.shape().options)
 }
 
 #[derive(Debug, Clone)]
 pub(super) enum Inner {
     /// Shared until it is changed, as tensors are: what is kept of it costs nothing.
-    #[cfg(feature = "flex")]
     Kernels(Arc<PrefixState>),
     Tensors(TensorState),
 }
@@ -91,6 +93,8 @@ pub(crate) enum TensorState {
 pub struct StoredState {
     mechanism: String,
     form: Form,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    options: Option<u64>,
     tensors: Vec<TensorData>,
 }
 
@@ -107,12 +111,12 @@ impl StoredState {
 
     /// What it is, and its numbers: for formats that keep tensors apart from text.
     pub fn into_parts(self) -> (StateForm, Vec<TensorData>) {
-        (StateForm { mechanism: self.mechanism, form: self.form }, self.tensors)
+        (StateForm { mechanism: self.mechanism, form: self.form, options: self.options }, self.tensors)
     }
 
     /// The opposite of [`into_parts`](Self::into_parts). What does not fit is refused where the state is restored.
     pub fn from_parts(form: StateForm, tensors: Vec<TensorData>) -> Self {
-        Self { mechanism: form.mechanism, form: form.form, tensors }
+        Self { mechanism: form.mechanism, form: form.form, options: form.options, tensors }
     }
 }
 
@@ -122,6 +126,9 @@ impl StoredState {
 pub struct StateForm {
     mechanism: String,
     form: Form,
+    /// The [`fingerprint`] of what made a state in tensors.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    options: Option<u64>,
 }
 
 /// What the numbers of a [`StoredState`] are.
@@ -166,7 +173,6 @@ impl AttentionState {
     pub fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
         let inner = match &self.inner {
             None => None,
-            #[cfg(feature = "flex")]
             Some(Inner::Kernels(state)) => Some(Inner::Kernels(Arc::new(state.select(indices)?))),
             Some(Inner::Tensors(state)) => {
                 let batch = state.batch();
@@ -192,7 +198,6 @@ impl AttentionState {
         if states.iter().all(|state| state.inner.is_none()) {
             return Ok(Self::default());
         }
-        #[cfg(feature = "flex")]
         {
             let kernels = states.iter().map(|state| match &state.inner {
                 Some(Inner::Kernels(state)) => Some(&**state),
@@ -233,14 +238,13 @@ impl AttentionState {
         let read = |x: &Tensor<4>| x.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")));
         let (form, tensors) = match &self.inner {
             None => (Form::Empty, Vec::new()),
-            #[cfg(feature = "flex")]
             Some(Inner::Kernels(state)) => {
                 let StateShape { version, options, batch, kv_heads, parts, .. } = state.shape();
                 (Form::Kernels { version, options, batch, kv_heads, parts }, vec![state.numbers()])
             }
             Some(Inner::Tensors(TensorState::Sums(sums))) => {
                 let [batch, heads, value_dim] = sums.shape();
-                let tensors = sums.clone().tensors().into_iter().map(|x| read(x)).collect::<Result<_>>()?;
+                let tensors = sums.clone().tensors().iter().map(read).collect::<Result<_>>()?;
                 (Form::Sums { batch, heads, value_dim, tokens: sums.tokens() }, tensors)
             }
             Some(Inner::Tensors(TensorState::Past(past))) => {
@@ -248,7 +252,8 @@ impl AttentionState {
                 (form, past.iter().map(read).collect::<Result<_>>()?)
             }
         };
-        Ok(StoredState { mechanism: layer.name().into(), form, tensors })
+        let options = if matches!(self.inner, Some(Inner::Tensors(_))) { fingerprint(layer) } else { None };
+        Ok(StoredState { mechanism: layer.name().into(), form, options, tensors })
     }
 
     /// Rebuilds the state of `layer` on `device` from its numbers.
@@ -256,6 +261,9 @@ impl AttentionState {
         let name = layer.name();
         let expected = || format!("a state of {name}");
         argument(stored.mechanism == name, NAME, "mechanism", expected, || format!("one of {}", stored.mechanism))?;
+        if stored.options.is_some() && stored.options != fingerprint(layer) {
+            return Err(foreign_state(layer));
+        }
         let float = |x: &TensorData| matches!(x.dtype(), DType::F64 | DType::F32 | DType::F16 | DType::BF16);
         let broken = |got: String| Error::Argument {
             operation: NAME,
@@ -269,7 +277,6 @@ impl AttentionState {
         let read = |x: &TensorData| Tensor::<4>::from_data(x.clone(), (device, x.dtype()));
         let inner = match (stored.form, stored.tensors.as_slice()) {
             (Form::Empty, []) => None,
-            #[cfg(feature = "flex")]
             (Form::Kernels { version, options, batch, kv_heads, parts }, [numbers]) => {
                 let shape = StateShape { mechanism: name, version, options, batch, kv_heads, parts };
                 let counted = parts.iter().try_fold(0_usize, |sum, &part| sum.checked_add(part));
@@ -287,30 +294,34 @@ impl AttentionState {
                 let first = tensors.first().map(TensorData::dtype);
                 let fits = heads == sizes.heads && tensors.iter().all(|x| x.rank() == 4 && Some(x.dtype()) == first);
                 let limit = tensors.iter().map(TensorData::num_elements).sum::<usize>();
-                let (true, Some(dtype)) = (fits && batch.max(value_dim) <= limit, first) else {
+                let least = batch.checked_mul(heads).and_then(|n| n.checked_mul(value_dim));
+                let (true, Some(dtype)) = (fits && least.is_some_and(|least| least <= limit), first) else {
                     return Err(broken(shapes_of(tensors)));
                 };
                 let like = Tensor::zeros([batch, heads, 1, sizes.head_dim], (device, dtype));
                 let Some(mut sums) = layer.sums().map(|sums| sums.empty(&like, value_dim)) else {
                     return Err(broken("sums, which this mechanism does not keep".into()));
                 };
-                let mut wanted = sums.tensors();
+                let wanted = sums.tensors();
                 if !wanted.iter().map(|x| x.dims()).eq(tensors.iter().map(|x| x.shape().dims::<4>())) {
                     return Err(broken(shapes_of(tensors)));
                 }
                 for (to, from) in wanted.iter_mut().zip(tensors) {
-                    **to = read(from);
+                    *to = read(from);
                 }
                 sums.set_tokens(tokens);
                 Some(Inner::Tensors(TensorState::Sums(Box::new(sums))))
             }
-            (Form::Past | Form::Latest { .. }, [k, v]) if k.rank() == 4 && v.rank() == 4 && k.dtype() == v.dtype() => {
+            (Form::Past | Form::Latest { .. }, [k, v])
+                if layer.sums().is_none() && k.rank() == 4 && v.rank() == 4 && k.dtype() == v.dtype() =>
+            {
                 if let Form::Latest { sees } = stored.form {
                     let expected = || format!("the latest keys and values of {:?}", layer.sees());
                     argument(layer.sees() == Some(sees), NAME, "window", expected, || sees.to_string())?;
                 }
-                let ([batch, kv_heads, tokens, _], v_shape) = (k.shape().dims::<4>(), v.shape().dims::<4>());
-                if v_shape[..3] != [batch, kv_heads, tokens] || kv_heads != layer.heads().kv_heads {
+                let ([batch, _, tokens, _], v_shape) = (k.shape().dims::<4>(), v.shape().dims::<4>());
+                let expected = [batch, layer.heads().kv_heads, tokens, layer.key_dim()];
+                if v_shape[..3] != expected[..3] || k.shape().dims::<4>() != expected {
                     return Err(broken(shapes_of(&stored.tensors)));
                 }
                 Some(Inner::Tensors(TensorState::Past(Box::new([read(k), read(v)]))))
@@ -344,7 +355,7 @@ impl TensorState {
     /// All its tensors, in one order.
     fn tensors(&mut self) -> Vec<&mut Tensor<4>> {
         match self {
-            Self::Sums(sums) => sums.tensors(),
+            Self::Sums(sums) => sums.tensors().iter_mut().collect(),
             Self::Past(past) => past.iter_mut().collect(),
         }
     }

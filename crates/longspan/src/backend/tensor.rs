@@ -10,14 +10,15 @@
 //! with `v⁺ = [v, 1]` and `w = φ(q)·ρ(r)ᵀ`. Memory and time grow with `L·(C + m·dv/C)` for each head. Sums after a
 //! query are suffix sums, never a total less a prefix.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::activation::{relu, softplus};
-use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData};
 use longspan_kernels::{FeatureMap, KernelizedAttention, Order, RelativeMap, Score};
 
 use super::feature_map::{Learned, Side, elementwise, lift};
-use crate::attention::{AttentionMask, index_tensor};
+use crate::attention::AttentionMask;
 
 /// Tokens in a chunk. Tiles of 64² keep matrix products efficient on CPUs and GPUs alike, and the sums over chunks,
 /// `m·dv` for each, no larger than the inputs at the usual head width of 64.
@@ -191,7 +192,7 @@ pub(crate) fn with_ones(v: Tensor<4>, ignored: Option<&Tensor<4, Bool>>, normali
 
 /// Features and values, ready for products.
 #[derive(Clone)]
-pub(super) struct Inputs<'a> {
+pub(crate) struct Inputs<'a> {
     pub options: &'a KernelizedAttention,
     /// `φ(q)`, `[batch, heads, queries, m]`.
     pub q: Tensor<4>,
@@ -203,6 +204,8 @@ pub(super) struct Inputs<'a> {
     pub weights: Option<Tensor<4>>,
     /// What an exponential map subtracts from the exponents of keys, `[batch, heads, 1, 1]`.
     pub shift: Option<Tensor<4>>,
+    /// Whether each key is ignored, `[batch, 1, keys, 1]`; none where none is.
+    pub ignored: Option<Tensor<4, Bool>>,
 }
 
 impl<'a> Inputs<'a> {
@@ -221,9 +224,7 @@ impl<'a> Inputs<'a> {
         let [batch, heads, _, dim] = q.dims();
         let [_, _, keys, value_dim] = v.dims();
         let (mut q, mut k, mut v) = (widen(q), widen(repeat_heads(k, heads)), widen(repeat_heads(v, heads)));
-        let ignored = mask
-            .ignored(batch, keys)
-            .map(|rows| Tensor::<4, Bool>::from_data(TensorData::new(rows, [batch, 1, keys, 1]), &q.device()));
+        let ignored = mask.ignored(batch, keys, &q.device());
         if let Some(ignored) = &ignored {
             // Filled, not multiplied by 0: NaN in padding would stay NaN.
             k = k.mask_fill(ignored.clone().expand([batch, heads, keys, dim]), 0.0);
@@ -262,7 +263,7 @@ impl<'a> Inputs<'a> {
             let rows = relative_features(options, table, shift.clone());
             q.clone().matmul(rows.swap_dims(2, 3))
         });
-        Self { options, q, k, values, weights, shift }
+        Self { options, q, k, values, weights, shift, ignored }
     }
 
     /// Sums of the weighted `v⁺` over the keys that each query sees.
@@ -418,19 +419,13 @@ impl<'a> Grid<'a> {
         let mut scores = scores.expect("a bidirectional grid has relative positions");
         // A single position sees itself.
         if self.causal && width > 1 {
-            let distance = |x: usize, j: usize| first + j as isize - x as isize;
-            let places = (0..self.chunk).flat_map(|x| (0..width).map(move |j| (x, j)));
-            let future: Vec<bool> = places.clone().map(|(x, j)| distance(x, j) > 0).collect();
-            let future =
-                Tensor::<5, Bool>::from_data(TensorData::new(future, [1, 1, 1, self.chunk, width]), &scores.device());
+            let distance = distances(first, self.chunk, width, &scores.device());
             let shape = scores.shape();
-            scores = scores.mask_fill(future.expand(shape), 0.0);
+            scores = scores.mask_fill(distance.clone().greater_elem(0).unsqueeze::<5>().expand(shape), 0.0);
             if let Some(decay) = self.decay() {
-                let powers: Vec<f64> = decay
-                    .iter()
-                    .flat_map(|&gamma| places.clone().map(move |(x, j)| gamma.powf((-distance(x, j)).max(0) as f64)))
-                    .collect();
-                scores = scores * self.constant(powers, [1, decay.len(), 1, self.chunk, width]);
+                let back = distance.neg().clamp_min(0).unsqueeze::<5>();
+                let powers = powers(&decay, back, scores.dtype());
+                scores = scores * powers;
             }
         }
         scores.matmul(gather(&self.values))
@@ -459,14 +454,11 @@ impl<'a> Grid<'a> {
         let decay = self.decay();
         if let Some(decay) = &decay {
             // A key at p in its chunk is C − p + x + (chunks between)·C tokens before position x of a later chunk.
-            let rows: Vec<f64> = decay.iter().flat_map(|&g| (0..self.chunk).map(move |x| g.powf(x as f64))).collect();
-            let columns: Vec<f64> = decay
-                .iter()
-                .flat_map(|&g| (0..self.chunk).map(move |p| g.powf((lag * self.chunk - p) as f64)))
-                .collect();
-            let shape = [1, decay.len(), 1, self.chunk, 1];
-            query_features = query_features * self.constant(rows, shape);
-            key_features = key_features * self.constant(columns, shape);
+            let places = Tensor::<1, Int>::arange(0..self.chunk as i64, &self.q.device());
+            let places = places.reshape([1, 1, 1, self.chunk, 1]);
+            let until = places.clone().neg().add_scalar((lag * self.chunk) as i64);
+            query_features = query_features * powers(decay, places, self.q.dtype());
+            key_features = key_features * powers(decay, until, self.q.dtype());
         }
         let chunk_sums = key_features.swap_dims(3, 4).matmul(self.values.clone());
         let mut running = match &decay {
@@ -497,7 +489,7 @@ impl<'a> Grid<'a> {
 }
 
 /// `w`, `[.., rows, 2R+1]`, by distance into a tile of `width` keys: entry `(x, j)` is `w[x, clip(first + j − x)]`.
-pub(super) fn spread(weights: Tensor<5>, first: isize, width: usize) -> Tensor<5> {
+pub(crate) fn spread(weights: Tensor<5>, first: isize, width: usize) -> Tensor<5> {
     let [batch, heads, chunks, chunk, columns] = weights.dims();
     let radius = columns as isize / 2;
     if chunk == 1 && first >= -radius && first + width as isize <= radius + 1 {
@@ -506,10 +498,7 @@ pub(super) fn spread(weights: Tensor<5>, first: isize, width: usize) -> Tensor<5
     let columns = width + chunk - 1;
     // Column u of every row holds the weight at distance first + u − (chunk − 1). Row x wants its columns
     // chunk − 1 − x onwards; read row-major with one column less, each row starts one place further left.
-    let rows: Vec<usize> = (0..columns as isize)
-        .map(|u| ((first + u - (chunk as isize - 1)).clamp(-radius, radius) + radius) as usize)
-        .collect();
-    let weights = weights.clone().select(4, index_tensor(&rows, &weights.device()));
+    let weights = clamped(weights, 4, first - (chunk as isize - 1) + radius, columns);
     if columns == 1 {
         return weights;
     }
@@ -520,8 +509,39 @@ pub(super) fn spread(weights: Tensor<5>, first: isize, width: usize) -> Tensor<5
         .narrow(4, 0, width)
 }
 
+/// How far key `j` of a tile, of `width`, stands behind the query of row `x`, of `rows`, where `first` is that of `x = j = 0`.
+pub(crate) fn distances(first: isize, rows: usize, width: usize, device: &Device) -> Tensor<2, Int> {
+    let places = |range: Range<i64>| Tensor::<1, Int>::arange(range, device);
+    let first = first as i64;
+    places(first..first + width as i64).unsqueeze::<2>() - places(0..rows as i64).unsqueeze_dim::<2>(1)
+}
+
+/// The powers of each head's decay, `[1, heads, ·]`, by these numbers, `[1, 1, ·]`.
+pub(crate) fn powers<const D: usize>(decay: &[f64], numbers: Tensor<D, Int>, dtype: DType) -> Tensor<D> {
+    let mut shape = [1; D];
+    shape[1] = decay.len();
+    let logarithms = TensorData::new(decay.iter().map(|gamma| gamma.ln()).collect::<Vec<_>>(), shape);
+    let logarithms = Tensor::<D>::from_data(logarithms, (&numbers.device(), dtype));
+    (numbers.cast(FloatDType::from(dtype)) * logarithms).exp()
+}
+
+/// The entries of `x` at `count` places of an axis, from `first` on; beyond its ends the entry there.
+pub(crate) fn clamped<const D: usize>(x: Tensor<D>, axis: usize, first: isize, count: usize) -> Tensor<D> {
+    let (len, end) = (x.dims()[axis] as isize, first + count as isize);
+    let (front, back) = ((-first).clamp(0, count as isize), (end - len).clamp(0, count as isize));
+    let repeated = |at: isize, many: isize| {
+        let mut shape = x.dims();
+        shape[axis] = many as usize;
+        (many > 0).then(|| x.clone().narrow(axis, at as usize, 1).expand(shape))
+    };
+    let own = count as isize - front - back;
+    let middle = (own > 0).then(|| x.clone().narrow(axis, first.max(0) as usize, own as usize));
+    let mut parts: Vec<_> = [repeated(0, front), middle, repeated(len - 1, back)].into_iter().flatten().collect();
+    if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, axis) }
+}
+
 /// `x` with zeros before and after on the token axis.
-fn place(x: Tensor<4>, front: usize, back: usize) -> Tensor<4> {
+pub(crate) fn place(x: Tensor<4>, front: usize, back: usize) -> Tensor<4> {
     if front + back == 0 {
         return x;
     }
@@ -532,7 +552,7 @@ fn place(x: Tensor<4>, front: usize, back: usize) -> Tensor<4> {
 }
 
 /// Chunk `c` of the result is chunk `c + by` of `x`, or 0 where there is none.
-fn shift(x: Tensor<5>, by: isize) -> Tensor<5> {
+pub(crate) fn shift(x: Tensor<5>, by: isize) -> Tensor<5> {
     let [batch, heads, chunks, rows, width] = x.dims();
     let gap = by.unsigned_abs().min(chunks);
     if gap == 0 {
@@ -554,7 +574,6 @@ fn join(mut parts: Vec<Tensor<5>>) -> Tensor<5> {
 #[derive(Debug, Clone)]
 pub(crate) struct Total {
     options: Arc<KernelizedAttention>,
-    learned: Learned,
     sum: Tensor<4>,
     /// Numbers in a query and in a value.
     head_dim: usize,
@@ -565,7 +584,7 @@ impl Total {
     /// Of `k` and `v`, `[batch, kv_heads, keys, ·]`, for `heads` query heads.
     pub(crate) fn new(
         options: Arc<KernelizedAttention>,
-        learned: Learned,
+        learned: &Learned,
         heads: usize,
         k: Tensor<4>,
         v: Tensor<4>,
@@ -575,16 +594,16 @@ impl Total {
         let [batch, _, _, dim] = k.dims();
         // The sums do not depend on queries.
         let no_query = Tensor::zeros([batch, heads, 1, dim], (&k.device(), k.dtype()));
-        let inputs = Inputs::new(&options, &learned, no_query, k, v, None, mask, None);
+        let inputs = Inputs::new(&options, learned, no_query, k, v, None, mask, None);
         let sum = inputs.k.swap_dims(2, 3).matmul(inputs.values);
-        Self { options, learned, sum, head_dim: dim, value_dim }
+        Self { options, sum, head_dim: dim, value_dim }
     }
 
     /// The outputs of `q`, `[batch, heads, queries, head_dim]`.
-    pub(crate) fn recall(&self, q: Tensor<4>) -> Tensor<4> {
+    pub(crate) fn recall(&self, q: Tensor<4>, learned: &Learned) -> Tensor<4> {
         let options = &*self.options;
         let dtype = q.dtype();
-        let mut q = lift(options.feature_map, &self.learned, Side::Queries, widen(q));
+        let mut q = lift(options.feature_map, learned, Side::Queries, widen(q));
         if options.feature_map.is_exponential() && options.normalize {
             q = q.clone() - q.max_dim(3);
         }
@@ -601,6 +620,6 @@ impl Total {
     /// The memories of the batch entries `indices`.
     pub(crate) fn select(&self, indices: &Tensor<1, Int>) -> Self {
         let sum = self.sum.clone().select(0, indices.clone());
-        Self { options: self.options.clone(), learned: self.learned.clone(), sum, ..*self }
+        Self { options: self.options.clone(), sum, ..*self }
     }
 }

@@ -289,9 +289,8 @@ fn empty_sequences_are_legal() {
 mod fused {
     use std::sync::Arc;
 
-    use burn::backend::Flex;
+    use crate::cpu::{FlexTensor, to_flex};
     use burn::tensor::Distribution;
-    use burn_flex::FlexTensor;
 
     use super::super::flex::{self, Operands, Settings};
     use super::*;
@@ -325,7 +324,7 @@ mod fused {
     }
 
     fn primitive(x: Tensor<4>) -> FlexTensor {
-        x.try_into_primitive::<Flex>().unwrap()
+        to_flex(x).unwrap()
     }
 
     fn address(x: &FlexTensor) -> *const f32 {

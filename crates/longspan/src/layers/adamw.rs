@@ -3,7 +3,6 @@
 use burn::optim::{AdamW, AdamWConfig, AdamWState, LearningRate, Optimizer};
 use burn::tensor::{Device, Tensor};
 
-#[cfg(feature = "flex")]
 use crate::profile::timed;
 
 /// [`AdamW`](burn::optim::AdamW), whose step on the CPU backend in `f32` is one pass over a parameter and its moments instead of
@@ -61,7 +60,6 @@ impl Optimizer for FusedAdamW {
         if let (1, Some(vectors)) = (D, &self.vectors) {
             return vectors.step(rate, values, gradient, state);
         }
-        #[cfg(feature = "flex")]
         if super::flex::is_f32(&values) && !values.device().is_autodiff() && rate.is_finite() {
             return timed("optimizer", || fused::step(&self.constants, rate, values, gradient, state));
         }
@@ -73,7 +71,6 @@ impl Optimizer for FusedAdamW {
     }
 }
 
-#[cfg(feature = "flex")]
 mod fused {
     use burn::optim::{AdamWState, AdaptiveMomentumState};
     use burn::tensor::{DType, Tensor};

@@ -15,7 +15,6 @@ pub(crate) struct Around<'a> {
     /// Whether `x` is added.
     pub residual: bool,
     /// Whether a backward forms again what it needs beside `x`: a third more time for the memory of most of a model.
-    #[cfg_attr(not(feature = "flex"), allow(dead_code, reason = "only operations of the CPU backend do"))]
     pub recompute: bool,
 }
 

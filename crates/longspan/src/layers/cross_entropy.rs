@@ -32,8 +32,11 @@ pub fn cross_entropy(
     smoothing: f64,
 ) -> Result<CrossEntropyLoss> {
     const NAME: &str = "cross_entropy";
-    super::check_rows(NAME, &x, &output.weight)?;
+    super::check_rows(NAME, "x", &x, &output.weight)?;
     let ([batch, tokens, width], [_, vocabulary]) = (x.dims(), output.weight.dims());
+    if let Some(bias) = &output.bias {
+        super::check_like(NAME, "bias", &bias.val(), [vocabulary], &x)?;
+    }
     let (rows, got) = (batch * tokens, targets.len());
     argument(got == rows, NAME, "targets", || format!("{rows}, one a token"), || got.to_string())?;
     let beyond = targets.iter().flatten().find(|&&target| target as usize >= vocabulary);
@@ -46,7 +49,6 @@ pub fn cross_entropy(
         plain: if smoothing == 0.0 { smoothed.clone() } else { plain.detach() },
         smoothed,
     };
-    #[cfg(feature = "flex")]
     if super::flex::is_f32(&x) && super::flex::is_f32(&output.weight.val()) {
         let both = fused::cross_entropy(x, output, targets, smoothing)?;
         return Ok(losses(both.clone().narrow(0, 0, 1), both.narrow(0, 1, 1)));
@@ -68,11 +70,10 @@ pub fn cross_entropy(
     Ok(losses(plain, smoothed))
 }
 
-#[cfg(feature = "flex")]
 mod fused {
+    use crate::cpu::FlexTensor;
     use burn::nn::Linear;
     use burn::tensor::{Shape, Tensor};
-    use burn_flex::FlexTensor;
     use longspan_kernels::Error;
     use longspan_kernels::layers::{CrossEntropy, Loss, LossGradients};
 

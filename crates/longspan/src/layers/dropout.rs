@@ -5,7 +5,6 @@ use std::cell::RefCell;
 use burn::nn::DropoutConfig;
 use burn::tensor::Tensor;
 use rand_xoshiro::SplitMix64;
-#[cfg(feature = "flex")]
 use rand_xoshiro::rand_core::RngCore;
 use rand_xoshiro::rand_core::SeedableRng;
 
@@ -29,9 +28,14 @@ pub fn with_dropout_seed<R>(seed: u64, work: impl FnOnce() -> R) -> R {
 }
 
 /// The seed of the next dropout if this thread has been given one.
-#[cfg(feature = "flex")]
 fn next_seed() -> Option<u64> {
     SEEDS.with_borrow_mut(|seeds| seeds.as_mut().map(RngCore::next_u64))
+}
+
+/// Checks a probability.
+pub(super) fn check(probability: f64) -> Result<()> {
+    let expected = || "a number in [0, 1)".into();
+    argument((0.0..1.0).contains(&probability), "dropout", "probability", expected, || probability.to_string())
 }
 
 /// On a device that trains, makes numbers 0 with a probability and the others larger, so that their mean stays.
@@ -39,22 +43,19 @@ fn next_seed() -> Option<u64> {
 /// # Errors
 /// A probability outside [0, 1).
 pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Result<Tensor<D>> {
-    let expected = || "a number in [0, 1)".into();
-    argument((0.0..1.0).contains(&probability), "dropout", "probability", expected, || probability.to_string())?;
+    check(probability)?;
     if probability == 0.0 || x.dims().contains(&0) {
         return Ok(x);
     }
-    #[cfg(feature = "flex")]
     if super::flex::is_f32(&x) {
         return Ok(fused::dropout(x, probability)?);
     }
     Ok(DropoutConfig::new(probability).init().forward(x))
 }
 
-#[cfg(feature = "flex")]
 pub(crate) mod fused {
+    use crate::cpu::FlexTensor;
     use burn::tensor::{Distribution, Tensor};
-    use burn_flex::FlexTensor;
     use longspan_kernels::Error;
     use longspan_kernels::layers::Dropout;
 

@@ -22,9 +22,7 @@ pub fn embedding(
 ) -> Result<Tensor<3>> {
     let ([batch, count], [vocabulary, width]) = (tokens.dims(), weight.dims());
     if let Some(positions) = &positions {
-        let expected = || format!("[tokens = {count}, width = {width}]");
-        let fits = positions.dims() == [count, width];
-        argument(fits, "embedding", "positions", expected, || format!("{:?}", positions.dims()))?;
+        super::check_like("embedding", "positions", positions, [count, width], &weight)?;
     }
     if batch * count == 0 {
         return Ok(Tensor::zeros([batch, count, width], (&weight.device(), weight.dtype())));
@@ -33,11 +31,11 @@ pub fn embedding(
     let beyond = ids.iter::<i64>().find(|&id| id < 0 || id >= vocabulary as i64);
     let expected = || format!("entries below {vocabulary}");
     argument(beyond.is_none(), "embedding", "tokens", expected, || beyond.map_or(String::new(), |id| id.to_string()))?;
-    #[cfg(feature = "flex")]
     if super::flex::is_f32(&weight) {
         let rows: Tensor<2> = fused::embedding(ids.iter().collect(), weight, scale as f32, positions)?;
         return Ok(rows.reshape([batch, count, width]));
     }
+    let tokens = tokens.to_device(&weight.device());
     let rows = plain_embedding(weight, tokens).mul_scalar(scale);
     Ok(match positions {
         Some(positions) => rows + positions.unsqueeze(),
@@ -45,10 +43,9 @@ pub fn embedding(
     })
 }
 
-#[cfg(feature = "flex")]
 mod fused {
+    use crate::cpu::FlexTensor;
     use burn::tensor::Tensor;
-    use burn_flex::FlexTensor;
     use longspan_kernels::Error;
     use longspan_kernels::layers::Embedding;
 

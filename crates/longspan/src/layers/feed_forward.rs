@@ -7,7 +7,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::linear::{activate, apply, fresh};
 use super::{Activation, After, Around};
-use crate::error::{Result, config};
+use crate::error::{Result, config, fits};
 
 /// Makes a [`FeedForward`].
 #[derive(Config, Debug, PartialEq)]
@@ -33,6 +33,7 @@ impl FeedForwardConfig {
         const NAME: &str = "FeedForwardConfig";
         config(self.d_model > 0, NAME, "d_model", "at least 1", self.d_model)?;
         config(self.d_ff > 0, NAME, "d_ff", "at least 1", self.d_ff)?;
+        fits(NAME, "d_ff", &[self.d_model, self.d_ff, 2])?;
         let columns = self.d_ff * (1 + usize::from(self.gated));
         let (inner, outer) = (fresh(self.d_model, columns, device), fresh(self.d_ff, self.d_model, device));
         Ok(FeedForward { inner, outer, activation: self.activation, gated: self.gated })
@@ -73,8 +74,7 @@ impl FeedForward {
 
     /// [`forward`](Self::forward) and what stands around it.
     pub(crate) fn forward_in(&self, x: Tensor<3>, around: Around<'_>) -> Result<Tensor<3>> {
-        super::check_rows("feed-forward", &x, &self.inner.weight)?;
-        #[cfg(feature = "flex")]
+        super::check_rows("feed-forward", "x", &x, &self.inner.weight)?;
         if super::flex::is_f32(&x) && super::flex::is_f32(&self.inner.weight.val()) {
             return Ok(fused::feed_forward(self, x, around)?);
         }
@@ -96,10 +96,9 @@ impl FeedForward {
     }
 }
 
-#[cfg(feature = "flex")]
 mod fused {
+    use crate::cpu::FlexTensor;
     use burn::tensor::Tensor;
-    use burn_flex::FlexTensor;
     use longspan_kernels::Error;
     use longspan_kernels::layers::{self as kernels, Dropout, FeedForwardGradients, Weights};
 

@@ -1,14 +1,14 @@
 //! Tensors of the CPU backend as slices, and back.
 
-use burn::backend::{DispatchDevice, DispatchTensor};
+use crate::cpu::{FlexTensor, Layout, is_flex};
+use burn::backend::DispatchTensor;
 use burn::nn::Linear;
 use burn::tensor::{Bytes, DType, Shape, Tensor};
-use burn_flex::{FlexTensor, Layout};
 use longspan_kernels::layers::Weights;
 
 /// Whether a tensor is of the CPU backend, with or without autodiff, and of `f32`.
 pub(crate) fn is_f32<const D: usize>(x: &Tensor<D>) -> bool {
-    x.dtype() == DType::F32 && matches!(x.device().inner().as_dispatch(), DispatchDevice::Flex(_))
+    x.dtype() == DType::F32 && is_flex(&x.device())
 }
 
 /// The tensors, row-major: copied only where they are not.

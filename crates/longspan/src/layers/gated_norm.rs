@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use super::Activation;
 use super::linear::activate;
 use super::reshape;
-use crate::error::{Result, argument, config};
+use crate::error::{Result, config, fits};
 
 /// Makes a [`GatedRmsNorm`].
 #[derive(Config, Debug, PartialEq)]
@@ -31,6 +31,7 @@ impl GatedRmsNormConfig {
         const NAME: &str = "GatedRmsNormConfig";
         config(self.heads > 0, NAME, "heads", "at least 1", self.heads)?;
         config(self.head_dim > 0, NAME, "head_dim", "at least 1", self.head_dim)?;
+        fits(NAME, "head_dim", &[self.heads, self.head_dim])?;
         let positive = self.epsilon > 0.0 && self.epsilon.is_finite();
         config(positive, NAME, "epsilon", "a positive number", self.epsilon)?;
         let gamma = Initializer::Ones.init([self.heads * self.head_dim], device);
@@ -64,12 +65,8 @@ impl GatedRmsNorm {
     /// Another width, a gate of another shape than `x`.
     pub fn forward(&self, x: Tensor<3>, gate: Tensor<3>) -> Result<Tensor<3>> {
         const NAME: &str = "gated norm";
-        let ([batch, tokens, got], [width]) = (x.dims(), self.gamma.dims());
-        let expected = || format!("[batch, tokens, heads·head_dim = {width}]");
-        argument(got == width, NAME, "x", expected, || format!("{:?}", x.dims()))?;
-        let expected = || format!("{:?}, as x", [batch, tokens, width]);
-        argument(gate.dims() == x.dims(), NAME, "gate", expected, || format!("{:?}", gate.dims()))?;
-        #[cfg(feature = "flex")]
+        super::check_rows(NAME, "x", &x, &self.gamma.val())?;
+        super::check_like(NAME, "gate", &gate, x.dims(), &x)?;
         if super::flex::is_f32(&x) && super::flex::is_f32(&gate) && super::flex::is_f32(&self.gamma.val()) {
             return fused::gated_norm(self, x, gate);
         }
@@ -86,11 +83,10 @@ impl GatedRmsNorm {
     }
 }
 
-#[cfg(feature = "flex")]
 pub(crate) mod fused {
+    use crate::cpu::FlexTensor;
     use burn::backend::DispatchTensor;
     use burn::tensor::Tensor;
-    use burn_flex::FlexTensor;
     use longspan_kernels::Error;
     use longspan_kernels::layers::{GatedNorm, GatedNormGradients, GatedNormWeights};
 

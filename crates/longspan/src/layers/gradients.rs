@@ -23,7 +23,6 @@ pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, lim
     impl ModuleVisitor for Norm<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             let Some(gradient) = self.gradients.get::<D>(param.id) else { return };
-            #[cfg(feature = "flex")]
             if super::flex::is_f32(&gradient) {
                 let numbers = fused::taken(gradient);
                 self.squares += longspan_kernels::layers::gradients::sum_of_squares(super::flex::numbers(&numbers));
@@ -78,7 +77,6 @@ pub fn add_gradients(module: &impl Module, one: GradientsParams, other: Gradient
 }
 
 fn scaled<const D: usize>(x: Tensor<D>, by: f64) -> Tensor<D> {
-    #[cfg(feature = "flex")]
     if super::flex::is_f32(&x) {
         let mut x = fused::taken(x);
         longspan_kernels::layers::gradients::scale(fused::own(&mut x), by as f32);
@@ -88,7 +86,6 @@ fn scaled<const D: usize>(x: Tensor<D>, by: f64) -> Tensor<D> {
 }
 
 fn sum<const D: usize>(one: Tensor<D>, other: Tensor<D>) -> Tensor<D> {
-    #[cfg(feature = "flex")]
     if super::flex::is_f32(&one) && super::flex::is_f32(&other) && one.dims() == other.dims() {
         let mut sum = fused::taken(one);
         let added =
@@ -100,15 +97,13 @@ fn sum<const D: usize>(one: Tensor<D>, other: Tensor<D>) -> Tensor<D> {
 }
 
 /// Tensors of the CPU backend, without autodiff, as numbers to write to.
-#[cfg(feature = "flex")]
 pub(crate) mod fused {
-    use burn::backend::Flex;
+    use crate::cpu::{FlexTensor, from_flex, to_flex};
     use burn::tensor::Tensor;
-    use burn_flex::FlexTensor;
 
     /// The tensor's own numbers, contiguous.
     pub fn taken<const D: usize>(x: Tensor<D>) -> FlexTensor {
-        x.try_into_primitive::<Flex>().unwrap_or_else(|error| panic!("{error:?}")).to_contiguous()
+        to_flex(x).unwrap_or_else(|error| panic!("{error:?}")).to_contiguous()
     }
 
     /// Numbers to write to; copied first where another tensor shares them.
@@ -118,6 +113,6 @@ pub(crate) mod fused {
     }
 
     pub fn tensor<const D: usize>(x: FlexTensor) -> Tensor<D> {
-        Tensor::from_primitive::<Flex>(x)
+        from_flex(x)
     }
 }

@@ -48,29 +48,24 @@ pub fn linear<const D: usize>(
     After { dropout, residual }: After<D>,
 ) -> Result<Tensor<D>> {
     const NAME: &str = "linear";
-    check_rows(NAME, &x, &weight)?;
+    check_rows(NAME, "x", &x, &weight)?;
     let mut shape = x.dims();
     let ([inputs, outputs], rows) = (weight.dims(), shape[..D - 1].iter().product::<usize>());
     shape[D - 1] = outputs;
     let dtype = x.dtype();
-    let bias_fits = bias.as_ref().is_none_or(|bias| bias.dims() == [outputs]);
-    argument(
-        bias_fits,
-        NAME,
-        "bias",
-        || format!("{outputs} numbers"),
-        || format!("{:?}", bias.as_ref().map(|b| b.dims())),
-    )?;
-    let residual_fits = residual.as_ref().is_none_or(|residual| residual.dims() == shape && residual.dtype() == dtype);
-    let got = || format!("{:?}", residual.as_ref().map(|x| (x.dims(), x.dtype())));
-    argument(residual_fits, NAME, "residual", || format!("{shape:?} of {dtype:?}"), got)?;
+    if let Some(bias) = &bias {
+        check_like(NAME, "bias", bias, [outputs], &x)?;
+    }
+    if let Some(residual) = &residual {
+        check_like(NAME, "residual", residual, shape, &x)?;
+    }
+    super::dropout::check(dropout)?;
     if rows == 0 {
         return Ok(Tensor::zeros(shape, (&x.device(), dtype)));
     }
     // One product of all rows: Burn's own choice for a batch may be a small one for each entry.
     let x = x.reshape([rows, inputs]);
     let residual = residual.map(|residual| residual.reshape([rows, outputs]));
-    #[cfg(feature = "flex")]
     if super::flex::is_f32(&x) && super::flex::is_f32(&weight) {
         let dropout = super::dropout::fused::drawn(dropout, &x);
         return Ok(fused::linear(x, weight, bias, residual, activation, dropout)?.reshape(shape));
@@ -87,14 +82,32 @@ pub fn linear<const D: usize>(
 /// Checks that rows have the width and the number type of what a layer has learned, `[width, ..]`.
 pub(crate) fn check_rows<const D: usize, const E: usize>(
     operation: &'static str,
+    name: &'static str,
     x: &Tensor<D>,
     learned: &Tensor<E>,
 ) -> Result<()> {
     let (width, dtype) = (learned.dims()[0], learned.dtype());
-    let alike = x.dtype() == dtype || matches!(dtype, DType::QFloat(_));
-    let expected = || format!("rows of {width} numbers of {dtype:?}, as the layer has them; cast one of them");
-    let got = || format!("{:?} of {:?}", x.dims(), x.dtype());
-    argument(alike && x.dims()[D - 1] == width, operation, "x", expected, got)
+    let [device, own] = [x.device().inner(), learned.device().inner()];
+    let alike = device == own && (x.dtype() == dtype || matches!(dtype, DType::QFloat(_)));
+    let expected = || format!("rows of {width} numbers of {dtype:?} on {own:?}, as the layer has them");
+    let got = || format!("{:?} of {:?} on {device:?}", x.dims(), x.dtype());
+    argument(alike && x.dims()[D - 1] == width, operation, name, expected, got)
+}
+
+/// Checks that a tensor has this shape, and the number type and the device of another.
+pub(crate) fn check_like<const D: usize, const E: usize>(
+    operation: &'static str,
+    name: &'static str,
+    x: &Tensor<D>,
+    shape: [usize; D],
+    like: &Tensor<E>,
+) -> Result<()> {
+    let [(dtype, device), (expected_dtype, expected_device)] =
+        [(x.dtype(), x.device().inner()), (like.dtype(), like.device().inner())];
+    let alike = dtype == expected_dtype || [dtype, expected_dtype].iter().any(|x| matches!(x, DType::QFloat(_)));
+    let expected = || format!("{shape:?} of {expected_dtype:?} on {expected_device:?}");
+    let got = || format!("{:?} of {dtype:?} on {device:?}", x.dims());
+    argument(x.dims() == shape && alike && device == expected_device, operation, name, expected, got)
 }
 
 /// `x` in another shape. Burn reads a size of 0 as that of the same axis before.
@@ -126,10 +139,9 @@ pub(crate) fn apply(layer: &Linear, x: Tensor<3>, activation: Activation, after:
     linear(x, layer.weight.val(), layer.bias.as_ref().map(|bias| bias.val()), activation, after)
 }
 
-#[cfg(feature = "flex")]
 pub(crate) mod fused {
+    use crate::cpu::FlexTensor;
     use burn::tensor::Tensor;
-    use burn_flex::FlexTensor;
     use longspan_kernels::layers::{self as kernels, Dropout, Kept, Linear};
     use longspan_kernels::{Error, layers::LinearGradients};
 

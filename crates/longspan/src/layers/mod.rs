@@ -10,7 +10,6 @@ mod cross_entropy;
 pub(crate) mod dropout;
 mod embedding;
 mod feed_forward;
-#[cfg(feature = "flex")]
 pub(crate) mod flex;
 pub(crate) mod gated_norm;
 pub(crate) mod gradients;
@@ -18,7 +17,6 @@ pub(crate) mod linear;
 pub(crate) mod norm;
 mod pinball;
 mod squared_error;
-#[cfg(feature = "flex")]
 pub(crate) mod stored;
 #[cfg(all(test, feature = "flex"))]
 pub(crate) mod tests;
@@ -32,7 +30,7 @@ pub use feed_forward::{FeedForward, FeedForwardConfig};
 pub use gated_norm::{GatedRmsNorm, GatedRmsNormConfig};
 pub use gradients::{add_gradients, clip_gradients};
 pub use linear::{Activation, After, linear};
-pub(crate) use linear::{apply, check_rows, fresh, reshape};
+pub(crate) use linear::{apply, check_like, check_rows, fresh, reshape};
 pub use norm::{NormKind, TokenNorm, TokenNormConfig};
 pub use pinball::pinball;
 pub use squared_error::squared_error;

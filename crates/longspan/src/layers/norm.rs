@@ -5,7 +5,7 @@ use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Device, Tensor};
 
-use crate::error::{Result, config};
+use crate::error::{Result, config, fits};
 
 /// What a norm subtracts before it divides.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -37,6 +37,7 @@ impl TokenNormConfig {
     pub fn init(&self, device: &Device) -> Result<TokenNorm> {
         const NAME: &str = "TokenNormConfig";
         config(self.width > 0, NAME, "width", "at least 1", self.width)?;
+        fits(NAME, "width", &[self.width])?;
         let positive = self.epsilon > 0.0 && self.epsilon.is_finite();
         config(positive, NAME, "epsilon", "a positive number", self.epsilon)?;
         Ok(TokenNorm {
@@ -77,8 +78,7 @@ impl TokenNorm {
     /// # Errors
     /// Another width or number type.
     pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>> {
-        super::check_rows("norm", &x, &self.gamma)?;
-        #[cfg(feature = "flex")]
+        super::check_rows("norm", "x", &x, &self.gamma)?;
         if super::flex::is_f32(&x) && super::flex::is_f32(&self.gamma) {
             return Ok(fused::norm(self, x)?);
         }
@@ -100,11 +100,10 @@ impl TokenNorm {
     }
 }
 
-#[cfg(feature = "flex")]
 pub(crate) mod fused {
+    use crate::cpu::FlexTensor;
     use burn::backend::DispatchTensor;
     use burn::tensor::Tensor;
-    use burn_flex::FlexTensor;
     use longspan_kernels::Error;
     use longspan_kernels::layers::{Norm, NormGradients, NormWeights};
 

@@ -1,9 +1,9 @@
 //! Layers as numbers, for calls without tensors.
 
+use crate::cpu::FlexTensor;
 use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::Tensor;
-use burn_flex::FlexTensor;
 use longspan_kernels::layers::{FeedForward as Call, GatedNormWeights, NormWeights, Weights};
 
 use super::flex::numbers;

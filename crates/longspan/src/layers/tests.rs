@@ -186,7 +186,7 @@ fn gated_norms_are_plain_ones_with_all_gradients() {
         let error = norm.forward(x.clone(), more).unwrap_err().to_string();
         assert!(error.contains("gate: expected ["), "{error}");
         let error = norm.forward(x.clone().repeat_dim(2, 2), gate.clone()).unwrap_err().to_string();
-        assert!(error.contains("x: expected [batch, tokens, heads·head_dim"), "{error}");
+        assert!(error.contains(&format!("x: expected rows of {} numbers", heads * head_dim)), "{error}");
     }
 }
 
@@ -216,7 +216,7 @@ fn embeddings_are_plain_ones_with_all_gradients() {
         }
         let tokens = Tensor::<2, Int>::from_data([[0, 0]], &device);
         let error = embedding(tokens, weight.clone(), 1.0, Some(random([1, width], &device))).unwrap_err().to_string();
-        assert!(error.contains("positions: expected [tokens = 2"), "{error}");
+        assert!(error.contains(&format!("positions: expected [2, {width}]")), "{error}");
     }
 }
 

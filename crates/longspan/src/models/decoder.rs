@@ -1,7 +1,7 @@
 //! A language model without tensors: a token through all of it without a graph, in memory that is used again.
 
+use crate::cpu::FlexTensor;
 use burn::tensor::DType;
-use burn_flex::FlexTensor;
 use longspan_kernels::State;
 use longspan_kernels::layers::StepBuffers;
 

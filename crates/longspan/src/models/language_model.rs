@@ -271,6 +271,9 @@ impl LanguageModel {
         let (device, blocks) = (self.embedding.weight.device(), self.blocks.len());
         let expected = || format!("those of {blocks} blocks");
         argument(stored.len() == blocks, NAME, "states", expected, || stored.len().to_string())?;
+        // Numbers of more are not whole ones any more.
+        let expected = || "fewer than 2⁵³ tokens".into();
+        argument(position < 1 << 53, NAME, "position", expected, || position.to_string())?;
         let layers = self.blocks.iter().zip(stored);
         let layers =
             layers.map(|(block, one)| block.attention.attention.restore(one, &device)).collect::<Result<_>>()?;
@@ -323,7 +326,6 @@ impl LanguageModel {
         if self.output.is_none() { (self.d_model as f64).sqrt() } else { 1.0 }
     }
 
-    #[cfg(feature = "flex")]
     pub(super) fn positions(&self) -> Positions {
         self.positions
     }
@@ -348,13 +350,11 @@ pub struct LanguageState {
 }
 
 impl LanguageState {
-    #[cfg(feature = "flex")]
     pub(super) fn new(layers: Vec<AttentionState>, position: usize) -> Self {
         Self { layers, position, uneven: false }
     }
 
     /// The states of the blocks.
-    #[cfg(feature = "flex")]
     pub(super) fn layers(&self) -> &[AttentionState] {
         &self.layers
     }

@@ -2,7 +2,6 @@
 
 mod block;
 mod classifier;
-#[cfg(feature = "flex")]
 mod decoder;
 mod language_model;
 mod pooling;
@@ -10,12 +9,10 @@ mod positions;
 mod seq2seq;
 mod series;
 mod stack;
-#[cfg(feature = "flex")]
 mod stored;
 
 pub use block::{BlockConfig, DecoderBlock, EncoderBlock, Norm};
 pub use classifier::{Classifier, ClassifierConfig};
-#[cfg(feature = "flex")]
 pub use decoder::LanguageDecoder;
 pub use language_model::{LanguageModel, LanguageModelConfig, LanguageState};
 pub use pooling::Pooling;

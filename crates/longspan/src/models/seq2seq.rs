@@ -1,6 +1,5 @@
 //! The sequence-to-sequence transformer: a bidirectional encoder, a causal decoder, cross-attention between them.
 
-#[cfg(feature = "flex")]
 use std::ops::Range;
 
 use burn::config::Config;
@@ -11,7 +10,6 @@ use burn::tensor::{Device, Int, Tensor};
 use super::block::{BlockConfig, DecoderBlock, EncoderBlock};
 use super::positions::Positions;
 use super::stack;
-#[cfg(feature = "flex")]
 use super::stored::{StoredDecoder, in_segments};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument};
@@ -202,24 +200,20 @@ impl Seq2Seq {
     }
 
     /// The decoder of many [`step`](Self::step)s, between which no weight changes.
-    #[cfg_attr(not(feature = "flex"), allow(unused_variables, reason = "elsewhere a step takes tensors"))]
     pub(crate) fn stepper(&self, state: &DecoderState) -> Result<Stepper> {
-        #[cfg(feature = "flex")]
-        return Ok(Stepper(StoredDecoder::new(self, &state.layers, &state.memory.layers)?));
-        #[cfg(not(feature = "flex"))]
-        Ok(Stepper())
+        Ok(Stepper(StoredDecoder::new(self, &state.layers, &state.memory.layers)?))
     }
 
     /// [`step`](Self::step) by this decoder.
-    #[cfg_attr(not(feature = "flex"), allow(unused_variables, reason = "elsewhere a step takes tensors"))]
     pub(crate) fn step_by(&self, by: &Stepper, tokens: &[usize], state: &mut DecoderState) -> Result<Tensor<2>> {
         let vocabulary = self.target_vocab();
         let holds = tokens.len() == state.memory.batch && tokens.iter().all(|&t| t < vocabulary);
         let expected = || format!("{} tokens below {vocabulary}", state.memory.batch);
         argument(holds, "seq2seq step", "tokens", expected, || format!("{tokens:?}"))?;
         let blocks = self.decoder.len();
-        let expected = || format!("one of {blocks} blocks");
-        argument(state.layers.len() == blocks, "seq2seq step", "state", expected, || state.layers.len().to_string())?;
+        let found = [state.layers.len(), state.memory.layers.len()];
+        let expected = || format!("one of {blocks} blocks and their memories");
+        argument(found == [blocks; 2], "seq2seq step", "state", expected, || format!("{found:?}"))?;
         let tokens = index_tensor(tokens, &state.memory.device).unsqueeze_dim::<2>(1);
         let mut x = self.embed(&self.target_embedding, tokens, state.position)?;
         let DecoderState { layers, memory: Memory { layers: memories, .. }, position, .. } = state;
@@ -228,7 +222,6 @@ impl Seq2Seq {
             block.attention.check_step(&x, layer)?;
             block.cross_attention.check_recall(&x, *position, memory)?;
         }
-        #[cfg(feature = "flex")]
         if let Some(decoder) = &by.0 {
             let logits = decoder.step(x, *position, layers, memories)?;
             *position += 1;
@@ -257,7 +250,6 @@ impl Seq2Seq {
         if lengths.iter().any(|&n| n < tokens) {
             mask = mask.with_lengths(lengths);
         }
-        #[cfg(feature = "flex")]
         if let ([length], 1) = (lengths, batch)
             && *length == tokens
         {
@@ -308,7 +300,7 @@ pub struct DecoderState {
 
 /// A decoder without tensors, where it can do without.
 #[derive(Debug)]
-pub(crate) struct Stepper(#[cfg(feature = "flex")] Option<StoredDecoder>);
+pub(crate) struct Stepper(Option<StoredDecoder>);
 
 impl DecoderState {
     /// Number of batch entries.

@@ -6,7 +6,7 @@ use burn::tensor::{Device, Int, Tensor};
 use super::block::{BlockConfig, EncoderBlock, Norm};
 use super::positions::Positions;
 use crate::attention::AttentionConfig;
-use crate::error::{Result, config};
+use crate::error::{Result, config, fits};
 use crate::layers::{self, TokenNorm, dropout};
 
 /// Checks that none of a model's sizes is 0.
@@ -15,6 +15,7 @@ pub(super) fn check(name: &'static str, block: &BlockConfig, sizes: &[(&'static 
         sizes.iter().chain(&[("d_model", block.d_model), ("heads", block.heads), ("d_ff", block.d_ff)])
     {
         config(size > 0, name, field, "at least 1", size)?;
+        fits(name, field, &[size, block.d_model])?;
     }
     Ok(())
 }

@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use burn::tensor::Tensor;
-use burn_flex::Flex;
 use longspan_kernels::layers::{Linear, Norm as NormCall, NormWeights, StepBuffers};
 use longspan_kernels::{Error as KernelError, Mask, Scratch, State};
 
@@ -12,6 +11,7 @@ use super::seq2seq::Seq2Seq;
 use crate::attention::stored::StoredAttention;
 use crate::attention::{AttentionState, MemoryState};
 use crate::backend::with_scratch;
+use crate::cpu::from_flex;
 use crate::error::Result;
 use crate::layers::TokenNorm;
 use crate::layers::flex::{is_f32, numbers, tensor};
@@ -131,11 +131,7 @@ impl StoredDecoder {
     pub fn new(model: &Seq2Seq, states: &[AttentionState], memories: &[MemoryState]) -> Result<Option<Self>> {
         let weight = model.target_embedding.weight.val();
         let grows = model.decoder.iter().any(|block| block.attention.attention.keeps_past());
-        let without = model
-            .decoder
-            .iter()
-            .zip(memories)
-            .all(|(block, memory)| memory.rows(block.cross_attention.attention.layer().name()).is_some());
+        let without = memories.iter().all(|memory| memory.rows().is_some());
         let followed = states.iter().any(AttentionState::is_followed);
         if grows || followed || !without || !is_f32(&weight) || weight.device().is_autodiff() {
             return Ok(None);
@@ -190,7 +186,7 @@ impl StoredDecoder {
         let output = self.output.weights();
         let outputs = output.weight.len() / width;
         let logits = Linear::new(&x, output.weight, [batch, width, outputs]).with_bias(output.bias).forward()?;
-        Ok(Tensor::from_primitive::<Flex>(tensor(logits, [batch, outputs])))
+        Ok(from_flex(tensor(logits, [batch, outputs])))
     }
 }
 
@@ -234,5 +230,5 @@ pub(super) fn in_segments(
             rows.copy_from_slice(&normed);
         }
     }
-    Ok(Some(Tensor::from_primitive::<Flex>(tensor(x, [1, tokens, width]))))
+    Ok(Some(from_flex(tensor(x, [1, tokens, width]))))
 }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use crate::cpu::FlexTensor;
 use burn::tensor::{DType, Tensor};
-use burn_flex::FlexTensor;
 use longspan_kernels::layers::{Dropout, KeptAttention, Memory, MultiHead, MultiHeadGradients};
 use longspan_kernels::{Error, Kernel, Scratch, State};
 

@@ -10,8 +10,8 @@ mod prefix;
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::cpu::{FlexTensor, Layout};
 use burn::tensor::{Bytes, DType, Shape};
-use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
 use longspan_kernels::half::{Half, bf16, f16, narrow, widen};
 use longspan_kernels::layers::Stretches;

@@ -1,7 +1,7 @@
 //! The states of prefixes that the kernels make, of either number type.
 
+use crate::cpu::{FlexTensor, Layout};
 use burn::tensor::{DType, Shape, TensorData};
-use burn_flex::{FlexTensor, Layout};
 use longspan_kernels as kernels;
 use longspan_kernels::{Call, Dims, Kernel, Mask, State, StateShape, Token, View};
 

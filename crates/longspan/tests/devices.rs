@@ -1,0 +1,272 @@
+//! One list of cases on every device: what the kernels give on Burn's CPU backend, tensor operations give on others.
+//! `cargo test --release -p longspan --features ndarray,vulkan --test devices`; without a Vulkan device its cases are passed over, and a
+//! processor serves as one where Debian's `mesa-vulkan-drivers` are installed.
+
+mod support;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::{AdamWConfig, GradientsParams};
+use burn::tensor::{Device, Gradients, Int, Tensor, TensorData};
+use longspan::attention::{Attention, AttentionConfig, AttentionMask};
+use longspan::checkpoint::{load_training, load_weights, save_training, save_weights};
+use longspan::generate::{GenerateOptions, TextOptions, beam_search, generate_text};
+use longspan::layers::clip_gradients;
+use longspan::models::{
+    ClassifierConfig, LanguageModel, LanguageModelConfig, LanguageState, Pooling, Positions, Seq2SeqConfig,
+    SeriesModelConfig,
+};
+use longspan::sample::SampleOptions;
+use support::{assert_close, block, numbers};
+
+const VOCAB: usize = 11;
+const TOKENS: usize = 90;
+
+/// All devices that are here, beside Flex.
+fn devices() -> Vec<(&'static str, Device)> {
+    #[allow(deprecated, reason = "the simplest of the devices without kernels")]
+    let mut all = vec![("ndarray", Device::ndarray())];
+    #[cfg(feature = "vulkan")]
+    {
+        use burn::tensor::DeviceKind;
+        let vulkan = || Device::vulkan(DeviceKind::DefaultDevice);
+        let answers = std::panic::catch_unwind(|| numbers(Tensor::<1>::ones([1], &vulkan())));
+        match answers {
+            Ok(_) => all.push(("vulkan", vulkan())),
+            Err(_) => eprintln!("no Vulkan device: its cases are passed over"),
+        }
+    }
+    all
+}
+
+fn mechanisms() -> Vec<AttentionConfig> {
+    let names = AttentionConfig::NAMES.iter().map(|name| AttentionConfig::by_name(name).unwrap());
+    let others = [
+        r#"{"mechanism": "shaw", "relative": {"radius": 3}, "kernel": {"decay": [0.9, 0.99]}}"#,
+        r#"{"mechanism": "shaw", "kernel": {"feature_map": "exp"}}"#,
+        r#"{"mechanism": "fourier", "normalizer": "unrotated", "rotary": true}"#,
+        r#"{"mechanism": "toeplitz", "bias": {"kind": "clipped", "radius": 5}}"#,
+        r#"{"mechanism": "toeplitz", "bias": {"kind": "table", "reach": 100}, "feature_map": "exp"}"#,
+        r#"{"mechanism": "toeplitz", "bias": {"kind": "buckets", "buckets": 8, "max_distance": 20, "bidirectional": false}}"#,
+        r#"{"mechanism": "softmax-window", "window": 7}"#,
+        r#"{"mechanism": "gated", "gate": "channel"}"#,
+    ];
+    names.chain(others.map(|text| serde_json::from_str(text).unwrap())).collect()
+}
+
+fn language_model(attention: AttentionConfig) -> LanguageModelConfig {
+    LanguageModelConfig::new(VOCAB).with_block(block()).with_layers(1).with_attention(vec![attention])
+}
+
+/// The same weights on another device.
+fn on<M: Module>(model: &M, other: M) -> M {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("weights.safetensors");
+    save_weights(&path, model).unwrap();
+    load_weights(&path, other).unwrap()
+}
+
+fn ids(count: usize, device: &Device) -> Tensor<2, Int> {
+    let ids: Vec<i64> = (0..2 * count).map(|i| ((i * i + 3 * i + i / 7) % VOCAB) as i64).collect();
+    Tensor::from_data(TensorData::new(ids, [2, count]), device)
+}
+
+fn targets(count: usize) -> Vec<Option<u32>> {
+    (0..2 * count).map(|i| (i % 5 != 4).then_some((i * 3 % VOCAB) as u32)).collect()
+}
+
+/// The gradients of all parameters, one after the other.
+fn gradients_of(model: &impl Module, gradients: &Gradients) -> Vec<f32> {
+    struct Collect<'a>(&'a Gradients, Vec<f32>);
+    impl ModuleVisitor for Collect<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let x = param.val();
+            self.1.extend(x.grad(self.0).map_or_else(|| vec![0.0; x.dims().iter().product()], numbers));
+        }
+    }
+    let mut all = Collect(gradients, Vec::new());
+    model.visit(&mut all);
+    all.1
+}
+
+#[test]
+fn losses_gradients_segments_and_steps() {
+    for (device_name, device) in devices() {
+        for attention in mechanisms() {
+            let name = format!("{device_name}, {attention:?}");
+            let config = language_model(attention);
+            let flex = Device::flex().autodiff();
+            let reference = config.init(&flex).unwrap();
+            let training = device.clone().autodiff();
+            let model = on(&reference, config.init(&training).unwrap());
+            let [(found, of_found), (expected, of_expected)] =
+                [(&model, &training), (&reference, &flex)].map(|(model, device)| {
+                    let loss = model.loss(ids(TOKENS, device), targets(TOKENS), 0.1).unwrap();
+                    (numbers(loss.smoothed.clone()), gradients_of(model, &loss.smoothed.backward()))
+                });
+            assert_close(&format!("{name}: loss"), &found, &expected, 2e-5);
+            let largest = of_expected.iter().fold(1.0_f32, |a, b| a.max(b.abs()));
+            let scaled = |x: &[f32]| x.iter().map(|x| x / largest).collect::<Vec<_>>();
+            assert_close(&format!("{name}: gradients"), &scaled(&of_found), &scaled(&of_expected), 5e-5);
+            // The README's loop: a backward a segment, none of which reaches the one before.
+            let mut both = [(&model, &training), (&reference, &flex)].map(|(model, device)| {
+                let mut state = LanguageState::default();
+                let mut out = Vec::new();
+                for (from, to) in [(0, 1), (1, 70), (70, 80)] {
+                    let part = ids(TOKENS, device).narrow(1, from, to - from);
+                    let loss = model.loss_from(part, targets(to - from), 0.0, &mut state).unwrap();
+                    out.extend(numbers(loss.smoothed.clone()));
+                    loss.smoothed.backward();
+                }
+                (out, state)
+            });
+            assert_close(&format!("{name}: segments"), &both[0].0, &both[1].0, 5e-5);
+            // The state goes on without training, stored and restored, as halves joined, token by token.
+            let whole = numbers(reference.forward(ids(TOKENS, &flex)).unwrap().narrow(1, 80, 10));
+            let model = model.valid();
+            let state = std::mem::take(&mut both[0].1);
+            let mut state = model.restore(&model.store(&state).unwrap(), state.position()).unwrap();
+            let halves = [0, 1].map(|entry| state.select(&[entry], &device).unwrap());
+            state = LanguageState::join(&[&halves[0], &halves[1]]).unwrap();
+            let next = ids(TOKENS, &device);
+            let mut rows = Vec::new();
+            for t in 80..84 {
+                let tokens = next.clone().narrow(1, t, 1).try_into_vec_as::<i64>().unwrap();
+                let tokens: Vec<usize> = tokens.into_iter().map(|id| id as usize).collect();
+                rows.push(model.step(&tokens, &mut state).unwrap().unsqueeze_dim::<3>(1));
+            }
+            rows.push(model.advance(next.narrow(1, 84, 6), &mut state).unwrap());
+            assert_close(&format!("{name}: rows"), &numbers(Tensor::cat(rows, 1)), &whole, 1e-4);
+        }
+    }
+}
+
+/// Padding, positions, and everything around the model: all losses of a short training are those of Flex.
+#[test]
+fn training_saving_loading_and_streaming() {
+    let run = |device: &Device, start: Option<&LanguageModel>| {
+        let training = device.clone().autodiff();
+        let config = language_model(AttentionConfig::shaw()).with_layers(2).with_positions(Positions::Sinusoidal);
+        let mut model = config.init(&training).unwrap();
+        if let Some(start) = start {
+            model = on(start, model);
+        }
+        let begun = model.clone();
+        let adam = || AdamWConfig::new().init();
+        let mut optimizer = adam();
+        let mut losses = Vec::new();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("training.safetensors");
+        for n in 0..6 {
+            let loss = model.loss(ids(20, &training), targets(20), 0.0).unwrap().smoothed / 32.0;
+            losses.extend(numbers(loss.clone()));
+            let mut gradients = GradientsParams::from_grads(loss.backward(), &model);
+            clip_gradients(&model, &mut gradients, 0.5).unwrap();
+            model = optimizer.step(1e-2, model, gradients);
+            if n == 2 {
+                save_training(&path, &model, &optimizer, &n, Vec::new()).unwrap();
+                (model, optimizer, _, _) =
+                    load_training::<_, i32>(&path, config.init(&training).unwrap(), adam()).unwrap();
+            }
+        }
+        let model = model.valid();
+        let options = TextOptions {
+            max_tokens: 12,
+            sample: SampleOptions { temperature: 0.0, ..Default::default() },
+            ..Default::default()
+        };
+        let text = generate_text(&model, &[1, 2, 3], &mut LanguageState::default(), &options, |_| true).unwrap();
+        (losses, text, begun)
+    };
+    let (expected, text, begun) = run(&Device::flex(), None);
+    assert!(expected[5] < expected[0]);
+    for (name, device) in devices() {
+        let (found, own, _) = run(&device, Some(&begun));
+        assert_close(name, &found, &expected, 1e-4);
+        assert_eq!(own, text, "{name}");
+    }
+}
+
+#[test]
+fn sources_texts_and_series() {
+    let flex = Device::flex();
+    for (name, device) in devices() {
+        for attention in mechanisms() {
+            let name = format!("{name}, {attention:?}");
+            let cross = attention.cross_attention();
+            let config =
+                Seq2SeqConfig::new(VOCAB, VOCAB).with_block(block()).with_encoder_layers(1).with_decoder_layers(1);
+            let config = config.with_attention(attention.clone()).with_cross_attention(cross);
+            let reference = config.init(&flex).unwrap();
+            let model = on(&reference, config.init(&device).unwrap());
+            let [found, expected] = [(&model, &device), (&reference, &flex)]
+                .map(|(model, device)| numbers(model.forward(ids(9, device), &[9, 4], ids(5, device)).unwrap()));
+            assert_close(&format!("{name}: pairs"), &found, &expected, 5e-5);
+            let options = GenerateOptions::new(1, 2, 6);
+            let [found, expected] = [(&model, &device), (&reference, &flex)].map(|(model, device)| {
+                let beams = beam_search(model, ids(9, device), &[9, 4], 3, &options).unwrap();
+                let best = |beam: &[longspan::generate::Hypothesis]| beam[0].log_probability as f32;
+                beams.iter().map(|beam| best(beam)).collect::<Vec<_>>()
+            });
+            assert_close(&format!("{name}: beams"), &found, &expected, 5e-5);
+            for pooling in [Pooling::Mean, Pooling::Last, Pooling::Attention] {
+                let config = ClassifierConfig::new(VOCAB, 3).with_block(block()).with_layers(1);
+                let config = config.with_attention(vec![attention.clone()]).with_pooling(pooling);
+                let reference = config.init(&flex).unwrap();
+                let model = on(&reference, config.init(&device).unwrap());
+                let [found, expected] = [(&model, &device), (&reference, &flex)]
+                    .map(|(model, device)| numbers(model.forward(ids(70, device), &[70, 5]).unwrap()));
+                assert_close(&format!("{name}: classes, {pooling:?}"), &found, &expected, 5e-5);
+            }
+            let config =
+                SeriesModelConfig::new(2, 3).with_block(block()).with_layers(1).with_attention(vec![attention]);
+            let reference = config.init(&flex).unwrap();
+            let model = on(&reference, config.init(&device).unwrap());
+            let [found, expected] = [(&model, &device), (&reference, &flex)].map(|(model, device)| {
+                let values: Vec<f32> = (0..40).map(|i| (i as f32 * 0.3).sin()).collect();
+                let values = Tensor::<3>::from_data(TensorData::new(values, [2, 10, 2]), device);
+                let times: Vec<f32> = (0..20).map(|i| i as f32 * 0.7).collect();
+                let times = Tensor::<2>::from_data(TensorData::new(times, [2, 10]), device);
+                numbers(model.at_points(values, times, &[10, 10]).unwrap())
+            });
+            assert_close(&format!("{name}: series"), &found, &expected, 5e-5);
+        }
+    }
+}
+
+/// Places near and far, padding and lengths, and rows that see nothing: the same rows, or an error on both.
+#[test]
+fn masks_and_offsets() {
+    let flex = Device::flex();
+    for (device_name, device) in devices() {
+        for config in mechanisms() {
+            let reference = config.init(2, 2, 4, &flex).unwrap();
+            let attention = on(&reference, config.init(2, 2, 4, &device).unwrap());
+            for (queries, keys) in [(3, 5), (70, 70), (1, 90)] {
+                let x = |tokens: usize, width: usize, step: f32, device: &Device| {
+                    let numbers: Vec<f32> = (0..2 * 2 * tokens * width).map(|i| (i as f32 * step).sin()).collect();
+                    Tensor::<4>::from_data(TensorData::new(numbers, [2, 2, tokens, width]), device)
+                };
+                let lengths = |mask: AttentionMask| mask.with_lengths(&[keys, keys / 2]);
+                for order in [AttentionMask::causal(), AttentionMask::bidirectional()] {
+                    for offset in [0, 7, -2, 1000, -1000, isize::MAX, isize::MIN] {
+                        for mask in [order.clone(), lengths(order.clone())].map(|mask| mask.with_offset(offset)) {
+                            let run = |attention: &Attention, device: &Device| {
+                                let k = x(keys, attention.key_dim(), 0.7, device);
+                                attention.forward(x(queries, 4, 0.3, device), k, x(keys, 4, 0.9, device), &mask)
+                            };
+                            let name = format!("{device_name}, {config:?}, {queries} of {keys}, {mask:?}");
+                            match (run(&attention, &device), run(&reference, &flex)) {
+                                // Waves at such places have no digits left.
+                                (Ok(_), Ok(_)) if config.name() == "fourier" && offset.unsigned_abs() > 1000 => {}
+                                (Ok(found), Ok(expected)) => {
+                                    assert_close(&name, &numbers(found), &numbers(expected), 5e-5);
+                                }
+                                (found, expected) => assert!(found.is_err() && expected.is_err(), "{name}"),
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
