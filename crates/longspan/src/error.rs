@@ -75,7 +75,7 @@ pub(crate) fn config(
     Err(Error::Config { config, field, expected: expected.to_string(), got: got.to_string() })
 }
 
-/// Checks that a table of so many numbers, the product of `sizes`, has a place in memory.
+/// Checks that a table of as many numbers as the product of `sizes` has a place in memory.
 pub(crate) fn fits(config: &'static str, field: &'static str, sizes: &[usize]) -> Result<()> {
     let numbers = sizes.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
     let holds = numbers.is_some_and(|numbers| numbers < isize::MAX as usize / 64);

@@ -91,7 +91,10 @@ pub fn beam_search(
     argument(width > 0, "beam search", "width", || "at least 1".into(), || width.to_string())?;
     let excluded = options.excluded.contains(&options.end);
     argument(!excluded, "beam search", "excluded", || "other tokens than the end".into(), || options.end.to_string())?;
-    for (name, token) in [("start", options.start), ("end", options.end)] {
+    let penalty = options.length_penalty;
+    argument(penalty.is_finite(), "beam search", "length_penalty", || "a number".into(), || penalty.to_string())?;
+    let excluded = options.excluded.iter().map(|&token| ("excluded", token));
+    for (name, token) in [("start", options.start), ("end", options.end)].into_iter().chain(excluded) {
         let expected = || format!("a token below {vocabulary}");
         argument(token < vocabulary, "beam search", name, expected, || token.to_string())?;
     }
@@ -272,6 +275,8 @@ pub fn generate_text(
     let got = || beyond.map_or("no prompt".into(), usize::to_string);
     let expected = || format!("one token or more, all below {vocabulary}");
     argument(!prompt.is_empty() && beyond.is_none(), NAME, "tokens", expected, got)?;
+    let some = (0..vocabulary).any(|token| !excluded.contains(&token));
+    argument(some, NAME, "excluded", || "fewer than all tokens".into(), || excluded.len().to_string())?;
     let holds = *repetition_penalty > 0.0 && repetition_penalty.is_finite();
     argument(holds, NAME, "repetition_penalty", || "a number above 0".into(), || repetition_penalty.to_string())?;
     let mut next = state.clone();

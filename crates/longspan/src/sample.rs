@@ -8,7 +8,7 @@ pub struct SampleOptions {
     /// `T`: tokens are drawn with probabilities `∝ exp(logit / T)`. Below 1 the likely ones come more often; 0 always takes
     /// the likeliest.
     pub temperature: f64,
-    /// Only the so many likeliest tokens are drawn from; 0 for all.
+    /// At most this many of the likeliest tokens are drawn from; 0 for all.
     pub top_k: usize,
     /// Only the fewest of the likeliest tokens whose probabilities reach this sum are drawn from; 1 for all (Holtzman et
     /// al. 2020).

@@ -7,7 +7,7 @@ use longspan::attention::{
     Attention, AttentionConfig, AttentionMask, AttentionState, MultiHeadAttentionConfig, StoredState,
 };
 use longspan::checkpoint::{load_weights, save_weights};
-use longspan::generate::{GenerateOptions, greedy};
+use longspan::generate::{GenerateOptions, TextOptions, generate_text, greedy};
 use longspan::layers::{
     Activation, After, FeedForwardConfig, GatedRmsNormConfig, TokenNormConfig, clip_gradients, cross_entropy, dropout,
     embedding, linear,
@@ -354,14 +354,15 @@ fn states_of_other_options_are_refused_in_training_too() {
     }
 }
 
-/// What a query does not see is not kept, with autodiff or without.
+/// What a query does not see is not kept one by one, with autodiff or without.
 #[test]
-fn states_of_windows_do_not_grow() {
+fn states_do_not_grow() {
     for device in [Device::flex(), Device::flex().autodiff()] {
-        for attention in
-            [r#"{"mechanism": "softmax-window", "window": 4}"#, r#"{"mechanism": "short-convolution"}"#, SHAW]
-        {
-            let model = model(&[attention], &device);
+        let tables = ["softmax", "softmax-window", "aft-full"];
+        let names = AttentionConfig::NAMES.iter().filter(|name| !tables.contains(name));
+        let names = names.map(|name| format!(r#"{{"mechanism": "{name}"}}"#));
+        for attention in names.chain([r#"{"mechanism": "softmax-window", "window": 4}"#.into()]) {
+            let model = model(&[&attention], &device);
             let mut state = LanguageState::default();
             let mut sizes = (0..3).map(|_| {
                 (0..20).for_each(|n| drop(model.step(&[n % 11], &mut state).unwrap()));
@@ -600,6 +601,30 @@ fn mistakes_are_errors_and_none_is_a_panic() {
             Box::new(move |d| {
                 let bias = Tensor::<1>::ones([3], d).cast(FloatDType::F64);
                 linear(x(4), Tensor::ones([4, 3], d), Some(bias), Activation::Identity, After::default()).map(drop)
+            }),
+        ),
+        (
+            "length penalty",
+            Box::new(move |d| {
+                let model = Seq2SeqConfig::new(5, 5).with_block(block()).init(&d.clone().inner())?;
+                let options = GenerateOptions { length_penalty: f64::NAN, ..GenerateOptions::new(1, 2, 3) };
+                greedy(&model, Tensor::ones([1, 2], &d.clone().inner()), &[2], &options).map(drop)
+            }),
+        ),
+        (
+            "excluded",
+            Box::new(move |d| {
+                let model = Seq2SeqConfig::new(5, 5).with_block(block()).init(&d.clone().inner())?;
+                let options = GenerateOptions::new(1, 2, 3).without([5]);
+                greedy(&model, Tensor::ones([1, 2], &d.clone().inner()), &[2], &options).map(drop)
+            }),
+        ),
+        (
+            "all tokens",
+            Box::new(move |d| {
+                let model = LanguageModelConfig::new(3).with_block(block()).init(&d.clone().inner())?;
+                let options = TextOptions { excluded: vec![0, 1, 2], ..TextOptions::default() };
+                generate_text(&model, &[1], &mut LanguageState::default(), &options, |_| true).map(drop)
             }),
         ),
         (

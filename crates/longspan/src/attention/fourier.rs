@@ -215,7 +215,7 @@ impl FourierAttention {
         backend::step(&self.placed(positions), q, k, v, state)
     }
 
-    /// Checks positions of so many queries and keys, each in so many batch entries.
+    /// Checks positions of queries and keys: `(batch, tokens)` of each.
     pub(super) fn check_positions(
         &self,
         positions: &[Tensor<3>; 2],

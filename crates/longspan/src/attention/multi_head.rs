@@ -42,7 +42,8 @@ pub struct MultiHeadAttentionConfig {
 pub struct MultiHeadAttention {
     /// Queries, keys and values in one product, `[d_model, heads·head_dim + kv_heads·(key_dim + head_dim)]`: the
     /// queries' columns first, then the keys', then the values', each head by head. `key_dim` is `head_dim`, for
-    /// AFT-conv 1. Gated, `heads·head_dim` columns of gates stand after the queries'.
+    /// AFT-conv 1. Gated, `heads·head_dim` columns of gates stand after the queries'. Weights begin as one draw of Xavier's uniform
+    /// initializer over the whole matrix, those of `output` likewise.
     pub query_key_value: Linear,
     /// Of heads' outputs, if they are gated.
     pub gated_norm: Option<GatedRmsNorm>,

@@ -32,7 +32,7 @@ impl Options for SoftmaxOptions {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SoftmaxWindowOptions {
-    /// A query sees the keys at distances below this: so many of them under a causal mask, its own place among them. 256 by default.
+    /// A query sees the keys at distances below this: under a causal mask that many, its own place among them. 256 by default.
     pub window: usize,
 }
 

@@ -201,7 +201,7 @@ fn in_kernels(
     Ok(out)
 }
 
-/// The states at both ends of a call of the kernels on so many sequences and tokens after `state`.
+/// The states at both ends of a call of the kernels on `batch` sequences of `tokens` after `state`.
 pub(crate) fn states_of(
     layer: &dyn Layer,
     [batch, tokens]: [usize; 2],

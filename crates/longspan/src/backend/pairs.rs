@@ -24,7 +24,7 @@ impl Pairs {
     /// Rows of scores that are formed together: few beside a long sequence, enough for an efficient product.
     pub(crate) const ROWS: usize = 64;
 
-    /// Of queries such as `q` and so many keys, and of those at distances below a window alone.
+    /// Of queries such as `q` and `keys` keys, of which those at distances below a window alone count.
     pub(crate) fn new(q: &Tensor<4>, keys: usize, mask: &AttentionMask, window: Option<usize>) -> Self {
         let [batch, _, queries, _] = q.dims();
         // Further away nothing changes, and any type of integers holds it.

@@ -25,7 +25,7 @@ impl Running {
         Self { shape: [batch, heads, value_dim], tokens: 0, tensors }
     }
 
-    /// Before the first token of kernelized attention; `like` is a query `[batch, heads, 1, head_dim]`, whose features become so many
+    /// Before the first token of kernelized attention; `like` is a query `[batch, heads, 1, head_dim]`, which has `rotated` features
     /// by a rotation.
     pub(crate) fn empty(
         options: &KernelizedAttention,
@@ -73,12 +73,12 @@ impl Running {
         self.tokens
     }
 
-    /// After so many tokens.
+    /// After `tokens` tokens.
     pub(crate) fn set_tokens(&mut self, tokens: usize) {
         self.tokens = tokens;
     }
 
-    /// With tensors of so many sequences.
+    /// With tensors of `batch` sequences.
     pub(crate) fn set_batch(&mut self, batch: usize) {
         self.shape[0] = batch;
     }

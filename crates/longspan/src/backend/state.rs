@@ -149,7 +149,7 @@ enum Form {
     },
     /// All keys and values.
     Past,
-    /// Those that later tokens see, which are at most so many.
+    /// Those that later tokens see, at most `sees`.
     Latest { sees: usize },
 }
 

@@ -5,7 +5,7 @@ use burn::tensor::{Tensor, TensorData};
 
 use crate::error::{Result, argument};
 
-/// The pinball loss `Σ max(q·(t − y), (q − 1)·(t − y))`, `[1]`, over all numbers `t` and what is told of each, `y`: its quantiles `q`
+/// The pinball loss `Σ max(q·(t − y), (q − 1)·(t − y))`, `[1]`, over all numbers `t` and what is predicted of each, `y`: its quantiles `q`
 /// (Koenker and Bassett 1978). It is least where a share `q` of the numbers lies below `y`. A target that is NaN is missing and does
 /// not count.
 ///

@@ -168,12 +168,12 @@ impl SeriesModel {
     /// let device = Device::flex();
     /// let block = BlockConfig::new().with_d_model(16).with_d_ff(32);
     /// let model = SeriesModelConfig::new(2, 3).with_block(block).init(&device)?;
-    /// // Two points are known, the one at the time 2.5 is to be told.
+    /// // Two points are known, the one at the time 2.5 is to be predicted.
     /// let values = Tensor::<3>::from_data([[[0.3, 0.0], [0.1, 0.0], [0.0, 1.0]]], &device);
     /// let times = Tensor::<2>::from_data([[0.0, 1.0, 2.5]], &device);
-    /// let told = model.at_points(values, times, &[3])?.narrow(1, 2, 1);
-    /// assert_eq!(told.dims(), [1, 1, 3]);
-    /// let loss = pinball(told.reshape([1, 3]), &[-0.2], &[0.1, 0.5, 0.9])?;
+    /// let predicted = model.at_points(values, times, &[3])?.narrow(1, 2, 1);
+    /// assert_eq!(predicted.dims(), [1, 1, 3]);
+    /// let loss = pinball(predicted.reshape([1, 3]), &[-0.2], &[0.1, 0.5, 0.9])?;
     /// # assert!(loss.into_scalar::<f32>() > 0.0);
     /// # Ok(())
     /// # }
