@@ -22,6 +22,21 @@ def test_every_case(case):
             assert row.right and row.by == "torch's operations", row
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.streams and not case.padding and not case.inputs and case.queries == 70], ids=str)
+def test_what_is_no_number_reaches_the_same_rows_and_states(case):
+    """Of queries, keys, values, and gates."""
+    tensors = case.tensors(torch.float64)
+    del tensors[3]
+    for bad in range(len(tensors) if case.mechanism in ("gated", "delta") else 3):
+        given = [x.clone() for x in tensors]
+        given[bad][0, 0, 30] = float("nan")
+        expected, state = case.attend(*given, output_final_state=True)
+        with elsewhere():
+            got, numbers = case.attend(*given, output_final_state=True)
+        assert torch.equal(got.isfinite().all(-1), expected.isfinite().all(-1))
+        assert numbers.numbers.isnan().any() == torch.from_numpy(state.numbers).isnan().any()
+
+
 def test_the_list_has_every_mechanism():
     names = {"softmax" if name == "softmax-window" else name for name in longspan.mechanisms()}
     assert {case.mechanism for case in CASES} == names - {"gated-delta"}

@@ -249,6 +249,8 @@ CASES = [
     *_kernelized(),
     *(case for form in (*_FORMS, *_GATES) for case in _varied(form)),
     _form("shaw: decay", (2, 11, 16), decay=[0.9]), _form("fourier: decay", (1, 16, 1), (2, 16), decay=[0.9]),
+    replace(_GATES[1], name="a gate a head, segments", queries=200, keys=200, segments=6),
+    replace(_GATES[1], name="a gate a head, grouped heads of 64", batch=2, heads=4, kv_heads=2, queries=100, keys=100, width=64, value_width=48),
     _form("fourier: in the plane", (1, 16, 2), (2, 16), (1, 70, 2), (1, 70, 2)),
 ]  # fmt: skip
 
