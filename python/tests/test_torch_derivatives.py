@@ -173,7 +173,8 @@ def test_gradients_of_gradients_through_states(name):
     def attend(moved, *tensors):
         before = TensorState(state.mechanism, state.options, state.parts, fixed + 0.1 * moved)
         out, after = function(*tensors, is_causal=True, initial_state=before, output_final_state=True)
-        return (out.square().sum() + function(*(x[:, :, :1] for x in tensors[:3]), *tensors[3:], is_causal=True, initial_state=after).sum())[None]
+        token = [x[:, :, :1] for x in tensors[:3]]
+        return (out.square().sum() + function(*token, *tensors[3:], is_causal=True, initial_state=after).sum())[None]
 
     moved = torch.zeros_like(fixed)
     tensors = [x.clone().requires_grad_() for x in (q, k, v, *parameters)]

@@ -126,7 +126,9 @@ def _backward(
     return gradients, d_initial
 
 
-def _differentiable_gradients(function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], d_out: Sequence[Tensor]) -> list[Tensor | None]:
+def _differentiable_gradients(
+    function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], d_out: Sequence[Tensor]
+) -> list[Tensor | None]:
     """Gradients in torch's own operations, which torch can differentiate again and batch; the kernels' it cannot."""
     with torch.enable_grad():
         # Views, so that tensors that are given twice have a gradient each.

@@ -30,7 +30,8 @@ def serves(tensor: Tensor) -> bool:
 def _available() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
-    warnings.warn("longspan: Triton is not installed: CUDA tensors take torch's own operations, which are slower; pip install triton", stacklevel=2)  # fmt: skip
+    warnings.warn("longspan: Triton is not installed: CUDA tensors take torch's own operations, which are slower; "
+                  "pip install triton", stacklevel=2)  # fmt: skip
     return False
 
 
