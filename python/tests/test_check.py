@@ -22,6 +22,21 @@ def test_every_case(case):
             assert row.right and row.by == "torch's operations", row
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.streams and not (case.padding or case.inputs) and case.keys == 70], ids=str)
+def test_what_is_no_number_reaches_the_same_rows_and_states(case):
+    """Of queries, keys, values, and gates."""
+    tensors = case.tensors(torch.float64)
+    del tensors[3]
+    for bad in range(len(tensors) if case.mechanism in ("gated", "delta") else 3):
+        given = [x.clone() for x in tensors]
+        given[bad][0, 0, 30] = float("nan")
+        expected, state = case.attend(*given, output_final_state=True)
+        with elsewhere():
+            got, numbers = case.attend(*given, output_final_state=True)
+        assert torch.equal(got.isfinite().all(-1), expected.isfinite().all(-1))
+        assert numbers.numbers.isnan().any() == torch.from_numpy(state.numbers).isnan().any()
+
+
 def test_the_list_has_every_mechanism():
     names = {"softmax" if name == "softmax-window" else name for name in longspan.mechanisms()}
     assert {case.mechanism for case in CASES} == names | {"depthwise-convolution"}
@@ -38,7 +53,7 @@ def test_what_is_wrong_is_an_error_that_names_it(monkeypatch, capsys):
         return right(q if q.dtype is torch.float64 else q + 1e-4, *rest, **options)
 
     monkeypatch.setitem(_check.FUNCTIONS, "aft-simple", wrong)
-    with pytest.raises(RuntimeError, match="check: cpu: expected every case right, got [0-9]+ of [0-9]+ wrong; the first:\naft-simple: plain"):
+    with pytest.raises(RuntimeError, match="check: cpu: expected every case right, got [0-9]+ of [0-9]+ wrong; the first:\naft-simple"):
         longspan.check("cpu", mechanisms=["aft-simple"], echo=False)
     with pytest.raises(ValueError, match="check: mechanisms: expected some of kernelized, .* got aft"):
         longspan.check("cpu", mechanisms=["aft"])

@@ -6,6 +6,8 @@ torch = pytest.importorskip("torch")
 
 from agreement import draw, elsewhere, same_gradients  # noqa: E402
 from test_torch_mechanisms import CASES, inputs  # noqa: E402
+from test_torch_states import CASES as STATES  # noqa: E402
+from test_torch_states import inputs as inputs_of_states  # noqa: E402
 from torch.autograd import forward_ad, functional, gradcheck, gradgradcheck  # noqa: E402
 
 from longspan import ops  # noqa: E402
@@ -159,21 +161,24 @@ def test_a_compiled_function_refuses():
         torch.autograd.grad((g**2).sum() + (x**2).sum(), x)
 
 
-def test_calls_with_states_refuse():
-    q, k, v = inputs()
+@pytest.mark.parametrize("name", STATES)
+def test_gradients_of_gradients_through_states(name):
+    function, parameters = STATES[name]
+    q, k, v = (x[:, :, :4] for x in inputs_of_states())
+    _, state = function(q, k, v, *parameters, is_causal=True, output_final_state=True)
+    state = TensorState.of(state)
+    # Places, counts and exponents are constants, and so is what is not finite.
+    fixed = state.numbers.clone()
 
-    def attend(q, state=None):
-        return ops.kernelized_attention(q, k, v, is_causal=True, initial_state=state, output_final_state=True)
+    def attend(moved, *tensors):
+        before = TensorState(state.mechanism, state.options, state.parts, fixed + 0.1 * moved)
+        out, after = function(*tensors, is_causal=True, initial_state=before, output_final_state=True)
+        token = [x[:, :, :1] for x in tensors[:3]]
+        return (out.square().sum() + function(*token, *tensors[3:], is_causal=True, initial_state=after).sum())[None]
 
-    x = q.clone().requires_grad_()
-    out, state = attend(x)
-    (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="kernelized_attention: second derivatives: expected a call without states"):
-        torch.autograd.grad((g**2).sum() + (x**2).sum(), x)
-    learned = TensorState(state.mechanism, state.options, state.parts, state.numbers.detach().requires_grad_())
-    (g,) = torch.autograd.grad(attend(q, learned)[0].square().sum(), learned.numbers, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivatives"):
-        torch.autograd.grad(g.square().sum() + learned.numbers.square().sum(), learned.numbers)
+    moved = torch.zeros_like(fixed)
+    tensors = [x.clone().requires_grad_() for x in (q, k, v, *parameters)]
+    assert gradgradcheck(lambda *x: attend(moved, *x), tensors, fast_mode=True)
 
 
 def test_transforms_of_calls_with_states():

@@ -28,6 +28,10 @@ def on_device(monkeypatch):
         monkeypatch.setattr(_triton, "serves", lambda tensor: tensor.dtype is not torch.float64)
 
 
+#: Cases of gates that have kernels.
+GATED = [case.name for case in CASES if case.mechanism == "gated" and "a gate a head" in case.name]
+
+
 def cut(monkeypatch, segments):
     monkeypatch.setattr(kernelized.Launch, "segments", lambda launch, chunk, units: segments)
 
@@ -42,7 +46,7 @@ def test_agrees_with_the_kernels_in_doubles(case, dtype, monkeypatch):
     # The interpreter runs one program after the other, the same each time.
     row = examine(case, DEVICE, dtype, exact, 1 if INTERPRETED else 2)
     assert row.right, str(row)
-    kernels = case.mechanism == "kernelized" and case.options.get("feature_map", "elu+1") in _triton.MAPS
+    kernels = case.options.get("feature_map", "elu+1") in _triton.MAPS if case.mechanism == "kernelized" else case.name in GATED
     by = "Triton" if kernels else "torch's operations, as Triton lacks "
     assert row.by.startswith(by), row.by
 
@@ -152,13 +156,14 @@ def test_what_ignored_keys_hold_changes_no_bit():
 
 @pytest.mark.parametrize("mechanism, options, reason", [
     ("shaw", {}, "the mechanism shaw"), ("kernelized", {"feature_map": "dpfp"}, "the feature map dpfp"),
+    ("gated", {"gate": "channel"}, "gates other than one a head"), ("gated", {"gate": "head", "l2_norm": True}, "l2_norm"),
 ])  # fmt: skip
 def test_what_the_kernels_do_not_do_has_a_name(mechanism, options, reason):
     from longspan._calls import Request
 
     call = Request(mechanism, json.dumps(options), "call", True, 0)
     x = torch.zeros(1, 1, 4, 8, device=DEVICE)
-    assert _triton.unsupported(call, (x, x, x)) == reason
+    assert _triton.unsupported(call, (x, x, x, x[..., 0])) == reason
     assert _triton.unsupported(call._replace(mechanism="kernelized", options="{}"), (x.double(),) * 3) == "float64"
     assert _triton.unsupported(call._replace(mechanism="kernelized", options="{}"), (x,) * 3) is None
 
@@ -182,6 +187,10 @@ def test_wrong_calls_are_refused():
         ops.kernelized_attention(q[:1], k[:1], v[:1], cu_seqlens=[0, 8], key_padding_mask=torch.zeros(1, 8, dtype=torch.bool, device=DEVICE))
     with refused(match="states: expected a causal mask"):
         ops.kernelized_attention(q, k, v, output_final_state=True)
+    with refused(match="gated: is_causal: expected a causal mask"):
+        ops.gated_attention(q, k, v, k[..., 0], is_causal=False)
+    with refused(match="gated: parameters: expected shape"):
+        ops.gated_attention(q, k, v, k[:, :1, :, 0])
     _, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
     with refused(match="another feature map, decay or table"):
         ops.kernelized_attention(q, k, v, feature_map="relu", is_causal=True, initial_state=state)

@@ -28,6 +28,7 @@ CALLS = {
     "both directions": {"CAUSAL": False},
     "exp with everything": {"MAP": "exp", "DECAY": True, "INITIAL": True, "END": True, "IGNORED": True, "GROUP": 2, "segments": 4},
     "packed, undivided": {"MAP": "softplus", "PACKED": True, "NORMALIZE": False},
+    "gated": {"MAP": "identity", "NORMALIZE": False, "DECAY": True, "GATED": True, "INITIAL": True, "END": True, "IGNORED": True, "segments": 4},
 }
 KERNELS = [("out", False), ("dq", False), ("dk", False), ("dv", False), ("out", True), ("dv", True)]
 
@@ -38,7 +39,7 @@ def source(role, sums, dtype, d, dv, hip=False, **options):
     kind, precision = kernelized.arithmetic(dtype)
     precision = "ieee" if hip else precision
     segments = options.pop("segments", 1)
-    of_call = {"CAUSAL": True, "MAP": "elu+1", "NORMALIZE": True, "DECAY": False, "INITIAL": False, "END": False, "IGNORED": False,
+    of_call = {"CAUSAL": True, "MAP": "elu+1", "NORMALIZE": True, "DECAY": False, "GATED": False, "INITIAL": False, "END": False, "IGNORED": False,
                "PACKED": False, "GROUP": 1, **options}  # fmt: skip
     if sums or role in ("dq", "dk"):
         of_call["END"] = False
@@ -63,7 +64,7 @@ def source(role, sums, dtype, d, dv, hip=False, **options):
         if name in constants or (name in conditional and name not in pointers):
             signature[name], fixed[name] = "constexpr", constants.get(name)
         else:
-            signature[name] = pointers.get(name, "i32")
+            signature[name] = pointers.get(name, "fp32" if name == "scale" else "i32")
         if name in pointers or stride:
             aligned[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(kernelized.scan, signature, fixed, aligned), {"num_warps": tiles.warps, "num_stages": tiles.stages}

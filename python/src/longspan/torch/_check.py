@@ -194,10 +194,11 @@ _FORMS = [
     _form("softmax", capacity=90),
     _form("softmax: window", window=9),
 ]
+_GATE = _form("gated: a gate a head", ())
 #: Of calls with as many queries as keys, which see none after themselves.
 _CAUSAL = [
     _form("depthwise-convolution", (1, 4, 16), (1, 16)),
-    _form("gated: no gate"), _form("gated: a gate a head", ()), _form("gated: a gate a channel", (16,), scale=0.5),
+    _form("gated: no gate"), _GATE, _form("gated: a gate a channel", (16,), scale=0.5),
     _form("delta: no gate"), _form("delta: a gate a head", ()), _form("delta: a gate a channel", (16,)),
 ]  # fmt: skip
 _PACKED = ([0, 5, 5, 40, 70], [0, 9, 9, 30, 66])
@@ -208,7 +209,8 @@ def _varied(case: Case) -> list[Case]:
     def way(name: str, **more: Any) -> Case:
         return replace(case, name=name if case.name == "plain" else f"{case.name}, {name}", **more)
 
-    ways = [case, way("padded", batch=2, padding="some"), way("padded at the ends", batch=2, padding="all"), way("one token", queries=1, keys=1)]
+    ways = [case, way("padded", batch=2, padding="some"), way("padded at the ends", batch=2, padding="all")]
+    ways.append(way("one token", queries=1, keys=1))
     if case in _CAUSAL:
         return [*ways, way("packed", packed=(_PACKED[0],) * 2)]
     if case.mechanism not in ("aft-full",):
@@ -259,6 +261,9 @@ CASES = [
     *_kernelized(),
     *(case for form in (*_FORMS, *_CAUSAL) for case in _varied(form)),
     _form("shaw: decay", (2, 11, 16), decay=[0.9]), _form("fourier: decay", (1, 16, 1), (2, 16), decay=[0.9]),
+    replace(_GATE, name="a gate a head, segments", queries=200, keys=200, segments=6),
+    replace(_GATE, name="a gate a head, grouped heads of 64", batch=2, heads=4, kv_heads=2, queries=100, keys=100, width=64,
+            value_width=48),
     _form("fourier: in the plane", (1, 16, 2), (2, 16), (1, 70, 2), (1, 70, 2)),
 ]  # fmt: skip
 
@@ -285,8 +290,8 @@ def _earlier(case: Case) -> TensorState | None:
 def results(
     case: Case, device: str | torch.device, dtype: torch.dtype, first: TensorState | None, drawn: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """The output and all gradients, of tensors that were ``drawn`` in another type or not; where there is a state after ``first`` tokens, also those of the call after it, and of a token after
-    that, with the gradient of the first state's numbers."""
+    """The output and all gradients, of tensors that were ``drawn`` in another type or not; where there is a state after ``first``
+    tokens, also those of the call after it, and of a token after that, with the gradient of the first state's numbers."""
     drawn = drawn or dtype
     q, k, v, d_out, *learned = (x.to(device, dtype) for x in case.tensors(drawn))
     inputs = [x.requires_grad_() for x in (q, k, v, *learned)]

@@ -16,9 +16,8 @@ from torch import Tensor
 from .. import _calls, _native, _options
 from .._native import State
 from . import _operators
+from ._chunked.rings import OLDEST, SHIFT, rows_at, tokens
 from ._states import TensorState
-
-_SHIFT, _OLDEST, _TOKENS, _TOKENS_CARRY = 0, 1, 2, 1 << 20
 
 Parts = Sequence[Tensor]
 
@@ -62,9 +61,7 @@ def combine(
 
 def _rows(part: Tensor, places: Tensor, count: int) -> Tensor:
     """Of a part that holds ``count`` rows, those at ``places``, ``[batch, kv_heads, rows]``."""
-    rows = part.unflatten(-1, (count, part.shape[-1] // max(count, 1)))
-    found: Tensor = rows.gather(2, places.long()[..., None].expand(*places.shape, rows.shape[-1]))
-    return found
+    return rows_at(part.unflatten(-1, (count, part.shape[-1] // max(count, 1))), places.long())
 
 
 def _scaled(own: Tensor, to: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -72,10 +69,6 @@ def _scaled(own: Tensor, to: Tensor, counts: Tensor | None = None) -> Tensor:
     there = own.isfinite() & to.isfinite()
     there = there if counts is None else there & counts
     return torch.where(there, torch.where(there, own - to, 0).exp(), 0)
-
-
-def _tokens(marks: Tensor) -> Tensor:
-    return marks[..., _TOKENS] + _TOKENS_CARRY * marks[..., _TOKENS + 1]
 
 
 def _gated(first: Parts, second: Parts) -> Parts:
@@ -90,21 +83,21 @@ def _kernelized(first: Parts, second: Parts, summed: Parts, decay: Sequence[floa
     """``S = g**n S1 + S2``, each brought to the larger exponent, the keys' sums and the far sums likewise; and the ring of the last
     rows, of which the earlier state's that no longer fit become far. ``n`` counts the later tokens."""
     marks, later_marks = first[2].detach(), second[2].detach()
-    shift = summed[2][..., _SHIFT]
-    before, since = (_scaled(own[..., _SHIFT], shift) for own in (marks, later_marks))
-    tokens = _tokens(later_marks)
+    shift = summed[2][..., SHIFT]
+    before, since = (_scaled(own[..., SHIFT], shift) for own in (marks, later_marks))
+    later = tokens(later_marks)
     gamma = marks.new_ones(marks.shape[1]) if decay is None else marks.new_tensor(decay)
-    fallen = gamma**tokens
+    fallen = gamma**later
     sums, keys = ((fallen * before)[..., None] * a + since[..., None] * b for a, b in zip(first[:2], second[:2]))
     far, ring = fallen[..., None] * first[3] + second[3], first[4]
     if ring.shape[-1]:
         rows = ring.shape[-1] // first[3].shape[-1]
         back = torch.arange(rows, 0, -1, dtype=marks.dtype, device=marks.device)
-        since_then = back - tokens[..., None]
-        oldest, later_oldest = marks[..., _OLDEST, None], later_marks[..., _OLDEST, None]
+        since_then = back - later[..., None]
+        oldest, later_oldest = marks[..., OLDEST, None], later_marks[..., OLDEST, None]
         kept = _rows(ring, (oldest - since_then.clamp(min=1)) % rows, rows)
         own = _rows(second[4], ((later_oldest - back) % rows).expand_as(since_then), rows)
-        gone = back + tokens[..., None]
+        gone = back + later[..., None]
         weight = torch.where(gone > rows, gamma[:, None] ** gone, 0)
         far = far + (weight[..., None] * _rows(ring, ((oldest - back) % rows).expand_as(since_then), rows)).sum(2)
         ring = torch.where((since_then > 0)[..., None], kept, own)
@@ -121,7 +114,7 @@ def _turned(second: Parts, marks: Tensor, a: Tensor, options: dict[str, Any]) ->
     own_keys = normalizer == "unrotated"
     mapped = 2 * angles // turned
     features = mapped * (turned if own_keys else turned + unturned)
-    angle = a[..., 0].double() * _tokens(marks.detach())[..., None].double()
+    angle = a[..., 0].double() * tokens(marks.detach())[..., None].double()
     cos, sin = (turn.to(marks.dtype)[..., None] for turn in (angle.cos(), angle.sin()))
 
     def turn(part: Tensor, width: int) -> Tensor:

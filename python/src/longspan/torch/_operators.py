@@ -5,7 +5,7 @@ One operator serves every mechanism: its name and its options (JSON) are text, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -17,7 +17,7 @@ from .. import _calls
 from .._calls import Request
 from .._native import State
 from . import _triton
-from ._chunked import in_torch
+from ._chunked import in_torch, in_torch_with_states
 from ._profile import named
 from ._states import TensorState
 
@@ -87,7 +87,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
     """Output, denominators and final state: a `State` on the CPU, its numbers on other devices; so is the initial one."""
     if _triton.serves(q):
-        return _triton.forward(q, k, v, call, key_padding_mask, packed, initial_state, output_final_state)
+        return _triton.forward(q, k, v, parameters, call, key_padding_mask, packed, initial_state, output_final_state)
     out, denominators, state = named(call.mechanism, "forward", call.native(parameters, q).forward)(
         as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), call.is_causal, call.offset,
         None if key_padding_mask is None else key_padding_mask.numpy(), packed, initial_state, output_final_state,
@@ -107,7 +107,7 @@ def _backward(
     before the call, all with tokens before heads."""
     if _triton.serves(q):
         return _triton.backward(
-            d_out, q, k, v, out, denominators, call, key_padding_mask, packed, initial_state, d_final_state
+            d_out, q, k, v, parameters, out, denominators, call, key_padding_mask, packed, initial_state, d_final_state
         )  # fmt: skip
     token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
     dq, dk, dv, d_parameters, d_initial = named(call.mechanism, "backward", call.native(parameters, q).backward)(
@@ -139,15 +139,16 @@ def _of_shared_heads(gradient: Tensor, like: Tensor, transposed: bool) -> Tensor
 
 
 def _differentiable_gradients(
-    d_out: Tensor, tensors: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed, call: Request
+    function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], d_out: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Gradients in torch's own operations, which torch can differentiate again and batch; the kernels' it cannot."""
     with torch.enable_grad():
         # Views, so that tensors that are given twice have a gradient each.
         seen = [tensor.view_as(tensor) for tensor in tensors]
-        out = in_torch(call, seen, key_padding_mask, packed)
+        out = [(ours, d) for ours, d in zip(function(*seen), d_out) if ours.requires_grad]
         wanted = [tensor for tensor in seen if tensor.requires_grad]
-        found = iter(torch.autograd.grad(out, wanted, d_out, create_graph=torch.is_grad_enabled(), allow_unused=True))
+        ours, theirs = [ours for ours, _ in out], [d for _, d in out]
+        found = iter(torch.autograd.grad(ours, wanted, theirs, create_graph=torch.is_grad_enabled(), allow_unused=True))
         return [next(found) if tensor.requires_grad else None for tensor in seen]
 
 
@@ -158,23 +159,6 @@ _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda ten
 def _differentiated_again(d_out: Tensor) -> bool:
     """Whether gradients of this gradient may be taken, or it is that of a batch."""
     return torch.is_grad_enabled() or _is_batched(d_out)
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Hands on the first ``count`` of ``tensors``, whose gradients with respect to the others are not known.
-
-    Not `torch.autograd.function.once_differentiable`: that is silent, and the gradients 0, where the gradient that came in
-    is a constant.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, message: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.message = message
-        return tuple([tensor.view_as(tensor) for tensor in tensors[:count]])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        raise RuntimeError(ctx.message)
 
 
 def _packed(operation: str, cu_queries: Tensor | None, cu_keys: Tensor | None) -> Packed:
@@ -301,7 +285,9 @@ def _gradient(ctx: Any, d_out: Tensor, _d_denominators: Tensor) -> tuple[Any, ..
     if _differentiated_again(d_out):
         call = Request(*ctx.rest)
         packed = _packed(call.operation, cu_queries, cu_keys)
-        gradients = _differentiable_gradients(d_out, (q, k, v, *parameters), key_padding_mask, packed, call)
+        gradients = _differentiable_gradients(
+            lambda *tensors: [in_torch(call, tensors, key_padding_mask, packed)], (q, k, v, *parameters), [d_out]
+        )  # fmt: skip
     else:
         gradients = attention_backward(
             d_out, q, k, v, parameters, key_padding_mask, out, denominators, cu_queries, cu_keys, *ctx.rest
@@ -332,7 +318,9 @@ class Eager(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
         if _differentiated_again(d_out):
-            again = _differentiable_gradients(d_out, (q, k, v, *parameters), key_padding_mask, ctx.packed, ctx.call)
+            again = _differentiable_gradients(
+                lambda *tensors: [in_torch(ctx.call, tensors, key_padding_mask, ctx.packed)], (q, k, v, *parameters), [d_out]
+            )  # fmt: skip
             return None, None, None, *again
         gradients, _ = _backward(d_out, q, k, v, parameters, key_padding_mask, ctx.packed, out, denominators, ctx.call)
         return None, None, None, *gradients
@@ -379,19 +367,21 @@ class EagerWithStates(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
         initial, q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
+        if _differentiated_again(d_out):
+            begun = [] if initial is None else [initial]
+
+            def attend(*tensors: Tensor) -> Sequence[Tensor]:
+                before = tensors[0] if begun else None
+                both = in_torch_with_states(ctx.call, tensors[len(begun) :], key_padding_mask, ctx.shape[2], before)
+                return both[: 1 if d_final is None else 2]
+
+            found = _differentiable_gradients(attend, (*begun, q, k, v, *parameters), [d_out] if d_final is None else [d_out, d_final])
+            return None, None, None, None, found.pop(0) if begun else None, *found
         gradients, d_initial = _backward(
-            d_out.detach(), q, k, v, parameters, key_padding_mask, None, out, denominators, ctx.call,
+            d_out, q, k, v, parameters, key_padding_mask, None, out, denominators, ctx.call,
             _plain(ctx.shape, initial), _plain(ctx.shape, d_final),
         )  # fmt: skip
-        if d_initial is not None:
-            gradients.append(_numbers(d_initial))
-        if torch.is_grad_enabled():
-            depends = [x for x in (d_out, d_final, initial, q, k, v, *parameters) if x is not None]
-            message = (f"{ctx.call.operation}: second derivatives: expected a call without states, got one with; "
-                       "run the whole sequence in one call")  # fmt: skip
-            gradients = list(_OnceDifferentiable.apply(message, len(gradients), *gradients, *depends))
-        d_state = None if d_initial is None else gradients.pop()
-        return None, None, None, None, d_state, *gradients
+        return None, None, None, None, None if d_initial is None else _numbers(d_initial), *gradients
 
 
 @_operator("attention_with_state", f"({_TENSORS}, Tensor? initial, {_STATE}, {_CALL}) -> (Tensor, Tensor, Tensor)")  # type: ignore[untyped-decorator]

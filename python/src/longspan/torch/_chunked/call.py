@@ -59,7 +59,9 @@ class Call:
         if not (self.is_causal or window is not None) or self.k.shape[2] == 0 or self.q.shape[2] == 0:
             return self, None
         k, v, _ = self.without_padding()
-        lost = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+        lost = ~v.isfinite().all(-1)
+        if self.settings.get("kernelized", True):
+            lost = lost | ~k.isfinite().all(-1)
         before = torch.cat([lost.new_zeros((*lost.shape[:2], 1), dtype=torch.long), lost.cumsum(2)], 2)
         token = torch.arange(self.q.shape[2], device=k.device) + self.offset
         keys = k.shape[2]

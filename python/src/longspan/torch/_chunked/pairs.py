@@ -212,8 +212,8 @@ def _buckets(bias: Tensor, settings: dict[str, Any]) -> Tensor | None:
     side = bias.shape[1] // (2 if two_sided else 1)
     exact = side // 2
     if not 0 < exact < far or (two_sided and bias.shape[1] % 2):
-        raise ValueError(f"toeplitz: bias buckets: expected at least {4 if two_sided else 2} buckets, even in number if bidirectional, and a "
-                         f"larger max_distance than the exact ones, half of a side, got {bias.shape[1]} up to distance {far}")  # fmt: skip
+        raise ValueError(f"toeplitz: bias buckets: expected at least {4 if two_sided else 2} buckets, even in number if bidirectional, "
+                         f"and a larger max_distance than the exact ones, half of a side, got {bias.shape[1]} up to distance {far}")  # fmt: skip
     octaves = math.log(far / exact)
     far_ones = [min(exact + int(math.log(n / exact) / octaves * (side - exact)), side - 1) for n in range(exact, far + 1)]
     return torch.tensor([*range(exact), *far_ones], device=bias.device)

@@ -30,7 +30,8 @@ def serves(tensor: Tensor) -> bool:
 def _available() -> bool:
     if importlib.util.find_spec("triton") is not None:
         return True
-    warnings.warn("longspan: Triton is not installed: CUDA tensors take torch's own operations, which are slower; pip install triton", stacklevel=2)  # fmt: skip
+    warnings.warn("longspan: Triton is not installed: CUDA tensors take torch's own operations, which are slower; "
+                  "pip install triton", stacklevel=2)  # fmt: skip
     return False
 
 
@@ -57,9 +58,18 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         return "a device without Triton"
     if tensors[0].ndim < 3:
         return "queries, keys and values side by side"
-    if call.mechanism != "kernelized":
-        return f"the mechanism {call.mechanism}"
     options = _calls.settings(call.options)
+    if call.mechanism == "gated":
+        if options.get("gate") != "head" or options.get("l2_norm"):
+            return "gates other than one a head" if options.get("gate") != "head" else "l2_norm"
+        options = {"feature_map": "identity"}
+        q, k = tensors[:2]
+        tokens = tuple(k.shape[2:-1]) or (1,)
+        if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or tuple(tensors[3].shape) != (*k.shape[:2], *tokens):
+            # torch's own operations say what was expected.
+            return "a mask that is not causal, or gates of another shape"
+    elif call.mechanism != "kernelized":
+        return f"the mechanism {call.mechanism}"
     feature_map, decays = options.get("feature_map", "elu+1"), options.get("decay") is not None
     if feature_map not in MAPS:
         return f"the feature map {feature_map}"

@@ -1,4 +1,4 @@
-"""Kernelized attention on tensors of a device: sizes, configurations and launches of `scan`."""
+"""Kernelized and gated attention on tensors of a device: sizes, configurations and launches of `scan`."""
 
 from __future__ import annotations
 
@@ -63,10 +63,14 @@ class Settings:
     feature_map: str
     normalize: bool
     decay: tuple[float, ...] | None
+    scale: float = 1.0
 
     @classmethod
-    def of(cls, options: str) -> Settings:
-        given = _calls.settings(options)
+    def of(cls, call: Request, d: int) -> Settings:
+        given = _calls.settings(call.options)
+        if call.mechanism == "gated":
+            scale = given.get("scale")
+            return cls("identity", False, None, d**-0.5 if scale is None else scale)
         return cls(given.get("feature_map", "elu+1"), given.get("normalize", True), given.get("decay"))
 
 
@@ -74,18 +78,22 @@ class Launch:
     """The scans of one call."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Request, key_padding_mask: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor], call: Request, key_padding_mask: Tensor | None,
         packed: tuple[list[int], list[int]] | None,
     ) -> None:  # fmt: skip
         self.q, self.k, self.v = (_laid_out(x) for x in (q, k, v))
         self.batch, self.heads, self.queries, self.d = q.shape
         _, self.kv_heads, self.keys, self.dv = v.shape
-        self.settings = settings = Settings.of(call.options)
+        self.settings = settings = Settings.of(call, self.d)
         self.causal = call.is_causal
         # Farther away nothing changes but for a decay, which `unsupported` refuses there.
         self.offset = max(-self.queries, min(call.offset, self.keys)) if call.is_causal else 0
         self.exponential = settings.feature_map == "exp"
         self.decay = None if settings.decay is None else _logarithms(settings.decay, q.device)
+        self.gated = bool(gates)
+        if gates:
+            # Of each token, in base 2.
+            self.decay = (gates[0].float() * math.log2(math.e)).contiguous()
         self.ignored = self.lengths = None
         if key_padding_mask is not None:
             self.ignored = key_padding_mask.contiguous().view(torch.uint8)
@@ -100,7 +108,7 @@ class Launch:
             longest = max((max(b - a + self.offset, d - c) for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])), default=0)
         self.longest = longest
         #: Numbers of a head's state: sums, keys' sums, marks, filled up to whole cache lines as on the CPU.
-        self.record = -(-(self.d * self.dv + self.d + 4) // 16) * 16
+        self.record = -(-(self.d * self.dv + (1 if self.gated else self.d + 4)) // 16) * 16
 
     def highest(self, initial: Tensor | None) -> Tensor:
         """The exponent of the final state under ``exp``: the largest number of all keys."""
@@ -164,15 +172,44 @@ class Launch:
             self.q, self.k, self.v, out, d_out, denominators, delta, to,
             records, initial, initial_exponent, end, end_exponent,
             self.decay, self.ignored, self.lengths, self.bounds,
-            self.queries, self.keys, self.offset, min(self.offset, 0) // t.chunk, self.kv_heads, segments, self.record,
+            self.queries, self.keys, self.offset, min(self.offset, 0) // t.chunk, self.kv_heads, segments, self.record, settings.scale,
             *strides,
             ROLE=role, SUMS=sums, CAUSAL=self.causal, MAP=settings.feature_map, NORMALIZE=settings.normalize,
-            DECAY=self.decay is not None, INITIAL=initial is not None, END=end is not None, IGNORED=self.ignored is not None,
+            DECAY=self.decay is not None, GATED=self.gated, INITIAL=initial is not None, END=end is not None, IGNORED=self.ignored is not None,
             PACKED=self.bounds is not None, GROUP=self.heads // max(self.kv_heads, 1), D=self.d, DV=self.dv,
             BD=_padded(self.d), BV=_padded(self.dv), BX=t.columns, C=t.chunk, TYPE=kind, PRECISION=precision,
             num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
 
+
+    def row_sums(self, role: str) -> Tensor:
+        """Where a scan puts sums over the columns of its tiles, of rows times their gradients."""
+        count = -(-self.d // tiles(role, self.q.dtype, self.d, self.dv).columns)
+        rows = (self.batch, self.heads, self.queries) if role == "dq" else (self.batch, self.kv_heads, self.keys)
+        return self.q.new_zeros((*rows, count), dtype=torch.float32)
+
+    def of_gates(
+        self, of_queries: Tensor, of_keys: Tensor, initial: Tensor | None, d_initial: Tensor | None, d_final: Tensor | None,
+        packed: tuple[list[int], list[int]] | None,
+    ) -> Tensor:  # fmt: skip
+        """The gradient of the gates: a row grows with all up to its own and a key shrinks with them, so it is the sum of what follows, or
+        what the whole begins with less the sum of what comes before."""
+        grown = of_queries.sum(-1).unflatten(1, (self.kv_heads, -1)).sum(2) - of_keys.sum(-1)
+        if d_final is None:
+            bounds = [0, self.keys] if packed is None else packed[1]
+            # Each sequence of a packed call by itself.
+            parts = [grown[..., a:b].flip(-1).cumsum(-1).flip(-1) for a, b in zip(bounds, bounds[1:])]
+            return self._there(torch.cat(parts, -1) if parts else grown)
+        sums = self.d * self.dv
+        before = grown.new_zeros(grown.shape[:2]) if initial is None or d_initial is None else (initial * d_initial)[..., :sums].sum(-1)
+        d_g = before[..., None] - (grown.cumsum(-1) - grown) + d_final[..., sums, None]
+        if d_initial is not None:
+            d_initial[..., sums] = d_final[..., sums]
+        return self._there(d_g)
+
+    def _there(self, d_g: Tensor) -> Tensor:
+        """An ignored token has no gate."""
+        return d_g if self.ignored is None else d_g.masked_fill(self.ignored.bool()[:, None], 0)
 
     def step(self, out: Tensor, denominators: Tensor, initial: Tensor | None, end: Tensor) -> None:
         """One token: output, denominators and the state after it."""
@@ -228,11 +265,11 @@ def _exponents(numbers: Tensor, launch: Launch) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Request, key_padding_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor], call: Request, key_padding_mask: Tensor | None = None,
     packed: tuple[list[int], list[int]] | None = None, initial: Tensor | None = None, with_state: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Output, denominators, and the numbers of the final state."""
-    launch = Launch(q, k, v, call, key_padding_mask, packed)
+    launch = Launch(q, k, v, gates, call, key_padding_mask, packed)
     out = q.new_empty((launch.batch, launch.queries, launch.heads, launch.dv)).transpose(1, 2)
     each = 2 if launch.exponential else 1
     denominators = torch.empty((*q.shape[:3], each), dtype=torch.float32, device=q.device)
@@ -241,7 +278,7 @@ def forward(
         end = torch.empty((launch.batch, launch.kv_heads, launch.record), dtype=torch.float32, device=q.device)
     if initial is not None:
         initial = initial.contiguous()
-    if end is not None and launch.queries == launch.keys == 1 and launch.offset == 0 and key_padding_mask is None:
+    if not gates and end is not None and launch.queries == launch.keys == 1 and launch.offset == 0 and key_padding_mask is None:
         launch.step(out, denominators, initial, end)
         return out, denominators, end
     if initial is not None and launch.exponential:
@@ -251,12 +288,12 @@ def forward(
 
 
 def backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, denominators: Tensor, call: Request,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor], out: Tensor, denominators: Tensor, call: Request,
     key_padding_mask: Tensor | None = None, packed: tuple[list[int], list[int]] | None = None, initial: Tensor | None = None,
     d_final: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
-    """Gradients of q, k, v, laid out token by token, and of the initial state's numbers if there were any."""
-    launch = Launch(q, k, v, call, key_padding_mask, packed)
+    """Gradients of q, k, v, laid out token by token, of the gates, and of the initial state's numbers if there were any."""
+    launch = Launch(q, k, v, gates, call, key_padding_mask, packed)
     d_out, out = _laid_out(d_out), _laid_out(out)
     dq, dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
     delta = None
@@ -271,7 +308,13 @@ def backward(
         d_final = d_final.contiguous()
         if launch.exponential:
             last = -launch.highest(first)
+    of_keys = delta
+    if gates:
+        delta, of_keys = launch.row_sums("dq"), launch.row_sums("dk")
     launch.scan("dq", dq, denominators, delta, out, d_out, initial, first)
-    launch.scan("dk", dk, denominators, delta, out, d_out, d_final, last)
+    launch.scan("dk", dk, denominators, of_keys, out, d_out, d_final, last)
     launch.scan("dv", dv, denominators, delta, out, d_out, d_final, last, d_initial, first)
-    return [dq, dk, dv], d_initial
+    if not gates:
+        return [dq, dk, dv], d_initial
+    assert delta is not None and of_keys is not None
+    return [dq, dk, dv, launch.of_gates(delta, of_keys, initial, d_initial, d_final, packed).to(gates[0].dtype)], d_initial

@@ -44,6 +44,28 @@ def store_marks(after, before, tokens, reference, count, EXPONENTIAL: tl.constex
 
 
 @triton.jit
+def _gates(log_decay, token, is_key, C: tl.constexpr):
+    """Of a chunk, logarithms of what decays up to each row and after it, of all of it, and its gates. Sums of their own, not differences
+    of running sums, which lose digits where those are large. A gate of 0 is finite: 0 times minus infinity would be NaN."""
+    g = tl.load(log_decay + token, mask=is_key, other=0.0)
+    g = tl.where(g < NOTHING, NOTHING, g)
+    r = tl.arange(0, C)
+    later = r[None, :] > r[:, None]
+    return tl.sum(tl.where(later, 0.0, g[None, :]), 1), tl.sum(tl.where(later, g[None, :], 0.0), 1), tl.sum(g, 0), g
+
+
+@triton.jit
+def _between(g, C: tl.constexpr, REVERSE: tl.constexpr):
+    """Logarithms of what decays between a key and a row, ``[rows, columns]``: keys are the columns or, in ``REVERSE``, the rows."""
+    r = tl.arange(0, C)
+    if REVERSE:
+        decays = tl.cumsum(tl.where(r[None, :] > r[:, None], g[None, :], 0.0), 1)
+    else:
+        decays = tl.cumsum(tl.where(r[:, None] > r[None, :], g[:, None], 0.0), 0)
+    return decays
+
+
+@triton.jit
 def _of_state(
     a, state, z, delta, clock, age, gamma,
     ROLE: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, EXPONENTIAL: tl.constexpr, TYPE: tl.constexpr,
@@ -70,7 +92,7 @@ def _of_state(
         # Also of a result that is not divided: the gradient of the final state's sum of keys.
         y += z[None, :]
     if DECAY:
-        factor = tl.exp2(gamma * age.to(tl.float32))
+        factor = tl.exp2(gamma * age)
         y, total = y * factor[:, None], total * factor
     if EXPONENTIAL:
         factor = exp(clock)
@@ -83,10 +105,10 @@ def _scan(
     q, k, v, out, d_out, denominators, delta, to,
     records, initial, initial_exponent, end, end_exponent,
     log_decay, ignored, lengths, bounds,
-    queries, keys, offset, first_chunk, kv_heads, segments, record,
+    queries, keys, offset, first_chunk, kv_heads, segments, record, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
     ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
-    DECAY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr,
+    DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
     CAREFUL: tl.constexpr, C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -130,8 +152,13 @@ def _scan(
     k += batch * k_b + kv_head * k_h + k_start * k_t
     v += batch * v_b + kv_head * v_h + v_t * k_start
     gamma = 0.0
-    if DECAY:
+    if GATED:
+        log_decay += (batch * kv_heads + kv_head) * keys + k_start
+        gamma = 1.0
+    elif DECAY:
         gamma = tl.load(log_decay + kv_head)
+    # The logarithm of what decays from the first token on.
+    passed = tl.zeros([], tl.float32)
 
     r = tl.arange(0, C)
     chunks = tl.cdiv(tl.maximum(tl.maximum(n_keys, n_queries + offset), 0), C) - first_chunk
@@ -150,7 +177,8 @@ def _scan(
     if INITIAL:
         before = initial + whose * record
         state = tl.load(before + at, mask=inside, other=0.0)
-        z = tl.load(before + D * DV + z_at, mask=z_at < D, other=0.0)
+        if not GATED:
+            z = tl.load(before + D * DV + z_at, mask=z_at < D, other=0.0)
         if EXPONENTIAL:
             reference = tl.maximum(tl.load(initial_exponent + whose), NOTHING)
     if not SUMS and records is not None:
@@ -161,8 +189,14 @@ def _scan(
             other = (segments - 1 - n) if REVERSE else n
             before = records + ((sequence * segments + other) * kv_heads + kv_head) * record
             own = tl.load(before + at, mask=inside, other=0.0)
-            own_z = tl.load(before + D * DV + z_at, mask=z_at < D, other=0.0)
-            if DECAY:
+            own_z = tl.zeros([BZ], tl.float32)
+            if not GATED:
+                own_z = tl.load(before + D * DV + z_at, mask=z_at < D, other=0.0)
+            if GATED:
+                decays = tl.load(before + D * DV)
+                state *= tl.exp2(decays)
+                passed += decays
+            elif DECAY:
                 start = first_chunk + other * of_segment
                 ends = tl.minimum(start + of_segment, first_chunk + chunks)
                 kept = tl.exp2(gamma * (_clip(ends * C, there) - _clip(start * C, there)).to(tl.float32))
@@ -184,7 +218,13 @@ def _scan(
         is_query = within(token - offset, n_queries)
         near, far = _clip(first, there), _clip(first + C, there)
         since = tl.full([], 1.0, tl.float32)
-        if DECAY:
+        up_to, after_it = tl.maximum(token - near, 0).to(tl.float32), tl.maximum(far - token, 0).to(tl.float32)
+        gates = tl.zeros([C], tl.float32)
+        if GATED:
+            up_to, after_it, in_all, gates = _gates(log_decay, token, is_key, C)
+            since = tl.exp2(in_all)
+            passed += in_all
+        elif DECAY:
             since = tl.exp2(gamma * (far - near).to(tl.float32))
 
         row_q = (batch * kv_heads * GROUP + row_head) * queries + q_start + first - offset
@@ -202,14 +242,14 @@ def _scan(
             else:
                 a, clock = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
                 a = a.to(TYPE)
-            y, total = _of_state(a, state, z, of_row, reference + clock, tl.maximum(far - token, 0), gamma,
+            y, total = _of_state(a, state, z, of_row, reference + clock, after_it, gamma,
                                  ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
 
         # The columns, by the heads that read a key. What they add to z comes first, so that few registers are in use at once.
         for g in range(COLUMN_GROUP):
             factor = tl.full([C], 1.0, tl.float32)
             if DECAY:
-                factor = tl.exp2(gamma * tl.maximum((token - near) if REVERSE else (far - token), 0).to(tl.float32))
+                factor = tl.exp2(gamma * (up_to if REVERSE else after_it))
             # Rows that are not there have features, but what they would be multiplied with is 0.
             plus = is_key.to(tl.float32)
             if REVERSE:
@@ -218,7 +258,7 @@ def _scan(
                 # Queries before the first key see nothing.
                 plus = tl.zeros([C], tl.float32)
                 there_s = is_query & (token >= 0)
-                scale = inverse(tl.load(denominators + column_q * EACH, mask=there_s, other=1.0))
+                weight = inverse(tl.load(denominators + column_q * EACH, mask=there_s, other=1.0))
                 g_at = d_out + batch * g_b + q_head * g_h + q_start * g_t
                 q_at = q + batch * q_b + q_head * q_h + q_start * q_t
                 if EXPONENTIAL:
@@ -228,12 +268,12 @@ def _scan(
                     plus = -tl.load(delta + column_q, mask=there_s, other=0.0)
                 if ROLE == "dk":
                     x = load_rows(q_at, first - offset, q_t, there_s, low, D, C, BX).to(tl.float32)
-                    features = of_queries(x, MAP, NORMALIZE, D, BX) * scale[:, None]
+                    features = of_queries(x, MAP, NORMALIZE, D, BX) * weight[:, None]
                     x = features.to(TYPE)
                     b = load_rows(g_at, first - offset, g_t, there_s, 0, DV, C, BV).to(TYPE)
                 else:
                     b = load_rows(q_at, first - offset, q_t, there_s, 0, D, C, BD).to(tl.float32)
-                    features = of_queries(b, MAP, NORMALIZE, D, BD) * scale[:, None]
+                    features = of_queries(b, MAP, NORMALIZE, D, BD) * weight[:, None]
                     b = features.to(TYPE)
                     x = load_rows(g_at, first - offset, g_t, there_s, low, DV, C, BX).to(TYPE)
             else:
@@ -276,7 +316,7 @@ def _scan(
                             if tile == 0:
                                 tl.store(delta + row_q + r, of_row, mask=is_query)
                         a = a.to(TYPE)
-                    y, total = _of_state(a, state, z, of_row, reference + clock, tl.maximum(token - near, 0), gamma,
+                    y, total = _of_state(a, state, z, of_row, reference + clock, up_to, gamma,
                                          ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
                 if CAUSAL:
                     # What some see.
@@ -285,7 +325,9 @@ def _scan(
                         pairs -= of_row[:, None]
                     if ROLE == "dk" and NORMALIZE:
                         pairs += plus[None, :]
-                    if DECAY:
+                    if GATED:
+                        pairs *= tl.exp2(_between(gates, C, REVERSE))
+                    elif DECAY:
                         pairs *= tl.exp2(gamma * tl.abs(r[:, None] - r[None, :]).to(tl.float32))
                     if EXPONENTIAL:
                         pairs *= exp(u[None, :] + clock[:, None])
@@ -329,7 +371,8 @@ def _scan(
                 elif EXPONENTIAL:
                     y, bottom = y * exp(-clock)[:, None], exp(clock)
                 else:
-                    bottom = tl.full([C], 1.0, tl.float32)
+                    # What a backward divides by.
+                    y, bottom = y * scale, tl.full([C], 1.0, tl.float32) / scale
                 store_rows(y, at_row, first - offset, to_t, is_query, low, DV, C, BX)
                 if tile == 0:
                     tl.store(denominators + (row_q + r) * EACH, bottom, mask=is_query)
@@ -340,6 +383,9 @@ def _scan(
                 x_q = x_q.to(tl.float32)
                 weight = inverse(tl.load(denominators + (row_q + r) * EACH, mask=is_query, other=1.0))
                 y = y * weight[:, None] * slope(x_q, of_queries(x_q, MAP, NORMALIZE, D, BX), MAP)
+                if GATED:
+                    # A row grows with all gates up to its own.
+                    tl.store(delta + (row_q + r) * TILES + tile, tl.sum(x_q * y, 1), mask=is_query)
                 at_row = to + batch * to_b + row_head * to_h + q_start * to_t
                 store_rows(y, at_row, first - offset, to_t, is_query, low, D, C, BX)
             else:
@@ -348,6 +394,9 @@ def _scan(
                     phi_k, _ = of_keys(x_k, MAP, D, BX)
                     y = y * slope(x_k, phi_k, MAP)
                 y = tl.where(is_key[:, None], y, 0.0)
+                if GATED and ROLE == "dk":
+                    row_k = (batch * kv_heads + kv_head) * keys + k_start + token
+                    tl.store(delta + row_k * TILES + tile, tl.sum(x_k * y, 1), mask=within(token, n_keys))
                 at_row = to + batch * to_b + kv_head * to_h + k_start * to_t
                 store_rows(y, at_row, first, to_t, within(token, n_keys), low, WIDTH, C, BX)
 
@@ -362,7 +411,18 @@ def _scan(
                 kept = exp(reference + tl.load(end_exponent + whose))
                 state, z = state * kept, z * kept
             tl.store(after + at, state, mask=inside)
-            if tile == 0:
+            if GATED:
+                # How far all has decayed: of a segment in base 2, of a state in that of e.
+                mark = tl.arange(0, 16)
+                if END and not REVERSE:
+                    passed *= 0.6931471805599453
+                    if INITIAL:
+                        passed += tl.load(initial + whose * record + D * DV)
+                elif not SUMS:
+                    passed = tl.zeros([], tl.float32)
+                if tile == 0:
+                    tl.store(after + D * DV + mark, tl.where(mark == 0, passed, 0.0), mask=mark < record - D * DV)
+            elif tile == 0:
                 tl.store(after + D * DV + z_at, z, mask=z_at < D)
                 if END and not REVERSE:
                     store_marks(after + D * DV + D, initial + whose * record + D * DV + D if INITIAL else initial, there, reference,
@@ -375,15 +435,15 @@ def _scan(
 
 
 # A kernel is not compiled again for another length.
-@triton.jit(do_not_specialize=["queries", "keys", "offset", "first_chunk", "kv_heads", "segments", "record"])
+@triton.jit(do_not_specialize=["queries", "keys", "offset", "first_chunk", "kv_heads", "segments", "record", "scale"])
 def scan(
     q, k, v, out, d_out, denominators, delta, to,
     records, initial, initial_exponent, end, end_exponent,
     log_decay, ignored, lengths, bounds,
-    queries, keys, offset, first_chunk, kv_heads, segments, record,
+    queries, keys, offset, first_chunk, kv_heads, segments, record, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
     ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
-    DECAY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr,
+    DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
     C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -401,19 +461,22 @@ def scan(
     What is not finite in a row of ``x`` shows in the sums over all rows, at the end: then the same again, with care for the rows that do
     not see it.
 
+    With ``GATED`` there is a decay a token and head, ``log_decay`` in base 2, ``[batch, kv_heads, keys]``: roles dq and dk then write row sums of x
+    times its gradient, of which the gates' is made, to ``delta``.
+
     With ``SUMS`` it writes the state of each segment instead, ``sum_s b_s x_s``; who reads them does so of all segments before.
     """
     bad = _scan(
         q, k, v, out, d_out, denominators, delta, to, records, initial, initial_exponent, end, end_exponent, log_decay, ignored,
-        lengths, bounds, queries, keys, offset, first_chunk, kv_heads, segments, record, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
-        v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL, MAP, NORMALIZE, DECAY, INITIAL, END, IGNORED,
+        lengths, bounds, queries, keys, offset, first_chunk, kv_heads, segments, record, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
+        v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL, MAP, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED,
         PACKED, GROUP, D, DV, BD, BV, BX, False, C, TYPE, PRECISION,
     )  # fmt: skip
     if CAUSAL and not SUMS:
         if bad:
             _scan(
                 q, k, v, out, d_out, denominators, delta, to, records, initial, initial_exponent, end, end_exponent, log_decay, ignored,
-                lengths, bounds, queries, keys, offset, first_chunk, kv_heads, segments, record, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
-                v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL, MAP, NORMALIZE, DECAY, INITIAL, END, IGNORED,
+                lengths, bounds, queries, keys, offset, first_chunk, kv_heads, segments, record, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
+                v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL, MAP, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED,
                 PACKED, GROUP, D, DV, BD, BV, BX, True, C, TYPE, PRECISION,
             )  # fmt: skip
