@@ -499,7 +499,7 @@ pub(crate) fn spread(weights: Tensor<5>, first: isize, width: usize) -> Tensor<5
     // Column u of every row holds the weight at distance first + u − (chunk − 1). Row x wants its columns
     // chunk − 1 − x onwards; read row-major with one column less, each row starts one place further left.
     let weights = clamped(weights, 4, first - (chunk as isize - 1) + radius, columns);
-    if columns == 1 {
+    if chunk == 1 {
         return weights;
     }
     weights
