@@ -47,8 +47,7 @@ fn sweep(step: u32, most: f32, exact: impl Fn(f64) -> f64 + Sync, fast: impl Fn(
                     assert!(got.is_infinite() || error <= unit(f64::from(f32::MAX)), "{x:e}: {got:e}");
                 } else {
                     let ulp = error / unit(right);
-                    // NaN, too, is the worst.
-                    if !(ulp <= worst.ulp) {
+                    if ulp.is_nan() || ulp > worst.ulp {
                         worst = Worst { ulp, x };
                     }
                 }
