@@ -58,7 +58,7 @@ fn sweep(step: u32, most: f32, exact: impl Fn(f64) -> f64 + Sync, fast: impl Fn(
     std::thread::scope(|scope| {
         let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
         let all = running.into_iter().map(|one| one.join().expect("a sweep"));
-        all.reduce(|a, b| if a.ulp >= b.ulp { a } else { b }).unwrap_or_default()
+        all.reduce(|a, b| if a.ulp.is_nan() || a.ulp >= b.ulp { a } else { b }).unwrap_or_default()
     })
 }
 
