@@ -144,7 +144,10 @@ fn wrong_starts_are_one_line() {
     for (arguments, parts) in [
         (vec!["train", "--pairs", "nowhere.tsv", "--out", "run"], "nowhere.tsv"),
         (vec!["train", "--pairs", "-", "--out", "run"], "standard input has one reader"),
-        (vec!["train", "--split-sequence", "--out", "run"], "only the sequences of a text are split"),
+        (
+            vec!["train", "--split-sequence", "--out", "run"],
+            "`split_sequence` is not used by --pairs; it belongs to --text",
+        ),
         (
             vec!["train", "--text", "novel.txt", "--split-sequence", "--attention", "shaw,softmax", "--out", "run"],
             "not with softmax attention",
