@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::problem::{Problem, ROWS};
-use super::taps::{convolve, convolve_back, silu, tap_sums};
+use super::taps::{convolve, convolve_back, silu, tap_sums, through_gate};
 use crate::call::{Arena, Cotangent, GradientSink, Scratch, Sequence, SharedRows, State};
 use crate::simd::Real;
 use crate::simd::block::{add_products, add_scaled, multiply, set_products};
@@ -189,12 +189,8 @@ fn piece<T: Real>(
         // SAFETY: each (batch, head, token) belongs to one position, so to one task.
         let (dk, dv) = unsafe { places.sink.key([sequence.batch, kv_head, sequence.key_start + key], dims) };
         if matters && sequence.has(key) {
-            if problem.convolution.gated {
-                set_products(d, values.row(key, width), dk);
-                set_products(d, keys.row(key, width), dv);
-            } else {
-                dv.copy_from_slice(d);
-            }
+            set_products(d, values.row(key, width), dk);
+            through_gate(keys.row(key, dims.head_dim), d, dv);
         } else {
             // Not 0 times what may be no number.
             dk.fill(T::ZERO);

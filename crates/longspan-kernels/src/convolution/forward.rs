@@ -2,10 +2,9 @@
 
 use super::problem::{Problem, ROWS};
 use super::state;
-use super::taps::{convolve, silu};
+use super::taps::{convolve, silu, through_gate};
 use crate::call::{Arena, Scratch, Sink, State};
 use crate::simd::Real;
-use crate::simd::block::set_products;
 use crate::threads::{self, parallel};
 
 /// What a task works on: products, sums, taps.
@@ -58,12 +57,7 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
                 let token = sequence.query_start + first + at;
                 // SAFETY: each (batch, head, token) belongs to one task.
                 let out = unsafe { sink.out.row(sequence.batch, head, token, dims.value_dim) };
-                let sum = &sums[at * row..];
-                if problem.convolution.gated {
-                    set_products(sum, queries.row(at, dims.value_dim), out);
-                } else {
-                    out.copy_from_slice(&sum[..dims.value_dim]);
-                }
+                through_gate(queries.row(at, dims.head_dim), &sums[at * row..], out);
                 // SAFETY: as above.
                 unsafe { sink.set_denominator([sequence.batch, head, token], &[T::ONE]) };
             }

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
+use super::taps::through_gate;
 use super::{ShortConvolution, check_options};
 use crate::call::{Call, Dims, Sequence, check_call, check_initial_state};
 use crate::error::Error;
 use crate::simd::Real;
-use crate::simd::block::set_products;
 use crate::simd::rows::padded;
 
 /// Tokens of a task: many beside the taps, few enough for the second-level cache.
@@ -67,12 +67,7 @@ impl<'a, T: Real> Problem<'a, T> {
             let to = &mut to[..width];
             match (usize::try_from(position), past) {
                 (Ok(key), _) if sequence.has(key) => {
-                    let value = values.row(key, width);
-                    if self.convolution.gated {
-                        set_products(keys.row(key, width), value, to);
-                    } else {
-                        to.copy_from_slice(value);
-                    }
+                    through_gate(keys.row(key, self.dims.head_dim), values.row(key, width), to);
                 }
                 (Err(_), Some(past)) if position >= -before => {
                     to.copy_from_slice(&past[(position + before) as usize * width..][..width]);

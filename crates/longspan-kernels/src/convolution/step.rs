@@ -1,6 +1,6 @@
 //! One token at a time: the state's products and its own, weighed; then the state moves on by one.
 
-use super::taps::silu;
+use super::taps::{silu, through_gate};
 use super::{ShortConvolution, check_options};
 use crate::call::{Dims, Mechanism, PARTS, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
@@ -22,7 +22,7 @@ pub(super) fn step<T: Real>(
         dims.heads = out.len() / (dims.batch * dims.value_dim).max(1);
         dims.check(convolution.name())?;
     }
-    let Dims { batch, kv_heads, value_dim: channels, .. } = dims;
+    let Dims { batch, kv_heads, head_dim, value_dim: channels, .. } = dims;
     check_options(convolution, &dims)?;
     check_token(convolution, &dims, token, state, out)?;
     let (width, before, group) = (convolution.width, convolution.before(), dims.group());
@@ -32,12 +32,7 @@ pub(super) fn step<T: Real>(
         let (own, sum) = memory.take(2 * block).split_at_mut(block);
         let own = &mut own[..channels];
         let taps = &token.parameters[0][unit % kv_heads * width * channels..][..width * channels];
-        let value = row(token.v, unit, channels);
-        if convolution.gated {
-            set_products(row(token.k, unit, channels), value, own);
-        } else {
-            own.copy_from_slice(value);
-        }
+        through_gate(row(token.k, unit, head_dim), row(token.v, unit, channels), own);
         set_products(&taps[..channels], own, &mut sum[..channels]);
         if convolution.bias {
             add_scaled(&mut sum[..channels], T::ONE, row(token.parameters[1], unit % kv_heads, channels));
@@ -49,12 +44,7 @@ pub(super) fn step<T: Real>(
             silu(sum, None);
         }
         for n in 0..group {
-            let out = &mut out[n * channels..][..channels];
-            if convolution.gated {
-                set_products(sum, row(token.q, unit * group + n, channels), out);
-            } else {
-                out.copy_from_slice(&sum[..channels]);
-            }
+            through_gate(row(token.q, unit * group + n, head_dim), sum, &mut out[n * channels..][..channels]);
         }
         if before > 0 {
             products.copy_within(channels.., 0);

@@ -1,5 +1,6 @@
 //! The loops over taps and channels. Blocks have rows of whole registers.
 
+use crate::simd::block::set_products;
 use crate::simd::{self, Real, dispatch, operation};
 
 // `to[r] = b + Σ_t taps[t] ⊙ from[r + w − 1 − t]`, or with `ahead` `Σ_t taps[t] ⊙ from[r + t]`, for each row of `to`. The bias stands after
@@ -60,6 +61,15 @@ operation!(TapSums, |d: &'a [T], from: &'a [T], row: usize, to: &'a mut [T]| {
 /// The gradients of taps and bias from those of the sums of rows.
 pub(super) fn tap_sums<T: Real>(d: &[T], from: &[T], row: usize, to: &mut [T]) {
     dispatch(TapSums { d, from, row, to });
+}
+
+/// `to ← gate ⊙ x`; without a gate, whose row has no numbers, `x` itself.
+pub(super) fn through_gate<T: Real>(gate: &[T], x: &[T], to: &mut [T]) {
+    if gate.is_empty() {
+        to.copy_from_slice(&x[..to.len()]);
+    } else {
+        set_products(gate, x, to);
+    }
 }
 
 operation!(Silu, |numbers: &'a mut [T], slopes: Option<&'a mut [T]>| {
