@@ -13,12 +13,15 @@ fn magnitudes(subject: &Subject, inputs: &Inputs<f64>) -> Inputs<f64> {
     let absolute = |x: &[f64]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
     let features = |x: &[f64]| if subject.assumptions.signed_features { absolute(x) } else { x.to_vec() };
     let signed = subject.assumptions.signed_parameters;
-    let parameter = |(n, x): (usize, &Vec<f64>)| if n < signed { absolute(x) } else { x.clone() };
+    // Gates have the signs that they must have.
+    let parameter =
+        |(n, x): (usize, &Vec<f64>)| if n < signed && inputs.per_key[n] == 0 { absolute(x) } else { x.clone() };
     Inputs {
         q: features(&inputs.q),
         k: features(&inputs.k),
         v: absolute(&inputs.v),
         parameters: inputs.parameters.iter().enumerate().map(parameter).collect(),
+        per_key: inputs.per_key.clone(),
         d_out: absolute(&inputs.d_out),
     }
 }
@@ -52,6 +55,10 @@ pub fn backward_scale(subject: &Subject, case: &Case, inputs: &Inputs<f64>) -> R
     let mut backward = execute::backward(subject, case, &inputs, &forward)?;
     // A gradient with a single term, such as that of a gate, has the sign of that term.
     backward.gradients.iter_mut().flatten().for_each(|x| *x = x.abs());
+    if subject.assumptions.gates_from_sums {
+        let gates = backward.gradients.iter_mut().skip(3).zip(&inputs.per_key).filter(|(_, width)| **width > 0);
+        gates.for_each(|(gradient, _)| level(gradient));
+    }
     if subject.assumptions.turned {
         backward.gradients.iter_mut().for_each(|gradient| level(gradient));
         // The gradient of an angle is at most a feature, 4 as drawn, times the gradient of the feature; that of a rate

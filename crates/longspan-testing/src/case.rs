@@ -111,8 +111,19 @@ pub struct Inputs<T> {
     pub v: Vec<T>,
     /// As the mechanism lists them.
     pub parameters: Vec<Vec<T>>,
+    /// How many numbers of each parameter a key brings with it, `[batch, kv_heads, keys, n]`; 0 for learned tensors.
+    pub per_key: Vec<usize>,
     /// The gradient of the output, as the output.
     pub d_out: Vec<T>,
+}
+
+/// How many numbers of a parameter a key brings with it.
+pub fn per_key(parameter: &Parameter) -> usize {
+    match (parameter.name, &*parameter.shape) {
+        ("log_decay" | "beta", [_, _, _]) => 1,
+        ("log_decay", [_, _, _, width]) => *width,
+        _ => 0,
+    }
 }
 
 impl Inputs<f64> {
@@ -129,6 +140,7 @@ impl Inputs<f64> {
             v: draw(len(case.dims.v()), false),
             d_out: draw(len(case.dims.out()), false),
             parameters: parameters.iter().map(|p| draw(p.len(), case.positive)).collect(),
+            per_key: parameters.iter().map(per_key).collect(),
         }
     }
 
@@ -159,6 +171,7 @@ impl Inputs<f64> {
             v: cast(&self.v),
             d_out: cast(&self.d_out),
             parameters: self.parameters.iter().map(cast).collect(),
+            per_key: self.per_key.clone(),
         }
     }
 }

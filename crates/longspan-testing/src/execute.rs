@@ -220,7 +220,6 @@ pub fn steps<T: Number>(
     state: &mut State<T>,
 ) -> Result<Vec<T>, Error> {
     let dims = &case.dims;
-    let parameters: Vec<&[T]> = inputs.parameters.iter().map(Vec::as_slice).collect();
     let gather = |x: &[T], heads: usize, length: usize, width: usize, token: usize| -> Vec<T> {
         (0..dims.batch * heads).flat_map(|h| x[(h * length + token) * width..][..width].to_vec()).collect()
     };
@@ -232,6 +231,12 @@ pub fn steps<T: Number>(
             gather(&inputs.k, dims.kv_heads, dims.keys, inputs.key_shape(dims)[3], token),
             gather(&inputs.v, dims.kv_heads, dims.keys, dims.value_dim, token),
         );
+        let parameters =
+            inputs.parameters.iter().zip(&inputs.per_key).map(|(x, &width)| {
+                if width == 0 { x.clone() } else { gather(x, dims.kv_heads, dims.keys, width, token) }
+            });
+        let parameters: Vec<Vec<T>> = parameters.collect();
+        let parameters: Vec<&[T]> = parameters.iter().map(Vec::as_slice).collect();
         T::mechanism(subject).step(&Token { q: &q, k: &k, v: &v, parameters: &parameters }, state, &mut row)?;
         for head in 0..dims.batch * dims.heads {
             out[(head * tokens.len() + n) * dims.value_dim..][..dims.value_dim]

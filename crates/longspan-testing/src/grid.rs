@@ -4,7 +4,8 @@
 //! that a few hundred cases hold each level many times and nearly every pair of levels.
 
 use longspan_kernels::{
-    Dims, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Positions, RelativeMap, Score, Shaw, Wave,
+    Algorithm, Dims, FeatureMap, Fourier, FourierNormalizer, KernelizedAttention, Positions, RelativeMap, Score, Shaw,
+    Wave,
 };
 
 use crate::case::{Case, KeyMask};
@@ -99,6 +100,7 @@ pub fn kernelized(seed: u64, count: usize, lengths: &[usize]) -> Vec<(Kernelized
                 feature_map: feature_map.deal(random),
                 score,
                 decay,
+                gate: false,
                 normalize: normalize.deal(random),
                 algorithm: algorithm.deal(random),
             };
@@ -176,6 +178,24 @@ pub fn fourier(seed: u64, count: usize, lengths: &[usize], given: bool) -> Vec<(
             (KernelizedAttention { feature_map, score: Score::Fourier(fourier), ..attention }, case)
         })
         .collect()
+}
+
+/// Turns each case into a causal call of as many queries as keys, whose tokens bring decays.
+pub fn gated(cases: Vec<(KernelizedAttention, Case)>) -> Vec<(KernelizedAttention, Case)> {
+    let gated = |(attention, case): (KernelizedAttention, Case)| {
+        // Where a row's own key has features of 0, all that is left has the error of all gates since.
+        let relu = attention.feature_map == FeatureMap::Relu;
+        let feature_map = if relu { FeatureMap::EluPlusOne } else { attention.feature_map };
+        let algorithm = Algorithm::Auto;
+        let attention = KernelizedAttention { gate: true, decay: None, feature_map, algorithm, ..attention };
+        let keys = match case.keys {
+            KeyMask::Packed { keys, .. } => KeyMask::Packed { queries: keys.clone(), keys },
+            others => others,
+        };
+        let dims = Dims { queries: case.dims.keys, ..case.dims };
+        (attention, Case { dims, causal: true, offset: 0, keys, ..case })
+    };
+    cases.into_iter().map(gated).collect()
 }
 
 /// `count` mechanisms with a causal self-attention case each, for streaming.

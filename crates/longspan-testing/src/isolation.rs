@@ -187,6 +187,28 @@ pub(crate) fn rows_of<T: Copy>(x: &[T], [length, width]: [usize; 2], tokens: &Ra
     heads.flat_map(|head| &head[tokens.start * width..tokens.end * width]).copied().collect()
 }
 
+/// The parameters of a call on some keys alone.
+fn of_keys<T: Number>(inputs: &Inputs<T>, length: usize, keys: &Range<usize>) -> Vec<Vec<T>> {
+    let of = |(x, &width): (&Vec<T>, &usize)| if width == 0 { x.clone() } else { rows_of(x, [length, width], keys) };
+    inputs.parameters.iter().zip(&inputs.per_key).map(of).collect()
+}
+
+/// Adds the gradient of a parameter of a call on some keys alone to that of all.
+pub(crate) fn add_of_keys<A: Copy + std::ops::AddAssign>(
+    to: &mut [A],
+    from: &[A],
+    [length, width]: [usize; 2],
+    keys: &Range<usize>,
+) {
+    if width == 0 {
+        return to.iter_mut().zip(from).for_each(|(to, &x)| *to += x);
+    }
+    let heads = to.chunks_mut((length * width).max(1)).zip(from.chunks((keys.len() * width).max(1)));
+    for (to, from) in heads {
+        to[keys.start * width..keys.end * width].iter_mut().zip(from).for_each(|(to, &x)| *to += x);
+    }
+}
+
 /// A call on the tokens `queries` and `keys` of every head alone.
 pub(crate) fn part<T: Number>(
     case: &Case,
@@ -201,7 +223,8 @@ pub(crate) fn part<T: Number>(
         d_out: rows_of(&inputs.d_out, [all.queries, all.value_dim], &queries),
         k: rows_of(&inputs.k, [all.keys, key_dim], &keys),
         v: rows_of(&inputs.v, [all.keys, all.value_dim], &keys),
-        parameters: inputs.parameters.clone(),
+        parameters: of_keys(inputs, all.keys, &keys),
+        per_key: inputs.per_key.clone(),
     };
     (Case { dims, keys: KeyMask::All, ..case.clone() }, inputs)
 }
@@ -233,6 +256,7 @@ pub fn packed_is_looped<T: Number>(subject: &Subject, case: &Case) -> Result<(),
         k: backward.gradients[1].clone(),
         v: backward.gradients[2].clone(),
         parameters: Vec::new(),
+        per_key: Vec::new(),
         d_out: Vec::new(),
     };
     let mut sums: Vec<[Vec<f64>; 2]> =
@@ -250,8 +274,9 @@ pub fn packed_is_looped<T: Number>(subject: &Subject, case: &Case) -> Result<(),
         let got = Backward { gradients: vec![got.q, got.k, got.v] };
         close_gradients(&format!(" of packed sequence {n}"), &got, &expected, &scale, gradient_terms(case))?;
         for (p, [sum, sum_scale]) in sums.iter_mut().enumerate() {
-            sum.iter_mut().zip(&expected.gradients[3 + p]).for_each(|(s, x)| *s += x);
-            sum_scale.iter_mut().zip(&scale.gradients[3 + p]).for_each(|(s, x)| *s += x);
+            let (sizes, keys) = ([case.dims.keys, inputs.per_key[p]], k[0]..k[1]);
+            add_of_keys(sum, &expected.gradients[3 + p], sizes, &keys);
+            add_of_keys(sum_scale, &scale.gradients[3 + p], sizes, &keys);
         }
     }
     for (p, [expected, scale]) in sums.iter().enumerate() {

@@ -24,6 +24,6 @@ pub mod subject;
 pub mod suite;
 pub mod threads;
 
-pub use case::{Case, Inputs, KeyMask};
+pub use case::{Case, Inputs, KeyMask, per_key};
 pub use compare::Failure;
 pub use subject::{Assumptions, Number, Subject};

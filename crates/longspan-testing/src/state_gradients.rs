@@ -8,7 +8,7 @@ use crate::accuracy::{self, direction, gradient_terms, is_quotient};
 use crate::case::{Case, Inputs, KeyMask};
 use crate::compare::{Failure, close_gradients, ensure, same_bits, same_gradients};
 use crate::execute::{self, Backward};
-use crate::isolation::masked_part;
+use crate::isolation::{add_of_keys, masked_part};
 use crate::random::Random;
 use crate::streaming::{pieces, relative_to};
 use crate::subject::{Number, Subject};
@@ -53,7 +53,7 @@ fn in_pieces<T: Number>(
         let (poisoned, d_poisoned) = run(&mut execute::poisoned(&scratch))?;
         same_gradients("of a piece on poisoned scratch", &poisoned, &backward)?;
         same_bits("gradient of a state on poisoned scratch", d_poisoned.numbers(), d_initial.numbers())?;
-        enter(&mut whole, subject, dims, tokens, &backward);
+        enter(&mut whole, subject, case, inputs, tokens, &backward);
         d_state = Some(d_initial);
     }
     Ok(Backward { gradients: whole })
@@ -66,18 +66,22 @@ fn zeros<T: Number>(inputs: &Inputs<T>) -> Vec<Vec<T>> {
 }
 
 /// Adds the gradients of a piece to those of the whole.
-fn enter<T: Number>(whole: &mut [Vec<T>], subject: &Subject, dims: &Dims, tokens: &Range<usize>, piece: &Backward<T>) {
-    let add = |to: &mut [T], from: &[T]| to.iter_mut().zip(from).for_each(|(to, &x)| *to += x);
+fn enter<T: Number>(
+    whole: &mut [Vec<T>],
+    subject: &Subject,
+    case: &Case,
+    inputs: &Inputs<T>,
+    tokens: &Range<usize>,
+    piece: &Backward<T>,
+) {
+    let dims = &case.dims;
     let widths = [dims.head_dim, execute::key_dim(subject, dims), dims.value_dim];
-    for (which, (to, from)) in whole.iter_mut().zip(&piece.gradients).enumerate() {
-        let Some(width) = widths.get(which) else {
-            add(to, from);
-            continue;
-        };
-        let (row, span) = (dims.keys * width, tokens.len() * width);
-        if row * span > 0 {
-            let rows = to.chunks_mut(row).zip(from.chunks(span));
-            rows.for_each(|(to, from)| add(&mut to[tokens.start * width..tokens.end * width], from));
+    let widths =
+        widths.map(|width| (width, true)).into_iter().chain(inputs.per_key.iter().map(|&width| (width, false)));
+    for ((to, from), (width, rows)) in whole.iter_mut().zip(&piece.gradients).zip(widths) {
+        // Rows of no numbers are no learned tensor.
+        if width > 0 || !rows {
+            add_of_keys(to, from, [dims.keys, width], tokens);
         }
     }
 }
@@ -112,7 +116,7 @@ fn side_by_side<T: Number>(
         let states = (Some(&before[n]), None, Some(&mut d_before));
         let backward =
             execute::backward_through_states(subject, &piece, &numbers, &forward, states, nan, &mut scratch)?;
-        enter(&mut whole, subject, &case.dims, tokens, &backward);
+        enter(&mut whole, subject, case, inputs, tokens, &backward);
         if let Some(d_after) = d_after {
             let (forward, state) = &formed[n];
             let found = mechanism.combine_backward(&before[n], state, &parameters, &d_after)?;
@@ -123,7 +127,7 @@ fn side_by_side<T: Number>(
             for (to, from) in backward.gradients[3..].iter_mut().zip(&found.parameters) {
                 to.iter_mut().zip(from).for_each(|(to, &x)| *to += x);
             }
-            enter(&mut whole, subject, &case.dims, tokens, &backward);
+            enter(&mut whole, subject, case, inputs, tokens, &backward);
             let sum = d_before.numbers().iter().zip(found.earlier.numbers()).map(|(&a, &b)| a + b).collect();
             d_before = State::from_numbers(d_before.shape(), sum)?;
         }
@@ -210,7 +214,7 @@ fn sums_and_values(state: &State<f64>, value_dim: usize) -> Vec<bool> {
     if state.shape().mechanism == "toeplitz" {
         return sums_and_tokens(state, value_dim);
     }
-    let [sum, keys, marks, row, ring, _] = state.shape().parts;
+    let [sum, keys, marks, row, ring, passed] = state.shape().parts;
     if ["gated", "delta"].contains(&state.shape().mechanism) {
         // A sum of log decays may not rise above 0.
         let heads = state.numbers().chunks_exact(state.shape().head_len().max(1));
@@ -221,10 +225,12 @@ fn sums_and_values(state: &State<f64>, value_dim: usize) -> Vec<bool> {
         // An exponent of −∞ means that the sums over keys are empty.
         moves.extend((0..sum + keys).map(|_| head[sum + keys].is_finite()));
         moves.extend((0..marks).map(|_| false).chain((0..row).map(|_| true)));
-        for row in head[head.len() - ring..].chunks_exact(row.max(1)) {
+        for row in head[sum + keys + marks + row..][..ring].chunks_exact(row.max(1)) {
             let there = row.last().is_some_and(|&present| present != 0.0);
-            moves.extend((0..row.len()).map(|n| there && n + 1 < row.len()));
+            // What is left of a row's weight falls with gates; else it is 1.
+            moves.extend((0..row.len()).map(|n| there && (passed > 0 || n + 1 < row.len())));
         }
+        moves.extend((0..passed).map(|_| false));
     }
     moves
 }

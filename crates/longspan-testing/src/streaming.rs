@@ -37,15 +37,15 @@ fn bring_exponent(head: &mut [f64], to: &[f64], at: usize) -> f64 {
 }
 
 /// One head's state of sums and a ring.
-fn bring_sums([sum, keys, _, row, ring, _]: [usize; 6], head: &mut [f64], to: &[f64]) {
+fn bring_sums([sum, keys, marks, row, ring, _]: [usize; 6], head: &mut [f64], to: &[f64]) {
     let sums = sum + keys;
     let factor = bring_exponent(head, to, sums);
     head[..sums].iter_mut().for_each(|x| *x *= factor);
     if ring > 0 {
         let (own, other) = (head[sums + 1] as usize, to[sums + 1] as usize);
-        let start = head.len() - ring;
-        head[start..].rotate_left(own * row);
-        head[start..].rotate_right(other * row);
+        let start = sums + marks + row;
+        head[start..][..ring].rotate_left(own * row);
+        head[start..][..ring].rotate_right(other * row);
         head[sums + 1] = to[sums + 1];
     }
 }
@@ -299,7 +299,13 @@ pub fn states_are_values<T: Number>(subject: &Subject, case: &Case) -> Result<()
         k: pick(&inputs.k),
         v: pick(&inputs.v),
         d_out: pick(&inputs.d_out),
-        parameters: inputs.parameters.clone(),
+        parameters: inputs
+            .parameters
+            .iter()
+            .zip(&inputs.per_key)
+            .map(|(x, &n)| if n == 0 { x.clone() } else { pick(x) })
+            .collect(),
+        per_key: inputs.per_key.clone(),
     };
     let wide = Case { dims: Dims { batch: order.len(), ..*dims }, ..case.clone() };
     let got = execute::steps(subject, &wide, &picked, middle..dims.queries, &mut beams)?;

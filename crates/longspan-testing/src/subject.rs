@@ -55,6 +55,8 @@ pub struct Assumptions {
     /// Features are rotated by positions, or mixed by the map: sums of them or of their gradients may cancel, whatever
     /// the signs of the inputs.
     pub turned: bool,
+    /// Gradients of gates are differences of sums over all tokens, whose rounding each of them has.
+    pub gates_from_sums: bool,
     /// A bias is added to what a row sees: one that sees nothing need not be 0.
     pub biased: bool,
     /// Denominators are those of the definition, not scaled by a running maximum.
@@ -85,6 +87,13 @@ pub struct Subject {
     kernel_f64: Arc<dyn Kernel<f64>>,
 }
 
+/// Turns drawn numbers into log decays: from next to none to nearly all, a step of a difference quotient away from 0.
+pub fn gates(numbers: &mut [f64]) {
+    for (n, x) in numbers.iter_mut().enumerate() {
+        *x = -1e-3 - x.abs() * [0.02, 0.3, 4.0][n % 3];
+    }
+}
+
 impl Subject {
     /// Any mechanism.
     pub fn new<M>(mechanism: M, assumptions: Assumptions) -> Self
@@ -113,13 +122,14 @@ impl Subject {
                 (false, false) => 0,
             },
             content: attention.score.content(),
-            positions: attention.score != Score::Content || attention.decay.is_some(),
+            positions: attention.score != Score::Content || attention.decay.is_some() || attention.gate,
             positive_weights: !identity
                 && !raw_table
                 && attention.feature_map != FeatureMap::Relu
                 && !matches!(attention.feature_map, FeatureMap::Dpfp { .. })
                 && attention.score.fourier().is_none_or(|fourier| fourier.normalizer == FourierNormalizer::Dominant),
             turned: attention.score.fourier().is_some() || !attention.feature_map.is_elementwise(),
+            gates_from_sums: attention.gate,
             biased: false,
             true_denominators: !attention.feature_map.is_exponential(),
         }
@@ -128,7 +138,7 @@ impl Subject {
     /// Kernelized attention.
     pub fn kernelized(attention: &KernelizedAttention) -> Self {
         let subject = Self::new(attention.clone(), Self::assume(attention));
-        match attention.score {
+        let subject = match attention.score {
             // Keeps the sum of signed weights away from 0, where no tolerance would mean anything.
             Score::Fourier(fourier) if is_signed(&fourier) && attention.normalize => Self {
                 prepare: Arc::new(|parameter, numbers| {
@@ -153,18 +163,27 @@ impl Subject {
                 ..subject
             },
             _ => subject,
-        }
+        };
+        let others = subject.prepare;
+        let prepare: Prepare = Arc::new(move |parameter, numbers| match parameter.name {
+            "log_decay" => gates(numbers),
+            _ => others(parameter, numbers),
+        });
+        Self { prepare, ..subject }
     }
 
     /// Kernelized attention by `auto` and by each algorithm that can be forced.
     pub fn every_algorithm(attention: &KernelizedAttention) -> Vec<Self> {
         let by = |algorithm| Self::kernelized(&KernelizedAttention { algorithm, ..attention.clone() });
-        kernelized_algorithms().into_iter().map(by).collect()
+        algorithms_of(attention).into_iter().map(by).collect()
     }
 }
 
 /// The algorithms that kernelized attention can be asked for.
 pub(crate) fn kernelized_algorithms() -> Vec<Algorithm> {
-    let forced = KernelizedAttention::default().algorithms();
-    [Algorithm::Auto].iter().chain(forced).copied().collect()
+    algorithms_of(&KernelizedAttention::default())
+}
+
+fn algorithms_of(attention: &KernelizedAttention) -> Vec<Algorithm> {
+    [Algorithm::Auto].iter().chain(attention.algorithms()).copied().collect()
 }

@@ -58,7 +58,14 @@ fn samples() -> Vec<(Subject, Case, Inputs<f64>, Sample)> {
             };
             let d_out = if sample.d_out.is_empty() { vec![0.0; sample.out.len()] } else { sample.d_out.clone() };
             let parameters = if score == Score::Content { Vec::new() } else { vec![sample.table.clone()] };
-            let inputs = Inputs { q: sample.q.clone(), k: sample.k.clone(), v: sample.v.clone(), parameters, d_out };
+            let inputs = Inputs {
+                q: sample.q.clone(),
+                k: sample.k.clone(),
+                v: sample.v.clone(),
+                per_key: vec![0; parameters.len()],
+                parameters,
+                d_out,
+            };
             (Subject::kernelized(&attention), case, inputs, sample)
         })
         .collect()

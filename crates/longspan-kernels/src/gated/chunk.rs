@@ -1,11 +1,11 @@
 //! A chunk of a unit in working memory, and its way forwards.
 
-use super::loops::{Exp, Weigh, decays};
+use super::loops::{Weigh, decays};
 use super::pairs;
 use super::problem::{BLOCK, CHUNK, Problem, Unit};
 use super::solve::solve;
 use crate::call::Arena;
-use crate::simd::block::{decay_by, dot, scale_rows};
+use crate::simd::block::{Exp, decay_by, dot, scale_rows};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded, pieces};
 use crate::simd::{Real, dispatch};

@@ -1,21 +1,10 @@
 //! The loops over registers that gates ask for.
 
 use super::problem::BLOCK;
+use crate::simd::block::Exp;
 use crate::simd::product::by_whole_registers;
 use crate::simd::rows::padded;
 use crate::simd::{Real, Vector, dispatch, operation};
-
-// `to = e^to` for numbers that are at most 0; whole registers.
-operation!(Exp, |to: &'a mut [T]| {
-    assert!(to.len().is_multiple_of(V::LANES));
-    // SAFETY: whole registers by the assertion.
-    unsafe {
-        for at in (0..to.len()).step_by(V::LANES) {
-            let place = to.as_mut_ptr().add(at);
-            V::load(place).exp_nonpositive().store(place);
-        }
-    }
-});
 
 // `to = from ⊙ factors` for rows of whole registers, where a row has as many factors as numbers, or one.
 operation!(Weigh, |from: &'a [T], row: usize, rows: usize, factors: &'a [T], by_channel: bool, to: &'a mut [T]| {

@@ -1,10 +1,10 @@
 //! One token at a time: the state decays, is corrected or added to, and is read.
 
-use super::loops::{Arriving, Exp, TakeToken};
+use super::loops::{Arriving, TakeToken};
 use super::{Gate, GatedAttention};
 use crate::call::{Compute, Dims, PARTS, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
-use crate::simd::block::{dot, scale_by};
+use crate::simd::block::{Exp, dot, scale_by};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 use crate::threads;

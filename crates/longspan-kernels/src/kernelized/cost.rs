@@ -16,7 +16,8 @@ pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>
     let of_pairs = if attention.is_polynomial() { dims } else { mapped };
     let written = if attention.is_polynomial() { tokens(mapped).0 * mapped.head_dim as f64 } else { 0.0 };
     let chunked = chunked(attention, mapped, of_pairs.head_dim as f64, written, mask);
-    Plan::new(attention.algorithm, vec![naive(attention, of_pairs, mask), chunked])
+    let naive = (!attention.gate).then(|| naive(attention, of_pairs, mask));
+    Plan::new(attention.algorithm, naive.into_iter().chain([chunked]).collect())
 }
 
 /// Queries and keys, and the numbers of them, of values and of outputs, for one head.

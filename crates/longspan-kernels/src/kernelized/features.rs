@@ -277,7 +277,7 @@ impl<'a, T: Real> Problem<'a, T> {
         };
         let of_key = |kv_head: usize| -> Vec<&'x [T]> { units(kv_head).flat_map(key_sums).collect() };
         let turning = self.turning_sums_len();
-        let (gradients, of_map) = gradients.split_at_mut(self.call.parameters.len() - self.mapping.parameters);
+        let (gradients, of_map) = gradients.split_at_mut(self.parameters.len() - self.mapping.parameters);
         if let Some(map) = &self.mapping.rows
             && let [queries, keys] = of_map
         {
@@ -299,7 +299,7 @@ impl<'a, T: Real> Problem<'a, T> {
                 .flat_map(|index| key_sums(index).into_iter().map(move |sums| (origin(index), sums)))
                 .collect()
         };
-        rotations.write_gradients(self.layout.stride, of_query, of_key, self.call.parameters, accumulate, gradients);
+        rotations.write_gradients(self.layout.stride, of_query, of_key, self.parameters, accumulate, gradients);
         if !rotations.given() {
             return;
         }

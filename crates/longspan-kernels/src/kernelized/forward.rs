@@ -7,7 +7,7 @@ use super::summary::{Carry, Summary, places, store_state};
 use super::tile::{Buffers, Piece, combine_states};
 use crate::call::{Arena, Scratch, Sink, State};
 use crate::kernelized::running_sum::{AddRunning, Run};
-use crate::simd::block::{add_row_dots, scale_rows_backwards, store};
+use crate::simd::block::{add_row_dots, scale_rows, store};
 use crate::simd::product::{Product, mask_and_sum, zero_outside};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
@@ -44,7 +44,7 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let sequence = &unit.sequence;
         let scales = Scales::new(problem, walk.table.as_ref(), scene);
-        let decays = unit.gamma != 1.0;
+        let decays = !unit.decay.is_none();
         if problem.content && piece.keys > 0 {
             buffers.transpose_keys(problem, piece);
         }
@@ -74,9 +74,9 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
                 let (q, keys) = (&buffers.q[from..], &keys[from..]);
                 add_row_dots(q, head_width, keys, &mut buffers.sums[..piece.rows]);
                 if decays {
-                    let decays = &buffers.powers[buffers.powers.len() - piece.rows..];
-                    scale_rows_backwards((buffers.o, value_width), value_width, decays);
-                    buffers.sums.iter_mut().zip(decays.iter().rev()).for_each(|(sum, &decay)| *sum *= decay);
+                    let decays = &buffers.decays.from_start[..piece.rows];
+                    scale_rows((buffers.o, value_width), value_width, decays);
+                    buffers.sums.iter_mut().zip(decays).for_each(|(sum, &decay)| *sum *= decay);
                 }
                 written = true;
             }
@@ -116,18 +116,19 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
 
             if let (Some(table), Some(radius)) = (&walk.table, problem.radius) {
                 let (weights, weight_step) = (&*buffers.relative, table.width);
-                let run = Run { weights, weight_step, ..piece.entering(problem, unit, buffers.v) };
+                let far = (&*buffers.v, &buffers.far_decays);
+                let run = Run { weights, weight_step, ..piece.entering(problem, far) };
                 run_sum.copy_from_slice(scene.far.0);
                 dispatch(AddRunning { sum: run_sum, run, to: buffers.o, to_row: value_width });
                 let mut count = scene.far.1;
                 for row in 0..piece.rows {
-                    count += run.gain * buffers.present[row];
+                    count += run.gains[row];
                     buffers.sums[row] += buffers.relative[row * table.width] * count;
-                    count *= run.decay;
+                    count *= run.decays[row];
                 }
                 if let Some((sums, mut count)) = scene.after {
                     let weights = &buffers.relative[2 * radius..];
-                    let run = Run { weights, weight_step, ..piece.leaving(problem, unit, buffers.v) };
+                    let run = Run { weights, weight_step, ..piece.leaving(problem, far) };
                     run_sum.copy_from_slice(sums);
                     dispatch(AddRunning { sum: run_sum, run, to: buffers.o, to_row: value_width });
                     for row in (0..piece.rows).rev() {
@@ -193,13 +194,13 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
         buffers.start(problem, &unit);
         let mut carry = Carry::new(memory.layout, high, low);
         if let Some(before) = ring {
-            carry.load(before, problem.dims.value_dim);
+            carry.load(&unit, before, problem.dims.value_dim);
         }
         let mut local = Summary::new(memory.layout, local);
         let keys = unit.sequence.keys;
         for segment in cut(problem, 0, keys, 0, false) {
             walk.causal(segment, carry.high.view(), (&mut local, true), running, None, &mut buffers);
-            carry.add(problem, &unit, segment.to - segment.from, local.view());
+            carry.add(problem, unit.passes(&segment), local.view());
         }
         store_state(problem, &unit, ring, &carry.high, &heads[index]);
     });

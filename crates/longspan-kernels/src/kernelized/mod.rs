@@ -21,6 +21,7 @@
 
 mod backward;
 mod cost;
+mod decays;
 mod features;
 mod forward;
 mod layout;
@@ -98,6 +99,10 @@ pub struct KernelizedAttention {
     /// `γ` in (0, 1] for each key/value head: the weight of a key falls by `γ` with every token (retention). Causal
     /// masks only. Not learned.
     pub decay: Option<Vec<f64>>,
+    /// Each token brings a decay of its own: one more parameter, `log_decay`, `[batch, kv_heads, keys]`, all at most 0, the last of the
+    /// list. The weight of key `j` for row `i` is multiplied by `e^{g_{j+1} + … + g_i}`; an ignored key brings none. Causal masks without
+    /// offset, as many queries as keys, [`Algorithm::Chunked`], and no [`decay`](Self::decay) beside it.
+    pub gate: bool,
     /// Divide by the sum of the weights. Without it the output is `N`. [`FourierNormalizer::None`] is the same as
     /// `false` here.
     pub normalize: bool,
@@ -111,6 +116,7 @@ impl Default for KernelizedAttention {
             feature_map: FeatureMap::default(),
             score: Score::Content,
             decay: None,
+            gate: false,
             normalize: true,
             algorithm: Algorithm::Auto,
         }
@@ -127,8 +133,21 @@ impl KernelizedAttention {
     fn fingerprint(&self) -> u64 {
         let fourier = self.score.fourier().map_or([0; 3], |fourier| fourier.state_id());
         let radius = optional_id(self.score.shaw().map(|shaw| shaw.radius));
-        let decay = self.decay.iter().flatten().map(|gamma| gamma.to_bits());
+        let decay = self.decay.iter().flatten().map(|gamma| gamma.to_bits()).chain(self.gate.then_some(u64::MAX));
         fingerprint(self.feature_map.state_id().into_iter().chain(fourier).chain([radius]).chain(decay))
+    }
+
+    /// Whether weights fall with time, and by what tokens bring.
+    fn decays(&self) -> (bool, bool) {
+        (self.gate || self.decay.is_some(), self.gate)
+    }
+
+    /// The parameters of positions and of the map, and that of gates.
+    fn split_gate<'x, P: Copy>(&self, parameters: &'x [P]) -> (&'x [P], Option<P>) {
+        match parameters {
+            [others @ .., gate] if self.gate => (others, Some(*gate)),
+            all => (all, None),
+        }
     }
 
     /// Whether the weight of a pair is a polynomial of `q·k`.
@@ -168,6 +187,13 @@ impl KernelizedAttention {
             Score::Relative(shaw) | Score::Combined(shaw) => shaw.check(operation)?,
             Score::Fourier(fourier) => fourier.check(operation, self.feature_map.features(dims.head_dim))?,
         }
+        if self.gate && (self.decay.is_some() || self.algorithm == Algorithm::Naive) {
+            return Err(Error::Unsupported {
+                operation,
+                combination: "gates with a constant decay or the naive algorithm",
+                help: "add the logarithm of the constant to those of the gates; let the algorithm be chosen",
+            });
+        }
         self.check_decay(dims.kv_heads)
     }
 
@@ -202,7 +228,7 @@ impl Mechanism for KernelizedAttention {
     }
 
     fn algorithms(&self) -> &'static [Algorithm] {
-        &Self::ALGORITHMS
+        if self.gate { &Self::ALGORITHMS[..1] } else { &Self::ALGORITHMS }
     }
 
     fn parameters(&self, dims: &Dims) -> Parameters {
@@ -215,6 +241,7 @@ impl Mechanism for KernelizedAttention {
             }
         };
         list.extend(self.feature_map.parameters(dims));
+        list.extend(self.gate.then(|| Parameter::new("log_decay", [dims.batch, dims.kv_heads, dims.keys])));
         list
     }
 
@@ -246,7 +273,9 @@ impl Compute for KernelizedAttention {
     }
 
     fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
-        let mut problem = self.problem(call)?;
+        let problem = self.problem(call)?;
+        let factors = problem.gates()?;
+        let mut problem = Problem { factors: &factors, ..problem };
         let dims = &call.dims;
         check_output(self, call, &to)?;
         let purpose = to.purpose();
@@ -280,7 +309,9 @@ impl Compute for KernelizedAttention {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error> {
-        let mut problem = self.problem(call)?;
+        let problem = self.problem(call)?;
+        let factors = problem.gates()?;
+        let mut problem = Problem { factors: &factors, ..problem };
         check_gradients(self, call, cotangent, &gradients)?;
         if call.outside.is_some() {
             return Err(Error::Unsupported {
@@ -291,6 +322,11 @@ impl Compute for KernelizedAttention {
         }
         problem.prepare(scratch);
         let algorithm = self.chosen(call, Purpose::Training);
+        // The gradient of gates takes that of the initial state where a later call goes on from the final one.
+        let mut d_initial = match call.initial_state {
+            Some(state) if self.gate && cotangent.final_state.is_some() => Some(State::zeros(state.shape())?),
+            _ => None,
+        };
         downscaled(&call.dims, self.normalizes(), cotangent, gradients, |cotangent, sink, parameters, initial_state| {
             match algorithm {
                 // Without queries there is no pair, and all comes by the final state.
@@ -301,7 +337,10 @@ impl Compute for KernelizedAttention {
                         backward::add_final_state(&problem, cotangent, sink, parameters, scratch);
                     }
                 }
-                _ => backward::backward(&problem, cotangent, sink, parameters, initial_state, scratch),
+                _ => {
+                    let initial_state = initial_state.or(d_initial.as_mut());
+                    backward::backward(&problem, cotangent, sink, parameters, initial_state, scratch);
+                }
             }
         })
     }

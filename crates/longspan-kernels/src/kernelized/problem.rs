@@ -2,12 +2,14 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use super::decays::Decay;
 use super::layout::FeatureLayout;
+use super::row_pass::Segment;
 use super::state::Head;
 use super::taylor::Taylor;
 use super::{KernelizedAttention, Score};
 use crate::call::{
-    Arena, Call, Dims, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_state, check_state,
+    Arena, Call, Dims, Lines, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_state, check_state,
 };
 use crate::error::{Error, expect};
 use crate::feature_map::elementwise::{Shift, load_features};
@@ -17,9 +19,9 @@ use crate::feature_map::{self, FeatureMap};
 use crate::fourier::Positions;
 use crate::fourier::rotation::{self, Rotations};
 use crate::shaw::{RelativeMap, Shaw};
-use crate::simd::Real;
-use crate::simd::block::{all_finite, largest, transpose};
+use crate::simd::block::{Exp, all_finite, largest, transpose};
 use crate::simd::rows::{Ahead, Rows, padded};
+use crate::simd::{Real, dispatch};
 
 /// Rows of one chunk. In-chunk scores cost `chunk/2 · (d + dv)` products a row and the running sum `2·d·dv`, so a
 /// chunk as long as a head is wide keeps the former below the latter; 64 rows of 64 `f32` are 16 KiB, and the five such
@@ -42,6 +44,10 @@ const EXP_RISE: f64 = 30.0;
 pub(super) struct Problem<'a, T: 'static> {
     pub attention: &'a KernelizedAttention,
     pub call: &'a Call<'a, T>,
+    /// Those of positions and of the map.
+    pub parameters: &'a [&'a [T]],
+    /// Under gates the factor that each key brings, `[batch, kv_heads, keys]`: [`gates`](Self::gates).
+    pub factors: &'a [T],
     pub dims: Dims,
     pub map: FeatureMap,
     pub mapping: Mapping<'a, T>,
@@ -113,18 +119,22 @@ impl<'a, T: Real> Problem<'a, T> {
         let causal = call.mask.order == Order::Causal;
 
         attention.check_options(&dims)?;
-        if attention.decay.is_some() && !causal {
+        if attention.decays().0 && !causal {
             return Err(Error::Unsupported {
                 operation,
                 combination: "decay with a bidirectional mask",
                 help: "use a causal mask or leave the decay out",
             });
         }
+        let (parameters, log_decay) = attention.split_gate(call.parameters);
         check_initial_state(attention, call)?;
         check_outside(attention, call)?;
         let map = attention.feature_map;
         let layout = FeatureLayout::new::<T>(map.features(dims.head_dim), &attention.score);
         let sequences = call.mask.sequences(&dims);
+        if let Some(log_decay) = log_decay {
+            check_gates(operation, &dims, call.mask.offset, &sequences, log_decay)?;
+        }
         let rotations = match attention.score {
             Score::Fourier(fourier) => {
                 // Packed sequences share one batch entry and ignore nothing.
@@ -132,17 +142,19 @@ impl<'a, T: Real> Problem<'a, T> {
                     let sequence: Option<&Sequence<'_>> = sequences.get(batch).filter(|_| !call.mask.is_packed());
                     sequence.is_some_and(|sequence| !sequence.has(key))
                 };
-                rotation::check_positions(&fourier, operation, &dims, call.parameters, ignored)?;
-                Some(Rotations::new(fourier, dims, layout.mapped, call.parameters))
+                rotation::check_positions(&fourier, operation, &dims, parameters, ignored)?;
+                Some(Rotations::new(fourier, dims, layout.mapped, parameters))
             }
             _ => None,
         };
         Ok(Self {
             attention,
             call,
+            parameters,
+            factors: &[],
             dims,
             map,
-            mapping: Mapping::new(map, &dims, call.parameters),
+            mapping: Mapping::new(map, &dims, parameters),
             exponential: map.is_exponential(),
             content: attention.score.content(),
             causal,
@@ -183,6 +195,31 @@ impl<'a, T: Real> Problem<'a, T> {
         self.taylor.map_or((0, self.depth), |taylor| (taylor.first, self.dims.head_dim))
     }
 
+    /// What [`factors`](Self::factors) are to be: `e^g`, 1 where a key is ignored.
+    pub fn gates(&self) -> Result<Lines<T>, Error> {
+        let (_, Some(log_decay)) = self.attention.split_gate(self.call.parameters) else { return Lines::zeros(0) };
+        let mut factors = Lines::zeros(log_decay.len().next_multiple_of(padded::<T>(1)))?;
+        factors[..log_decay.len()].copy_from_slice(log_decay);
+        dispatch(Exp { to: &mut factors });
+        for (sequence, kv_head) in
+            self.sequences.iter().flat_map(|s| (0..self.dims.kv_heads).map(move |head| (s, head)))
+        {
+            let place = (sequence.batch * self.dims.kv_heads + kv_head) * self.dims.keys + sequence.key_start;
+            let ignored = (0..sequence.keys).filter(|&key| sequence.ignores(key));
+            ignored.for_each(|key| factors[place + key] = T::ONE);
+        }
+        Ok(factors)
+    }
+
+    /// The sum of the log decays of a unit's keys.
+    pub fn log_decays(&self, unit: &Unit<'_, T>) -> T {
+        let (_, Some(log_decay)) = self.attention.split_gate(self.call.parameters) else { return T::ZERO };
+        let sequence = &unit.sequence;
+        let place = (sequence.batch * self.dims.kv_heads + unit.kv_head) * self.dims.keys + sequence.key_start;
+        let keys = (0..sequence.keys).filter(|&key| !sequence.ignores(key));
+        T::from_f64(keys.map(|key| log_decay[place + key].to_f64()).sum())
+    }
+
     /// Does what the map needs before any row is looked at.
     pub fn prepare(&mut self, scratch: &mut Scratch<T>) {
         self.mapping.prepare(Some(&self.call.k).filter(|_| self.content), &self.dims, scratch);
@@ -207,13 +244,20 @@ impl<'a, T: Real> Problem<'a, T> {
     /// One of [`units`](Self::units).
     pub fn unit(&self, index: usize) -> Unit<'a, T> {
         let (sequence, kv_head) = (self.sequences[index / self.dims.kv_heads], index % self.dims.kv_heads);
-        let gamma = self.attention.decay.as_ref().map_or(1.0, |decay| decay[kv_head]);
+        let decay = match &self.attention.decay {
+            _ if self.attention.gate => {
+                let place = (sequence.batch * self.dims.kv_heads + kv_head) * self.dims.keys + sequence.key_start;
+                Decay::Gates(self.factors.get(place..place + sequence.keys).unwrap_or_default())
+            }
+            Some(decay) if decay[kv_head] != 1.0 => Decay::Constant(decay[kv_head]),
+            _ => Decay::None,
+        };
         Unit {
             sequence,
             kv_head,
             k: self.call.k.rows(sequence.batch, kv_head).skip(sequence.key_start),
             v: self.call.v.rows(sequence.batch, kv_head).skip(sequence.key_start),
-            gamma,
+            decay,
             origin: self.origin(sequence.batch, kv_head),
         }
     }
@@ -297,7 +341,7 @@ impl<'a, T: Real> Problem<'a, T> {
     /// Maps the table of relative positions once for all tasks.
     pub fn table<'s>(&self, arena: &mut Arena<'s, T>) -> Option<Table<'s, T>> {
         let shaw = self.attention.score.shaw()?;
-        let source = self.call.parameters[0];
+        let source = self.parameters[0];
         let same = shaw.map == RelativeMap::Same;
         let map = if same { self.map } else { FeatureMap::Identity };
         let row_map = self.mapping.rows.as_ref().filter(|_| same);
@@ -353,8 +397,8 @@ pub(super) struct Unit<'a, T> {
     pub kv_head: usize,
     pub k: Rows<'a, T>,
     pub v: Rows<'a, T>,
-    /// The decay a token.
-    pub gamma: f64,
+    /// How weights fall with its tokens.
+    pub decay: Decay<'a, T>,
     /// The counted position of its first token.
     pub origin: f64,
 }
@@ -396,6 +440,27 @@ impl NegativeRows {
     }
 }
 
+/// Refuses what would grow; what is no number spreads by itself.
+pub(super) fn check_log_decay<T: Real>(operation: &'static str, log_decay: &[T]) -> Result<(), Error> {
+    let top = largest(log_decay);
+    expect(top <= T::ZERO, operation, "log_decay", || "numbers that are at most 0".into(), || top.to_string())
+}
+
+/// Checks log decays, and that each token brings one: as many queries as keys.
+fn check_gates<T: Real>(
+    operation: &'static str,
+    dims: &Dims,
+    offset: isize,
+    sequences: &[Sequence<'_>],
+    log_decay: &[T],
+) -> Result<(), Error> {
+    check_log_decay(operation, log_decay)?;
+    let uneven = sequences.iter().find(|s| dims.queries > 0 && s.queries != s.keys + s.absent);
+    let expected = || "as many as keys, and no offset, since each token brings a gate; or none, for a state".into();
+    let got = || uneven.map_or(format!("offset {offset}"), |s| format!("{} for {} keys", s.queries, s.keys + s.absent));
+    expect(uneven.is_none() && offset == 0, operation, "queries", expected, got)
+}
+
 /// Checks the states of keys outside a call, and that no query stands too close to them.
 fn check_outside<T: Real>(attention: &KernelizedAttention, call: &Call<'_, T>) -> Result<(), Error> {
     let (Some(outside), Some(reach)) = (call.outside, attention.reach()) else { return Ok(()) };
@@ -416,9 +481,15 @@ impl<T: Real> Unit<'_, T> {
         state.head(self.sequence.batch, self.kv_head).into()
     }
 
-    /// `γⁿ`.
-    pub fn decay(&self, tokens: usize) -> T {
-        if self.gamma == 1.0 { T::ONE } else { T::from_f64(self.gamma.powf(tokens as f64)) }
+    /// What content and far sums fall by over a segment, to the token after it.
+    pub fn passes(&self, segment: &Segment) -> [T; 2] {
+        let place = |row: usize| row as isize + segment.offset;
+        [self.decay.between(place(segment.from), place(segment.to)); 2]
+    }
+
+    /// The same over so many tokens without row or key, which there are without gates alone.
+    pub fn idle(&self, tokens: usize) -> [T; 2] {
+        [self.decay.between(0, tokens as isize); 2]
     }
 
     /// Key indices bounded to the sequence.

@@ -8,12 +8,13 @@ use crate::feature_map::rows::Side;
 use crate::fourier::{self, reference::Place};
 use crate::shaw::{self, RelativeMap};
 
-/// `out_i = Σ_j w_ij v_j / Σ_j w_ij` over the keys `j` that row `i` sees, with `w_ij = γ^{−δ} Σ_f Σ_terms`.
+/// `out_i = Σ_j w_ij v_j / Σ_j w_ij` over the keys `j` that row `i` sees, with `w_ij = γ^{−δ} e^{g_{j+1} + … + g_i} Σ_f Σ_terms`.
 pub(crate) fn reference(attention: &KernelizedAttention, call: &Call<'_, f64>) -> Result<Reference, Error> {
     check_reference(attention, call)?;
     let dims = &call.dims;
     let own = attention.feature_map.parameters(dims).len();
-    let map = Map::new(attention.feature_map, dims, &call.parameters[call.parameters.len() - own..]);
+    let (parameters, log_decay) = attention.split_gate(call.parameters);
+    let map = Map::new(attention.feature_map, dims, &parameters[parameters.len() - own..]);
     let keys = map.keys(call);
     let divisor = match (attention.normalizes(), attention.wants_positive()) {
         (false, _) => Divisor::One,
@@ -29,7 +30,12 @@ pub(crate) fn reference(attention: &KernelizedAttention, call: &Call<'_, f64>) -
             let k = &keys[(batch * dims.kv_heads + kv_head) * dims.keys + j];
             let terms = terms(attention, call, &map, &Place { batch, head, i, j, delta }, &q, k);
             let value = call.v.rows(batch, kv_head).row(j, dims.value_dim);
-            Some(Seen { value, scale: gamma.powf(-delta as f64), terms })
+            // The gates of the tokens after the key, up to the row's own; ignored ones see nothing of themselves.
+            let gates = log_decay.map_or(0.0, |log_decay| {
+                let log_decay = &log_decay[(batch * dims.kv_heads + kv_head) * dims.keys..];
+                (j + 1..=i).filter(|&t| distance(call, [batch, t, t]).is_some()).map(|t| log_decay[t]).sum()
+            });
+            Some(Seen { value, scale: gamma.powf(-delta as f64) * gates.exp(), terms })
         };
         quotient(&(0..dims.keys).filter_map(seen).collect::<Vec<_>>(), dims.value_dim, divisor)
     }))

@@ -25,8 +25,8 @@ pub(crate) fn combine<T: Real>(to: &mut [T], a: T, x: &[T], b: T, y: &[T]) {
     dispatch(Combine { to, a, x, b, y })
 }
 
-/// Rows that enter a running sum one after the other: before row `n` the sum takes in `gain · rows[n]`, after it the
-/// sum is multiplied by `decay`.
+/// Rows that enter a running sum one after the other: before row `n` the sum takes in `gains[n] · rows[n]`, after it the
+/// sum is multiplied by `decays[n]`.
 #[derive(Clone, Copy)]
 pub(crate) struct Run<'a, T> {
     pub rows: &'a [T],
@@ -34,8 +34,8 @@ pub(crate) struct Run<'a, T> {
     pub count: usize,
     /// From the last row to the first.
     pub reverse: bool,
-    pub gain: T,
-    pub decay: T,
+    pub gains: &'a [T],
+    pub decays: &'a [T],
     /// One weight a row: what the sum is multiplied by where it is used; spaced by `weight_step`.
     pub weights: &'a [T],
     pub weight_step: usize,
@@ -58,21 +58,22 @@ operation!(AddRunning, |sum: &'a mut [T], run: Run<'a, T>, to: &'a mut [T], to_r
     let writes = !to.is_empty();
     assert!(!writes || (run.count - 1) * to_row + width <= to.len());
     assert!(!writes || (run.count - 1) * run.weight_step < run.weights.len());
+    assert!(run.count <= run.gains.len().min(run.decays.len()));
     let mut column = 0;
     while column < width {
         // SAFETY: each row of `rows` and `to` has a register at `column` by the assertions above.
         unsafe {
-            let (gain, decay) = (V::splat(run.gain), V::splat(run.decay));
             let mut total = V::load(sum.as_ptr().add(column));
             for n in 0..run.count {
                 let row = run.order(n);
+                let gain = V::splat(*run.gains.get_unchecked(row));
                 total = gain.mul_add(V::load(run.rows.as_ptr().add(row * run.row_length + column)), total);
                 if writes {
                     let weight = V::splat(*run.weights.get_unchecked(row * run.weight_step));
                     let place = to.as_mut_ptr().add(row * to_row + column);
                     weight.mul_add(total, V::load(place)).store(place);
                 }
-                total = total.mul(decay);
+                total = total.mul(V::splat(*run.decays.get_unchecked(row)));
             }
             total.normal_or_zero().store(sum.as_mut_ptr().add(column));
         }
@@ -87,10 +88,10 @@ operation!(RunningDots, |sum: &'a mut [T], run: Run<'a, T>, with: &'a [T], with_
         let row = run.order(n);
         // SAFETY: forwarded to the caller; the slices are indexed with checks.
         unsafe {
-            AddScaled { to: sum, a: run.gain, x: &run.rows[row * run.row_length..][..width] }.run::<V>();
+            AddScaled { to: sum, a: run.gains[row], x: &run.rows[row * run.row_length..][..width] }.run::<V>();
             dots[row] += Dot { x: sum, y: &with[row * with_row..][..width] }.run::<V>();
-            if run.decay != V::Element::ONE {
-                Scale { to: sum, a: run.decay }.run::<V>();
+            if run.decays[row] != V::Element::ONE {
+                Scale { to: sum, a: run.decays[row] }.run::<V>();
             }
         }
     }

@@ -7,7 +7,7 @@ use crate::error::{Error, expect};
 use crate::fourier::Positions;
 use crate::fourier::rotation::angles_after;
 use crate::simd::Real;
-use crate::simd::block::add_scaled;
+use crate::simd::block::{add_scaled, dot};
 
 /// The parts of one head's state.
 #[derive(Debug, Clone, Copy)]
@@ -22,8 +22,10 @@ pub(super) struct Head<S> {
     /// The sum of the values `v⁺ = [v, 1]` that fell out of the ring, `value_dim + 1`, or empty.
     pub far: S,
     /// The last values `v⁺`, `radius × (value_dim + 1)`, in a circle; rows before the first token and of ignored keys
-    /// are 0.
+    /// are 0. Under gates the 1 falls with each later token, for which `v` stays as it is.
     pub ring: S,
+    /// Under gates the sum of all log decays so far, one number.
+    pub passed: S,
 }
 
 /// Places of [`Head::marks`].
@@ -35,10 +37,12 @@ const TOKENS_CARRY: u64 = 1 << 20;
 const MARKS: usize = 4;
 /// Which part of a head's state they are.
 const MARKS_PART: usize = 2;
+/// Which part holds the sum of log decays.
+const PASSED_PART: usize = 5;
 
 impl<S> From<[S; PARTS]> for Head<S> {
-    fn from([sum, keys, marks, far, ring, _]: [S; PARTS]) -> Self {
-        Self { sum, keys, marks, far, ring }
+    fn from([sum, keys, marks, far, ring, passed]: [S; PARTS]) -> Self {
+        Self { sum, keys, marks, far, ring, passed }
     }
 }
 
@@ -103,7 +107,7 @@ fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: u
     let (features, weighed) = if attention.score.content() { layout.counts() } else { (0, 0) };
     let width = dims.value_dim + 1;
     let far = if radius.is_some() { width } else { 0 };
-    let parts = [features * dims.value_dim, weighed, MARKS, far, radius.unwrap_or(0) * width, 0];
+    let parts = [features * dims.value_dim, weighed, MARKS, far, radius.unwrap_or(0) * width, attention.gate.into()];
     StateShape::new(attention.name(), attention.fingerprint(), dims, parts).in_lines(MARKS_PART)
 }
 
@@ -139,7 +143,9 @@ pub(super) fn check_marks<T: Real>(
         let expected = || format!("a whole number below {rows} as the index of the ring's oldest row");
         expect(is_count(oldest, rows), operation, argument, expected, || oldest.to_string())?;
     }
-    Ok(())
+    let grown = state.each(PASSED_PART).flatten().find(|&&g| g > T::ZERO);
+    let expected = || "sums of log decays, at most 0".into();
+    expect(grown.is_none(), operation, argument, expected, || grown.map_or(String::new(), T::to_string))
 }
 
 /// Two states of one mechanism, one after the other.
@@ -153,7 +159,10 @@ struct Pair<'a, T> {
 
 /// How one head's numbers of both states enter the sum.
 struct Weights<T> {
+    /// What a constant decay takes a token; 1 without.
     gamma: f64,
+    /// What the gates of all later tokens take; 1 without.
+    gates: T,
     /// The exponent of the sum.
     shift: T,
     /// What the sums of the earlier state, and of the later one, are multiplied by.
@@ -164,8 +173,9 @@ struct Weights<T> {
 }
 
 impl<T: Real> Weights<T> {
+    /// What is left of the earlier state's numbers, if a constant decay counts so many tokens.
     fn decay(&self, tokens: u64) -> T {
-        T::from_f64(if self.gamma == 1.0 { 1.0 } else { self.gamma.powf(tokens as f64) })
+        if self.gamma == 1.0 { self.gates } else { T::from_f64(self.gamma.powf(tokens as f64)) }
     }
 }
 
@@ -204,6 +214,7 @@ impl<'a, T: Real> Pair<'a, T> {
     fn weights(&self, index: usize, first: &Head<&[T]>, second: &Head<&[T]>) -> Weights<T> {
         let kv_heads = self.shape.kv_heads;
         let gamma = self.attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]);
+        let gates = second.passed.first().map_or(T::ONE, |g| g.exp());
         let shift = first.marks[SHIFT].max(second.marks[SHIFT]);
         let scale = |state: &Head<&[T]>| {
             let own = state.marks[SHIFT];
@@ -213,7 +224,7 @@ impl<'a, T: Real> Pair<'a, T> {
             .rates
             .filter(|_| first.tokens() > 0)
             .map(|(rates, angles)| angles_after(&rates[index % kv_heads * angles..][..angles], first.tokens() as f64));
-        let mut weights = Weights { gamma, shift, before: scale(first), since: scale(second), turn };
+        let mut weights = Weights { gamma, gates, shift, before: scale(first), since: scale(second), turn };
         weights.before = weights.decay(second.tokens()) * weights.before;
         weights
     }
@@ -230,7 +241,7 @@ impl<'a, T: Real> Pair<'a, T> {
 
 /// The state of the tokens of `earlier` and then those of `later`, which began with none before it.
 ///
-/// With `n` later tokens, everything earlier has fallen by `γⁿ`: `S = γⁿ S₁ + S₂`, and `z` and the far sum likewise, each
+/// With `n` later tokens, everything earlier has fallen by `γⁿ`, or by their gates: `S = γⁿ S₁ + S₂`, and `z` and the far sum likewise, each
 /// brought to the larger exponent. The later ring holds its last `min(n, R)` tokens; before them come the earlier
 /// ring's, and those that no longer fit become far. Under counted positions the later keys, which counted from 0, turn by
 /// the angles of as many steps as there are earlier tokens.
@@ -266,10 +277,14 @@ pub(super) fn combine<T: Real>(
                 _ => second.ring_row(back, width),
             };
             row.copy_from_slice(from.unwrap_or_default());
+            if (back as u64) > tokens {
+                row[width - 1] *= weights.gates;
+            }
         }
         for back in (1..=rows).filter(|&back| back as u64 + tokens > rows as u64) {
-            add_scaled(to.far, weights.decay(back as u64 + tokens), first.ring_row(back, width).unwrap_or_default());
+            add_row(to.far, weights.decay(back as u64 + tokens), first.ring_row(back, width).unwrap_or_default());
         }
+        to.passed.iter_mut().zip(first.passed).zip(second.passed).for_each(|((to, &a), &b)| *to = a + b);
         to.set_tokens(first.tokens() + tokens);
     }
     Ok(state)
@@ -293,11 +308,11 @@ pub(super) fn combine_backward<T: Real>(
         let weights = pair.weights(index, &first, &second);
         let tokens = second.tokens();
         for (to, weight, d) in [
-            (d_first.sum, weights.before, d.sum),
-            (d_first.keys, weights.before, d.keys),
+            (&mut *d_first.sum, weights.before, d.sum),
+            (&mut *d_first.keys, weights.before, d.keys),
             (&mut *d_second.sum, weights.since, d.sum),
             (&mut *d_second.keys, weights.since, d.keys),
-            (d_first.far, weights.decay(tokens), d.far),
+            (&mut *d_first.far, weights.decay(tokens), d.far),
             (&mut *d_second.far, T::ONE, d.far),
         ] {
             add_scaled(to, weight, d);
@@ -325,14 +340,47 @@ pub(super) fn combine_backward<T: Real>(
                 Some(back) if back > 0 => (&mut *d_first.ring, first.ring_place(back as usize, width)),
                 _ => (&mut *d_second.ring, second.ring_place(back, width)),
             };
-            place.into_iter().for_each(|place| to[place].copy_from_slice(row));
+            let Some(place) = place else { continue };
+            to[place.clone()].copy_from_slice(row);
+            if (back as u64) > tokens {
+                to[place.end - 1] *= weights.gates;
+            }
         }
         for back in (1..=rows).filter(|&back| back as u64 + tokens > rows as u64) {
-            let place = first.ring_place(back, width).into_iter();
-            place.for_each(|place| add_scaled(&mut d_first.ring[place], weights.decay(back as u64 + tokens), d.far));
+            let Some(place) = first.ring_place(back, width) else { continue };
+            let (left, row, to) =
+                (weights.decay(back as u64 + tokens), &first.ring[place.clone()], &mut d_first.ring[place]);
+            if attention.gate {
+                let (v, weight) = row.split_at(width - 1);
+                add_scaled(&mut to[..width - 1], left * weight[0], d.far);
+                to[width - 1] += left * (dot(v, d.far) + d.far[width - 1]);
+            } else {
+                add_scaled(to, left, d.far);
+            }
+        }
+        if let (Some(to), [d_passed]) = (d_second.passed.first_mut(), d.passed) {
+            // All that is left of the earlier state falls with the later tokens.
+            let mut sum = d_passed.to_f64();
+            let mut weigh =
+                |x: &[T], d: &[T]| sum += x.iter().zip(d).map(|(x, d)| x.to_f64() * d.to_f64()).sum::<f64>();
+            weigh(first.sum, d_first.sum);
+            weigh(first.keys, d_first.keys);
+            weigh(first.far, d_first.far);
+            for n in (width - 1..first.ring.len()).step_by(width) {
+                weigh(&first.ring[n..=n], &d_first.ring[n..=n]);
+            }
+            *to = T::from_f64(sum);
+            d_first.passed[0] = *d_passed;
         }
     }
     Ok(CombineGradients { earlier: d_earlier, later: d_later, parameters: d_parameters })
+}
+
+/// Adds a row of the ring, a value and what is left of its weight, to a far sum.
+pub(super) fn add_row<T: Real>(far: &mut [T], factor: T, row: &[T]) {
+    let Some((&weight, v)) = row.split_last() else { return };
+    add_scaled(&mut far[..v.len()], factor * weight, v);
+    far[v.len()] += factor * weight;
 }
 
 /// Turns the features of summed keys further: rows `k` and `k + angles` of a sum as a pair, each `width` numbers, by the

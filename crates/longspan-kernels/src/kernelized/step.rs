@@ -1,8 +1,8 @@
 //! One token at a time, in constant time and memory: what the forward pass would give for the last row.
 
 use super::layout::FeatureLayout;
-use super::problem::NegativeRows;
-use super::state::{Head, OLDEST, SHIFT};
+use super::problem::{NegativeRows, check_log_decay};
+use super::state::{Head, OLDEST, SHIFT, add_row};
 use super::{KernelizedAttention, Score};
 use crate::call::{Arena, Dims, Mechanism, State, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
@@ -32,11 +32,15 @@ pub(super) fn step<'p, T: Real>(
     attention.check_options(&dims)?;
 
     let map = attention.feature_map;
-    let own = token.parameters.len() - map.parameters(&dims).len();
-    let row_map = RowMap::new(map, &dims, &token.parameters[own..]);
+    let (parameters, log_decay) = attention.split_gate(token.parameters);
+    if let Some(log_decay) = log_decay {
+        check_log_decay(operation, log_decay)?;
+    }
+    let own = parameters.len() - map.parameters(&dims).len();
+    let row_map = RowMap::new(map, &dims, &parameters[own..]);
     let layout = FeatureLayout::new::<T>(map.features(head_dim), &attention.score);
     if let Score::Fourier(fourier) = attention.score {
-        rotation::check_positions(&fourier, operation, &dims, token.parameters, |_, _| false)?;
+        rotation::check_positions(&fourier, operation, &dims, parameters, |_, _| false)?;
     }
     let negative = NegativeRows::new(attention.wants_positive());
     let group = dims.group();
@@ -60,7 +64,8 @@ pub(super) fn step<'p, T: Real>(
             q: &token.q[index * group * head_dim..][..group * head_dim],
             k: &token.k[index * head_dim..][..head_dim],
             v: &token.v[index * value_dim..][..value_dim],
-            parameters: token.parameters,
+            parameters,
+            log_decay: log_decay.map(|log_decay| log_decay[index]),
             gamma: attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]),
         };
         token.step(head, out, memory);
@@ -90,6 +95,7 @@ struct HeadToken<'a, 'p, T: 'static> {
     k: &'a [T],
     v: &'a [T],
     parameters: &'p [&'p [T]],
+    log_decay: Option<T>,
     gamma: f64,
 }
 
@@ -137,6 +143,15 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         let exp = self.attention.feature_map.is_exponential();
         let key = MapSide::Key(self.kv_head);
         let content = self.attention.score.content();
+
+        if let Some(log_decay) = self.log_decay {
+            let factor = log_decay.exp();
+            state.passed[0] += log_decay;
+            decay_by(state.sum, factor);
+            decay_by(state.keys, factor);
+            decay_by(state.far, factor);
+            state.ring.chunks_exact_mut(self.v.len() + 1).for_each(|row| decay_by(&mut row[self.v.len()..], factor));
+        }
 
         // The exponent that an exponential map subtracts from the keys seen so far.
         let mut shift = T::ZERO;
@@ -318,7 +333,7 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         let row = &mut state.ring[oldest * width..][..width];
         // Its weight has fallen with every token since it came.
         let weight = if self.gamma == 1.0 { T::ONE } else { T::from_f64(self.gamma.powf(radius as f64)) };
-        add_scaled(state.far, weight, row);
+        add_row(state.far, weight, row);
         row[..value_dim].copy_from_slice(self.v);
         row[value_dim] = T::ONE;
         state.marks[OLDEST] = T::from_f64(((oldest + 1) % radius) as f64);
@@ -340,10 +355,18 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         if radius > 0 {
             // The ring's oldest row is R − 1 tokens ago: table row 1.
             let oldest = state.marks[OLDEST].to_f64() as usize % radius;
-            let (later, earlier) = state.ring.split_at(oldest * (self.v.len() + 1));
-            let (first, second) = near.split_at(radius - oldest);
-            sum += dispatch(AddWeighedValues { rows: earlier, weights: first, to: out });
-            sum += dispatch(AddWeighedValues { rows: later, weights: second, to: out });
+            let width = self.v.len() + 1;
+            let (later, earlier) = state.ring.split_at(oldest * width);
+            let (first, second) = near.split_at_mut(radius - oldest);
+            for (rows, weights) in [(earlier, first), (later, second)] {
+                if self.log_decay.is_none() {
+                    sum += dispatch(AddWeighedValues { rows, weights, to: out });
+                    continue;
+                }
+                weights.iter_mut().zip(rows.chunks_exact(width)).for_each(|(weight, row)| *weight *= row[width - 1]);
+                dispatch(AddWeighedValues { rows, weights, to: out });
+                sum += weights.iter().copied().sum();
+            }
         }
         sum
     }

@@ -235,10 +235,11 @@ impl<'s, T: Real> Carry<'s, T> {
         Self { high: Summary::new(layout, high), low, empty: false }
     }
 
-    /// Takes the state of earlier calls.
-    pub fn load(&mut self, state: Head<&[T]>, value_dim: usize) {
+    /// Takes the state of earlier calls, as a unit's first token finds it.
+    pub fn load(&mut self, unit: &Unit<'_, T>, state: Head<&[T]>, value_dim: usize) {
         self.high.load(state, value_dim);
         self.empty = false;
+        self.pass([unit.decay.entry(); 2]);
     }
 
     /// Takes the sums of keys before and after those of a call; `memory` is as large as a summary.
@@ -253,29 +254,30 @@ impl<'s, T: Real> Carry<'s, T> {
         for state in outside {
             let mut summary = Summary::new(self.high.layout, &mut *memory);
             summary.load_all(unit.head(state), value_dim);
-            self.add(problem, unit, 0, summary.view());
+            self.add(problem, [T::ONE; 2], summary.view());
         }
     }
 
-    /// Lets tokens pass.
-    pub fn pass(&mut self, unit: &Unit<'_, T>, tokens: usize) {
+    /// Lets tokens pass, with which content and far sums fall.
+    pub fn pass(&mut self, [content, far]: [T; 2]) {
         let layout = self.high.layout;
-        let decay = unit.decay(tokens);
-        if decay != T::ONE {
-            let flags = layout.flags();
-            decay_by(&mut self.high.numbers[..flags], decay);
-            decay_by(&mut self.low[..flags], decay);
-            *self.high.count() *= decay;
+        let (keys, end) = (layout.far(), layout.flags());
+        for (range, decay) in [(0..keys, content), (keys..end, far)] {
+            if decay != T::ONE {
+                decay_by(&mut self.high.numbers[range.clone()], decay);
+                decay_by(&mut self.low[range], decay);
+            }
         }
+        *self.high.count() *= far;
     }
 
-    /// Lets `rows` tokens pass and adds the summary of their keys.
-    pub fn add(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, rows: usize, local: SummaryRef<'_, T>) {
+    /// Lets tokens pass and adds the summary of their keys.
+    pub fn add(&mut self, problem: &Problem<'_, T>, passed: [T; 2], local: SummaryRef<'_, T>) {
         if std::mem::take(&mut self.empty) {
             self.high.numbers.copy_from_slice(local.numbers);
             return;
         }
-        self.pass(unit, rows);
+        self.pass(passed);
         let layout = self.high.layout;
         let mut factor = T::ONE;
         if problem.exponential && local.has_content() {
@@ -326,16 +328,22 @@ pub(super) fn store_state<T: Real>(
     let radius = head.ring.len() / entry;
     head.marks[OLDEST] = T::ZERO;
     head.set_tokens(ring.map_or(0, |before| before.tokens()) + keys as u64);
+    let last = keys as isize - 1;
+    if let [passed] = &mut *head.passed {
+        *passed = ring.map_or(T::ZERO, |before| before.passed[0]) + problem.log_decays(unit);
+    }
+    let left = |key: isize| if problem.attention.gate { unit.decay.between(key, last) } else { T::ONE };
     for (slot, to) in head.ring.chunks_exact_mut(entry).enumerate() {
         to.fill(T::ZERO);
         let key = (keys + slot) as isize - radius as isize;
         if key >= 0 && !unit.sequence.ignores(key as usize) {
             to[..entry - 1].copy_from_slice(unit.v.row(key as usize, entry - 1));
-            to[entry - 1] = T::ONE;
+            to[entry - 1] = left(key);
         } else if let Some(row) = ring.and_then(|before| before.ring_row(-key as usize, entry))
             && key < 0
         {
             to.copy_from_slice(row);
+            to[entry - 1] *= left(key);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! One chunk of queries against the keys around it: the working memory, and the dense tile of weights that forward and
 //! backward share.
 
+use super::decays::{Decay, Decays};
 use super::features::Lift;
 use super::problem::{CHUNK, Problem, Table, Unit};
 use super::state::Head;
@@ -55,26 +56,40 @@ impl Piece {
     }
 
     /// The window's values `v` as they enter the far sum before a row, `R` keys back.
-    pub fn entering<'v, T: Real>(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, v: &'v [T]) -> Run<'v, T> {
-        let radius = problem.radius.unwrap_or(0);
+    pub fn entering<'v, T: Real>(
+        &self,
+        problem: &Problem<'_, T>,
+        (v, far): (&'v [T], &'v FarDecays<'_, T>),
+    ) -> Run<'v, T> {
         Run {
             rows: v,
             row_length: problem.value_width,
             count: self.rows,
             reverse: false,
-            // With R = 0 and a bidirectional mask the far sum already holds every key.
-            gain: if radius == 0 && !problem.causal { T::ZERO } else { unit.decay(radius) },
-            decay: unit.decay(1),
+            gains: far.gains,
+            decays: far.steps,
             weights: &[],
             weight_step: 0,
         }
     }
 
     /// The same for the far sum after a row, `R` keys ahead, under a bidirectional mask.
-    pub fn leaving<'v, T: Real>(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, v: &'v [T]) -> Run<'v, T> {
+    pub fn leaving<'v, T: Real>(
+        &self,
+        problem: &Problem<'_, T>,
+        (v, far): (&'v [T], &'v FarDecays<'_, T>),
+    ) -> Run<'v, T> {
         let beyond = 2 * problem.radius.unwrap_or(0) * problem.value_width;
-        Run { rows: &v[beyond..], reverse: true, ..self.entering(problem, unit, v) }
+        Run { rows: &v[beyond..], reverse: true, gains: far.steps, ..self.entering(problem, (v, far)) }
     }
+}
+
+/// How values enter the far sum of a piece's rows, and how that falls from row to row.
+pub(super) struct FarDecays<'s, T> {
+    /// What the value `R` keys before a row counts, 0 if it is not there.
+    pub gains: &'s mut [T],
+    /// From each row to the next.
+    pub steps: &'s mut [T],
 }
 
 /// Sizes of the working memory for a call.
@@ -109,7 +124,7 @@ pub(super) struct Buffers<'s, T> {
     pub k_columns: &'s mut [T],
     /// Values of the window, window × value_width; rows that are not there are 0.
     pub v: &'s mut [T],
-    /// 1 for the window's rows that are there, else 0.
+    /// 1 for the window's rows that are there, else 0; under gates what is left of those of an initial state.
     pub present: &'s mut [T],
     /// Whether all of them are.
     pub all_present: bool,
@@ -121,8 +136,8 @@ pub(super) struct Buffers<'s, T> {
     pub linear: &'s mut [T],
     /// `φ(q)·ρ(r)`, chunk × table width.
     pub relative: &'s mut [T],
-    /// `γⁿ` for n = chunk + window − 1 down to 0.
-    pub powers: &'s mut [T],
+    pub decays: Decays<'s, T>,
+    pub far_decays: FarDecays<'s, T>,
     /// The state that the piece starts from: features × value_width, then head_width.
     pub state: &'s mut [T],
     /// Denominators of the chunk's rows.
@@ -146,8 +161,7 @@ impl<'s, T: Real> Buffers<'s, T> {
     /// With `gradients`, those of queries are taken back to raw rows.
     pub fn new(problem: &Problem<'_, T>, sizes: Sizes, gradients: bool, arena: &mut Arena<'s, T>) -> Self {
         let Sizes { chunk, window, tile_row } = sizes;
-        let powers = arena.take(chunk + window);
-        powers.fill(T::ONE);
+        let of_far = usize::from(problem.radius.is_some()) * chunk;
         Self {
             sizes,
             q: arena.take(chunk * problem.head_width),
@@ -161,7 +175,8 @@ impl<'s, T: Real> Buffers<'s, T> {
             slopes: arena.take(if gradients { chunk * tile_row } else { 0 } * usize::from(problem.taylor.is_some())),
             linear: arena.take(if gradients { chunk * linear_width(problem) } else { 0 }),
             relative: arena.take(chunk * problem.table_width()),
-            powers,
+            decays: Decays::new(problem.attention.decays(), chunk, [chunk, window], arena),
+            far_decays: FarDecays { gains: arena.take(of_far), steps: arena.take(of_far) },
             state: arena.take(problem.head_width * (problem.value_width + 1)),
             sums: arena.take(chunk),
             state_columns: arena.take(problem.head_width * problem.value_width),
@@ -178,10 +193,7 @@ impl<'s, T: Real> Buffers<'s, T> {
     /// Prepares for a unit.
     pub fn start(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
         self.lift.start(problem, unit);
-        let len = self.powers.len();
-        for (n, power) in self.powers.iter_mut().rev().enumerate().take(len) {
-            *power = unit.decay(n);
-        }
+        self.decays.start(unit.decay);
     }
 
     /// Lays out the piece that begins at `row` with at most a chunk of rows, and loads its window and keys.
@@ -224,7 +236,30 @@ impl<'s, T: Real> Buffers<'s, T> {
         if problem.content {
             self.load_keys(problem, unit, &piece, shift);
         }
+        self.load_decays(problem, unit, &piece, row as isize + offset);
         (piece, shift)
+    }
+
+    /// Lays out how the weights of a piece fall, whose first row stands at key `first`.
+    fn load_decays(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, piece: &Piece, first: isize) {
+        let Piece { rows, lead, .. } = *piece;
+        self.decays.load(unit.decay, first, rows, (rows, lead, lead + rows));
+        let Some(radius) = problem.radius else { return };
+        let FarDecays { gains, steps } = &mut self.far_decays;
+        if radius == 0 && !problem.causal {
+            // The far sum already holds every key.
+            gains[..rows].fill(T::ZERO);
+        } else {
+            self.decays.over(unit.decay, radius, (0, first - radius as isize + 1), &mut gains[..rows]);
+            multiply(&mut gains[..rows], self.present);
+        }
+        match unit.decay {
+            Decay::Gates(_) => {
+                let step = |row: usize| unit.decay.between(first + row as isize, first + row as isize + 1);
+                steps[..rows].iter_mut().enumerate().for_each(|(row, to)| *to = step(row));
+            }
+            _ => steps[..rows].fill(unit.decay.between(0, 1)),
+        }
     }
 
     fn lay_out(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, offset: isize, row: usize, rows: usize) -> Piece {
@@ -416,13 +451,9 @@ impl<'s, T: Real> Buffers<'s, T> {
         }
     }
 
-    /// Multiplies each weight of the tile by `γ^{t − j}`.
+    /// Multiplies each weight of the tile by what it has fallen to.
     pub fn decay_tile(&mut self, piece: &Piece) {
-        for row in 0..piece.rows {
-            let len = piece.lead + row + 1;
-            let line = &mut self.tile[row * self.sizes.tile_row..][..len];
-            multiply(line, &self.powers[self.powers.len() - len..]);
-        }
+        self.decays.apply((self.tile, self.sizes.tile_row), piece.rows, piece.lead + piece.rows);
     }
 
     /// The column range of the tile that can be other than 0, as a band.

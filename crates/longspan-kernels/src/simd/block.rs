@@ -208,6 +208,18 @@ pub(crate) fn multiply<T: Real>(to: &mut [T], x: &[T]) {
     dispatch(Multiply { to, x })
 }
 
+// `to = e^to` for numbers that are at most 0; whole registers.
+operation!(Exp, |to: &'a mut [T]| {
+    assert!(to.len().is_multiple_of(V::LANES));
+    // SAFETY: whole registers by the assertion.
+    unsafe {
+        for at in (0..to.len()).step_by(V::LANES) {
+            let place = to.as_mut_ptr().add(at);
+            V::load(place).exp_nonpositive().store(place);
+        }
+    }
+});
+
 // `to ← x ⊙ y`, or `to += x ⊙ y`.
 operation!(Products, |x: &'a [T], y: &'a [T], add: bool, to: &'a mut [T]| {
     let whole = to.len() / V::LANES * V::LANES;
@@ -255,10 +267,9 @@ pub(crate) fn scale_by<T: Real>(to: &mut [T], a: T) {
     dispatch(Scale { to, a })
 }
 
-// `row ← factors[n] · row` for the first `width` numbers of each row, or with the factors from the last to the first.
-operation!(ScaleRows, |block: &'a mut [T], row_length: usize, width: usize, factors: &'a [T], backwards: bool| {
-    for (n, row) in block.chunks_mut(row_length.max(1)).enumerate().take(factors.len()) {
-        let a = factors[if backwards { factors.len() - 1 - n } else { n }];
+// `row ← factors[n] · row` for the first `width` numbers of each row.
+operation!(ScaleRows, |block: &'a mut [T], row_length: usize, width: usize, factors: &'a [T]| {
+    for (row, &a) in block.chunks_mut(row_length.max(1)).zip(factors) {
         // SAFETY: forwarded to the caller.
         unsafe { Scale { to: &mut row[..width], a }.run::<V>() };
     }
@@ -266,12 +277,7 @@ operation!(ScaleRows, |block: &'a mut [T], row_length: usize, width: usize, fact
 
 /// `row ← factors[n] · row` for each of as many rows as there are factors.
 pub(crate) fn scale_rows<T: Real>((block, row_length): (&mut [T], usize), width: usize, factors: &[T]) {
-    dispatch(ScaleRows { block, row_length, width, factors, backwards: false })
-}
-
-/// The same with the factors from the last to the first.
-pub(crate) fn scale_rows_backwards<T: Real>((block, row_length): (&mut [T], usize), width: usize, factors: &[T]) {
-    dispatch(ScaleRows { block, row_length, width, factors, backwards: true })
+    dispatch(ScaleRows { block, row_length, width, factors })
 }
 
 operation!(Decay, |to: &'a mut [T], a: T| {

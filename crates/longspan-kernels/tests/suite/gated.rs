@@ -8,7 +8,8 @@ use longspan_kernels::{
 };
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
-    Assumptions, Case, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, threads,
+    Assumptions, Case, Inputs, KeyMask, Subject, accuracy, execute, grid, isolation, memory, per_key, subject::gates,
+    threads,
 };
 
 /// Gates and `β` in range: decays from none to nearly all, no correction to a reflection.
@@ -24,14 +25,9 @@ fn subject(attention: GatedAttention) -> Subject {
     // Rows that keep their length would let the recurrence grow without end.
     let most = if attention.l2_norm { 2.0 } else { 0.02 };
     let mut subject = Subject::new(attention, assumptions);
-    subject.prepare = Arc::new(move |parameter, numbers| {
-        for (n, x) in numbers.iter_mut().enumerate() {
-            *x = match parameter.name {
-                // A step of a difference quotient away from the ends of the range.
-                "log_decay" => -1e-3 - x.abs() * [0.02, 0.3, 4.0][n % 3],
-                _ => 1e-3 + (most - 2e-3) * (0.5 + 0.5 * x.sin()),
-            };
-        }
+    subject.prepare = Arc::new(move |parameter, numbers| match parameter.name {
+        "log_decay" => gates(numbers),
+        _ => numbers.iter_mut().for_each(|x| *x = 1e-3 + (most - 2e-3) * (0.5 + 0.5 * x.sin())),
     });
     subject
 }
@@ -390,7 +386,8 @@ fn gradients_of_strong_decays_are_exact() {
         let subject = Subject::new(attention, Assumptions::default());
         let case = Case { causal: true, ..Case::new(dims, true) };
         let Tokens { q, k, v, parameters, d_out, .. } = tokens;
-        let inputs = Inputs { q, k, v, parameters, d_out };
+        let per_key = attention.parameters(&dims).iter().map(per_key).collect();
+        let inputs = Inputs { q, k, v, parameters, per_key, d_out };
         let (_, expected) = execute::both::<f64>(&subject, &case, &inputs).unwrap();
         let (_, got) = execute::both::<f32>(&subject, &case, &inputs.cast()).unwrap();
         let (got, expected) = (&got.gradients[3], &expected.gradients[3]);

@@ -287,6 +287,10 @@ fn stored_states_are_read() {
         ("short-convolution", Box::new(ShortConvolution { width: 3, ..Default::default() })),
         ("gated", Box::new(GatedAttention { update: Update::Sum, gate: Gate::Channel, ..Default::default() })),
         ("delta", Box::new(GatedAttention::default())),
+        (
+            "shaw-gates",
+            Box::new(KernelizedAttention { gate: true, ..kernelized(Score::Combined(Shaw::new(2)), "elu+1", None) }),
+        ),
     ];
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let parameter = |p: &Parameter| vec![if p.name == "log_decay" { -0.25 } else { 0.25 }; p.len()];

@@ -7,6 +7,7 @@ mod convolution;
 mod feature_maps;
 mod fourier;
 mod gated;
+mod gates;
 mod instruction_sets;
 mod kernelized;
 mod layers;

@@ -36,6 +36,7 @@ fn kernelized() -> impl Strategy<Value = KernelizedAttention> {
         feature_map,
         score,
         decay: None,
+        gate: false,
         normalize,
         algorithm,
     })

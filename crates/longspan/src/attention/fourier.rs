@@ -125,6 +125,7 @@ impl Options for FourierOptions {
             feature_map: self.kernel.feature_map,
             score: Score::Fourier(fourier),
             decay: self.kernel.decay.clone(),
+            gate: false,
             normalize: self.kernel.normalize && normalizer != FourierNormalizer::None,
             algorithm: self.kernel.algorithm,
         };

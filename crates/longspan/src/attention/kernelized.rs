@@ -192,6 +192,7 @@ fn module(
         feature_map: kernel.feature_map,
         score,
         decay: kernel.decay.clone(),
+        gate: false,
         normalize: kernel.normalize,
         algorithm: kernel.algorithm,
     });

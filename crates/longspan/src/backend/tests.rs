@@ -1,9 +1,7 @@
 //! Kernels and tensor operations against the definition, in `f64`: outputs, and gradients by directional differences.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use longspan_kernels::{
-    Algorithm, Call, Dims, FeatureMap, KernelizedAttention, Mechanism, RelativeMap, Score, Shaw, View,
-};
+use longspan_kernels::{Call, Dims, FeatureMap, KernelizedAttention, Mechanism, RelativeMap, Score, Shaw, View};
 
 use super::{AttentionState, Running, tensor};
 use crate::attention::{self, AttentionMask, Heads};
@@ -101,8 +99,7 @@ pub(super) fn mechanisms(radius: usize) -> Vec<KernelizedAttention> {
             // Where denominators may have any sign, a difference quotient near 0 says nothing.
             let signed = feature_map == FeatureMap::Identity
                 || score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
-            let options =
-                KernelizedAttention { feature_map, score, decay: None, normalize: !signed, algorithm: Algorithm::Auto };
+            let options = KernelizedAttention { feature_map, score, normalize: !signed, ..Default::default() };
             if !signed {
                 all.push(KernelizedAttention { normalize: false, ..options.clone() });
             }

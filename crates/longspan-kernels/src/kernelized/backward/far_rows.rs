@@ -1,5 +1,7 @@
 //! Rows that see a key as one of their far ones: they share its weight, so a running sum of them is all a key needs.
 
+use super::super::decays::Decay;
+use super::super::problem::CHUNK;
 use super::super::summary::Summary;
 use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
@@ -15,13 +17,13 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let (width, value_dim) = (self.problem.value_width, self.problem.dims.value_dim);
         buffers.far_rows[..count * width].fill(T::ZERO);
         buffers.far_counts[..count].fill(T::ZERO);
-        // The final far sum holds key `j` with `γ^{L−j}` up to `j = L − 1 − R`, as a row at `L − 1` holds it with one `γ`
-        // less.
+        // The final far sum holds key `j` as a row at `L − 1` does, one token further, up to `j = L − 1 − R`.
         let place = usize::try_from(self.unit.sequence.keys as isize - 1 - first).ok().filter(|&place| place < count);
         if let (Some(state), Some(place)) = (&self.d_final, place)
             && self.unit.sequence.keys > 0
         {
-            let decay = self.unit.decay(1);
+            let keys = self.unit.sequence.keys as isize;
+            let decay = self.unit.decay.between(keys - 1, keys);
             let row = &mut buffers.far_rows[place * width..][..value_dim];
             add_scaled(row, decay, &state.far[..value_dim]);
             buffers.far_counts[place] = decay * state.far[value_dim];
@@ -57,34 +59,53 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
     }
 
-    /// Runs the far sum down over `count` far rows, and adds it to those of `to` with the weight `gain`. At a position
-    /// it is `Σ γⁿ` times the far rows from there on, `n` positions away.
-    pub fn run_far(&self, count: usize, far: &mut [T], (to, gain): (&mut [T], T), rows: &[T]) {
-        let (width, decay) = (self.problem.value_width, self.unit.decay(1));
+    /// Lays out how the sum of far rows falls from each of the positions `first..first + count` to the next.
+    pub fn load_far_steps(&self, first: isize, count: usize, buffers: &mut KeyBuffers<'_, T>) {
+        let decay = self.unit.decay;
+        match decay {
+            Decay::Gates(_) => {
+                let step = |n: usize| decay.between(first + n as isize, first + n as isize + 1);
+                buffers.far_steps[..count].iter_mut().enumerate().for_each(|(n, to)| *to = step(n));
+            }
+            _ => buffers.far_steps[..count].fill(decay.between(0, 1)),
+        }
+    }
+
+    /// Runs the far sum down over `count` far rows, and adds it to those of `to` with the weights `gains`. At a position it is the sum of
+    /// the far rows from there on, each with its decay since there.
+    pub fn run_far(&self, count: usize, far: &mut [T], (to, gains): (&mut [T], &[T]), rows: &[T], steps: &[T]) {
+        let width = self.problem.value_width;
         let Some(others) = count.checked_sub(1) else { return };
-        if decay != T::ONE {
-            decay_by(far, decay);
+        if steps[others] != T::ONE {
+            decay_by(far, steps[others]);
         }
         // The first position, which comes last, is not followed by a decay.
         let (first, rows) = rows.split_at(width);
         let (to_first, to) = to.split_at_mut(width.min(to.len()));
-        let weights = &[gain];
-        let run =
-            Run { rows, row_length: width, count: others, reverse: true, gain: T::ONE, decay, weights, weight_step: 0 };
+        let (ones, weights) = (&[T::ONE; CHUNK], gains.get(1..).unwrap_or_default());
+        let run = Run {
+            rows,
+            row_length: width,
+            count: others,
+            reverse: true,
+            gains: ones,
+            decays: steps,
+            weights,
+            weight_step: 1,
+        };
         dispatch(AddRunning { sum: far, run, to, to_row: width });
         add_scaled(far, T::ONE, first);
         if !to_first.is_empty() {
-            add_scaled(to_first, gain, far);
+            add_scaled(to_first, gains[0], far);
         }
     }
 
     /// Runs the far sum of a summary down over `count` far rows.
     pub fn sum_far(&self, count: usize, local: &mut Summary<'_, T>, buffers: &KeyBuffers<'_, T>) {
-        self.run_far(count, local.far(), (&mut [], T::ZERO), buffers.far_rows);
-        let decay = self.unit.decay(1);
+        self.run_far(count, local.far(), (&mut [], &[]), buffers.far_rows, buffers.far_steps);
         let total = local.count();
-        for &term in buffers.far_counts[..count].iter().rev() {
-            *total = *total * decay + term;
+        for (&term, &step) in buffers.far_counts[..count].iter().zip(&*buffers.far_steps).rev() {
+            *total = *total * step + term;
         }
     }
 
@@ -141,8 +162,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             row_length: width,
             count,
             reverse: false,
-            gain: T::ONE,
-            decay: T::ONE,
+            gains: &[T::ONE; CHUNK],
+            decays: &[T::ONE; CHUNK],
             weights: &[T::ONE],
             weight_step: 0,
         };

@@ -1,5 +1,6 @@
 //! The working memory of the walk over the keys.
 
+use super::super::decays::Decays;
 use super::super::features::Lift;
 use super::super::problem::{Problem, Unit};
 use super::super::tile::linear_width;
@@ -34,7 +35,12 @@ pub(super) struct KeyBuffers<'s, T> {
     /// Far rows `w·[dN, c]` on their way into the running sum, chunk × value_width and chunk.
     pub far_rows: &'s mut [T],
     pub far_counts: &'s mut [T],
-    pub powers: &'s mut [T],
+    /// How the sum of far rows falls from each row to the next, and what it counts for a key, chunk.
+    pub far_steps: &'s mut [T],
+    pub far_gains: &'s mut [T],
+    pub decays: Decays<'s, T>,
+    /// Under gates whose gradient is wanted, `Σ w c` over the rows that see a key, chunk.
+    pub ones: &'s mut [T],
     pub state: &'s mut [T],
     pub state_columns: &'s mut [T],
     /// Whether the transpose is that of the stage.
@@ -71,7 +77,10 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
             linear: arena.take(chunk * linear_width(problem)),
             far_rows: arena.take(chunk * value),
             far_counts: arena.take(chunk),
-            powers: arena.take(window + chunk),
+            far_steps: arena.take(chunk),
+            far_gains: arena.take(chunk),
+            decays: Decays::new(problem.attention.decays(), chunk, [window, chunk], arena),
+            ones: arena.take(usize::from(problem.attention.gate) * chunk),
             state: arena.take(head * (value + 1)),
             state_columns: arena.take(head * value),
             state_transposed: false,
@@ -85,8 +94,6 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
     /// Begins with a unit.
     pub fn start(&mut self, unit: &Unit<'_, T>, problem: &Problem<'_, T>) {
         self.lift.start(problem, unit);
-        for (n, power) in self.powers.iter_mut().rev().enumerate() {
-            *power = unit.decay(n);
-        }
+        self.decays.start(unit.decay);
     }
 }

@@ -1,6 +1,6 @@
 //! The stages of the walk over the keys of one unit.
 
-use super::super::problem::Problem;
+use super::super::problem::{Problem, Unit};
 use super::super::summary::{Carry, Summary, SummaryRef};
 use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
@@ -27,9 +27,14 @@ impl Stage {
         matches!(self.work, Work::Keys | Work::InitialState)
     }
 
-    /// Tokens that pass with the stage; the order of time has no meaning without a causal mask, nor has decay.
-    pub fn passes<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
-        if problem.causal { (self.to - self.from) as usize } else { 0 }
+    /// What content and far sums fall by over the stage; without a causal mask the order of time has no meaning, nor has decay. The
+    /// far sum at a key is that of rows from `R` later on.
+    pub fn passes<T: Real>(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> [T; 2] {
+        if !problem.causal {
+            return [T::ONE; 2];
+        }
+        let radius = problem.radius.unwrap_or(0) as isize;
+        [0, radius].map(|lag| unit.decay.between(self.from + lag, self.to + lag))
     }
 }
 
@@ -79,7 +84,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
     ) {
         let problem = self.problem;
         if content {
-            local.scale_content(self.unit.decay(count));
+            buffers.decays.load(self.unit.decay, start, count, (0, 0, 0));
+            local.scale_content(buffers.decays.total);
             for head in problem.heads(&self.unit) {
                 self.load_rows(head, start, count, buffers);
                 let ahead = self.rows_ahead(head, start - buffers.chunk as isize, start);
@@ -92,6 +98,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 self.load_rows(head, start + lag as isize, count, buffers);
                 self.add_far_rows(head, 0, count, 0, buffers);
             }
+            self.load_far_steps(start + lag as isize, count, buffers);
             self.sum_far(count, local, buffers);
         }
     }
@@ -110,9 +117,12 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let Stage { from, to, .. } = stage;
         buffers.state_transposed = false;
         let far = std::mem::take(&mut buffers.running);
+        let mut far_count = T::ZERO;
         if let Some(start) = start {
             far.copy_from_slice(start.far());
+            far_count = start.count();
         }
+        let mut start_decay = T::ONE;
         let mut end = to;
         while end > from {
             threads::check();
@@ -128,8 +138,9 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             for &at in cuts.iter().rev() {
                 let count = (stop - at) as usize;
                 if let Some(start) = start {
-                    let decay = self.unit.decay((to - stop) as usize);
-                    self.piece(stage.number, at, count, start, decay, local, far, buffers);
+                    let far = (&mut *far, &mut far_count);
+                    self.piece(stage.number, at, count, start, start_decay, local, far, buffers);
+                    start_decay = self.unit.decay.earlier(start_decay, (at, stop), to);
                 } else {
                     let far = problem.radius.filter(|&radius| problem.causal || radius > 0);
                     let content = problem.content && problem.causal && at >= 0;
@@ -202,7 +213,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             self.store_content(carry.high.view());
         }
         if initial || !last {
-            carry.add(self.problem, &self.unit, stage.passes(self.problem), local);
+            carry.add(self.problem, stage.passes(self.problem, &self.unit), local);
         }
         if initial {
             self.store_far(carry.high.view());
@@ -214,6 +225,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         if !self.rows {
             return;
         }
+        self.finish_gates();
         self.add_rows_before(buffers);
         let sequence = &self.unit.sequence;
         for token in sequence.key_start + sequence.keys..sequence.key_start + sequence.keys + sequence.absent {

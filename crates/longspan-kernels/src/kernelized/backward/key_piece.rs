@@ -8,7 +8,7 @@ use super::super::tile::{combine_states, linear_width, near_columns};
 use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
 use crate::feature_map::elementwise::{Shift, copy_rows};
-use crate::simd::block::{add_scaled, multiply, scale_by, scale_rows, store, transpose};
+use crate::simd::block::{add_scaled, dot, multiply, scale_by, scale_rows, store, transpose};
 use crate::simd::product::{Band, Product, zero_outside};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
@@ -50,7 +50,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         start: SummaryRef<'_, T>,
         start_decay: T,
         local: &mut Summary<'_, T>,
-        far: &mut [T],
+        (far, far_count): (&mut [T], &mut T),
         buffers: &mut KeyBuffers<'_, T>,
     ) {
         let problem = self.problem;
@@ -60,10 +60,20 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let (key, content) = (first.max(0) as usize, problem.content && first >= 0);
         // Without rows at keys there is nothing but what the state brings.
         let met = !self.positions().is_empty();
-        let decays = unit.gamma != 1.0;
+        let decays = !unit.decay.is_none();
         let near = near_columns(problem);
         let radius = problem.radius.unwrap_or(0);
         let lead = if problem.causal { 0 } else { radius.saturating_sub(1) };
+        // Rows whose tile reaches the piece.
+        let reach = if near > 0 { keys + near - 1 } else { 0 };
+        let content_rows = if content && problem.causal { keys } else { 0 };
+        let tile_rows = reach.max(content_rows);
+        buffers.decays.load(unit.decay, first, keys, (tile_rows, 0, keys));
+        let separate = problem.layout.separate();
+        // Gradients of gates ask for what values of 1 would have, which denominators sum up, and states for later ones.
+        let counts = self.gates.is_some() && (problem.attention.normalizes() || self.d_final.is_some());
+        let (counts, separate_counts) = (counts && separate.is_none(), separate.filter(|_| counts && content));
+        buffers.ones.fill(T::ZERO);
 
         // Keys and values.
         let mut key_shift = T::ZERO;
@@ -131,33 +141,35 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
                 let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
                 if exp || decays {
-                    let last = buffers.powers.len() - 1;
-                    let mut factors = [T::ONE; CHUNK];
-                    factors
-                        .iter_mut()
-                        .zip(&buffers.powers[last - keys..last])
-                        .for_each(|(to, &power)| *to = lift * power);
+                    let mut factors = [lift; CHUNK];
+                    factors.iter_mut().zip(&*buffers.decays.to_end).for_each(|(to, &decay)| *to = lift * decay);
+                    if counts {
+                        for (n, to) in buffers.ones[..keys].iter_mut().enumerate() {
+                            *to = factors[n] * dot(&buffers.k[n * head_width..][..head_width], z);
+                        }
+                    }
                     scale_rows((buffers.dk, head_width), head_width, &factors[..keys]);
                     scale_rows((buffers.dv, value_width), value_width, &factors[..keys]);
                 }
             }
-            local.scale_content(unit.decay(keys));
+            local.scale_content(buffers.decays.total);
         }
         if !written {
             buffers.dk[..keys * head_width].fill(T::ZERO);
             buffers.dv[..keys * value_width].fill(T::ZERO);
         }
 
-        // Rows whose tile reaches the piece, and those that enter the far sum.
-        let reach = if near > 0 { keys + near - 1 } else { 0 };
-        let content_rows = if content && problem.causal { keys } else { 0 };
-        let tile_rows = reach.max(content_rows);
+        // Rows that enter the far sum.
         let first_position = first - lead as isize;
         // R = 0 under a bidirectional mask has one weight for all pairs, which `start` sums up.
         let far_rows = problem.radius.is_some() && (problem.causal || radius > 0);
         let window = if far_rows { tile_rows.max(lead + radius + keys) } else { tile_rows };
         if far_rows {
-            self.clear_far_rows(first_position + (lead + radius) as isize, keys, buffers);
+            let entering = first_position + (lead + radius) as isize;
+            self.clear_far_rows(entering, keys, buffers);
+            self.load_far_steps(entering, keys, buffers);
+            let KeyBuffers { decays, far_gains, .. } = buffers;
+            decays.over(unit.decay, radius, (radius.saturating_sub(1), entering), &mut far_gains[..keys]);
         }
         for head in problem.heads(unit) {
             if window == 0 || !met {
@@ -213,7 +225,12 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     }
                 }
                 if decays {
-                    self.decay_tile(tile_rows, keys, buffers);
+                    buffers.decays.apply((buffers.tile, chunk), tile_rows, keys);
+                }
+                if counts {
+                    for x in 0..tile_rows {
+                        add_scaled(&mut buffers.ones[..keys], buffers.c[x], &buffers.tile[x * chunk..]);
+                    }
                 }
                 // Key j meets the rows from its own on: near ones, and all of the piece's if content is in the tile.
                 let to = if content_rows > radius { Band::ALL.to } else { (lead + radius) as isize };
@@ -236,7 +253,6 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 Product::of((buffers.d, value_width), (buffers.v_columns, chunk), (buffers.tile, chunk), sizes)
                     .c_band(Band::up_to(0))
                     .compute_with(None, &ahead[2..]);
-                let separate = problem.layout.separate();
                 for x in 0..if separate.is_some() { 0 } else { content_rows } {
                     let c = buffers.c[x];
                     let line = &mut buffers.tile[x * chunk..][..=x];
@@ -282,7 +298,14 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
         }
         if far_rows {
-            self.run_far(keys, far, (buffers.dv, unit.decay(radius)), buffers.far_rows);
+            let KeyBuffers { far_rows, far_counts, far_steps, far_gains, ones, dv, .. } = buffers;
+            self.run_far(keys, far, (dv, far_gains), far_rows, far_steps);
+            for n in (0..keys).rev() {
+                *far_count = *far_count * far_steps[n] + far_counts[n];
+                if counts {
+                    ones[n] += far_gains[n] * *far_count;
+                }
+            }
             self.sum_far(keys, local, buffers);
         } else if problem.radius.is_some() {
             for n in 0..keys {
@@ -290,18 +313,31 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             }
         }
 
-        self.add_final_ring(first, keys, buffers.dv);
+        let KeyBuffers { k, dk, dv, ones, .. } = buffers;
         if first < 0 {
-            self.store_ring(first, keys, buffers.dv);
+            self.weigh_ring(first, keys, dv, ones);
+            self.add_final_ring(first, keys, dv, ones);
+            self.store_ring(first, keys, dv, ones);
             return;
         }
+        if self.gates.is_some() {
+            let values = unit.v.skip(key);
+            for (n, to) in ones[..keys].iter_mut().enumerate().filter(|(n, _)| !unit.sequence.ignores(key + n)) {
+                *to += dot(values.row(n, problem.dims.value_dim), &dv[n * value_width..]);
+                if let Some(from) = separate_counts {
+                    let row = n * head_width + from..(n + 1) * head_width;
+                    *to += dot(&k[row.clone()], &dk[row]);
+                }
+            }
+        }
+        self.add_final_ring(first, keys, dv, ones);
         self.write(stage, (key, keys), content, buffers);
     }
 
     /// Writes the gradients of the keys `key..key + keys`, or adds them to those of another pass.
     fn write(&self, stage: usize, (key, keys): (usize, usize), content: bool, buffers: &mut KeyBuffers<'_, T>) {
         let (problem, unit) = (self.problem, &self.unit);
-        let KeyBuffers { k, dk, dv, lift, .. } = buffers;
+        let KeyBuffers { k, dk, dv, lift, ones, .. } = buffers;
         let (mut rows, mut row_length): (&[T], usize) = (&[], 0);
         if content {
             // SAFETY: each (unit, stage) is one task's own, and no other slice of its sums lives here.
@@ -313,6 +349,11 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let batch = unit.sequence.batch;
             // SAFETY: each (batch, key/value head, key) belongs to one unit, segment and piece, so to one task.
             let (to_k, to_v) = unsafe { self.sink.rows.key([batch, unit.kv_head, token], &problem.dims) };
+            if let Some(gates) = &self.gates {
+                // SAFETY: as above.
+                let to = unsafe { gates.row(batch, unit.kv_head, token, 1) };
+                to[0] = if unit.sequence.ignores(key + n) { T::ZERO } else { ones[n] };
+            }
             match (unit.sequence.ignores(key + n), self.rows) {
                 (true, true) => {
                     to_k.fill(T::ZERO);
@@ -342,8 +383,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         if self.problem.exponential {
             self.lift_tile(rows, key_shift, buffers);
         }
-        if self.unit.gamma != 1.0 {
-            self.decay_tile(rows, keys, buffers);
+        if !self.unit.decay.is_none() {
+            buffers.decays.apply((buffers.tile, buffers.chunk), rows, keys);
         }
     }
 
@@ -353,16 +394,6 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let factor = (key_shift - buffers.shift[x]).exp();
             let factor = if factor.is_finite() { factor } else { T::ZERO };
             scale_by(&mut buffers.tile[x * buffers.chunk..][..buffers.chunk], factor);
-        }
-    }
-
-    /// Multiplies each weight of the tile by `γ^{x − j}`; there is no other tile than a causal one that decays.
-    fn decay_tile(&self, rows: usize, keys: usize, buffers: &mut KeyBuffers<'_, T>) {
-        let last = buffers.powers.len() - 1;
-        for x in 0..rows {
-            let len = keys.min(x + 1);
-            let powers = &buffers.powers[last - x..][..len];
-            multiply(&mut buffers.tile[x * buffers.chunk..][..len], powers);
         }
     }
 }

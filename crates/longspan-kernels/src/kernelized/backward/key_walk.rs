@@ -9,7 +9,7 @@ use super::row_sums;
 use super::source::{GradientSink, Source};
 use crate::call::SharedRows;
 use crate::simd::Real;
-use crate::simd::block::{scale_by, scale_rows_backwards};
+use crate::simd::block::{scale_by, scale_rows};
 use crate::simd::rows::{Ahead, padded};
 
 /// The walk over the keys of one unit.
@@ -26,6 +26,8 @@ pub(super) struct KeyWalk<'w, 'a, T: 'static> {
     pub shifts: &'w [T],
     /// The sums of all rows, where every key reads them.
     pub row_sums: Option<SummaryRef<'w, T>>,
+    /// Where gradients of gates go, `[batch, kv_heads, keys]`.
+    pub gates: Option<SharedRows<'w, T>>,
     /// Whether the call's rows take part. If not, gradients are added to what another pass wrote.
     pub rows: bool,
     /// The initial state, the place for its gradient, and the gradient of the final state.
@@ -109,9 +111,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 scale_by(&mut buffers.q[row * head_width..][..head_width], factor);
             }
         }
-        if self.unit.gamma != 1.0 {
-            let decays = &buffers.powers[buffers.powers.len() - rows..];
-            scale_rows_backwards((buffers.q, head_width), head_width, decays);
+        if !self.unit.decay.is_none() {
+            scale_rows((buffers.q, head_width), head_width, &buffers.decays.from_start[..rows]);
         }
         row_sums::absorb(problem, rows, (&*buffers.q, &*buffers.d, &*buffers.c), ahead, local);
     }

@@ -10,6 +10,7 @@
 //! its sums hold at key 0 and beyond −R are the gradients of `S` and `z` and of the far sum.
 
 mod far_rows;
+mod gates;
 mod key_buffers;
 mod key_pass;
 mod key_piece;
@@ -48,6 +49,13 @@ pub(super) fn backward<T: Real>(
     scratch: &mut Scratch<T>,
 ) {
     let units = problem.units();
+    let (parameters, gates) = match parameters {
+        [others @ .., gate] if problem.attention.gate => {
+            let keys = problem.dims.keys;
+            (others, Some(SharedRows::new(gate, [problem.dims.kv_heads * keys, keys, 1])))
+        }
+        all => (all, None),
+    };
     let group = problem.dims.group();
     let workers = threads::count();
     let exp = problem.exponential;
@@ -115,6 +123,7 @@ pub(super) fn backward<T: Real>(
             sink,
             shifts,
             row_sums: (!all_rows.is_empty()).then(|| row_sums.total(all_rows)),
+            gates,
             rows: true,
             initial: problem.call.initial_state.map(|state| unit.head(state)),
             d_initial: places.as_ref().map(|places| &places[index]),
@@ -132,7 +141,7 @@ pub(super) fn backward<T: Real>(
         for index in whole..units {
             // SAFETY: no visitor is left.
             let sums = unsafe { row_places.row(index, 0, 0, row_sums.len()) };
-            row_sums.join(problem, &problem.unit(index), row_segments(index), sums);
+            row_sums.join(problem, row_segments(index), sums);
         }
         keys.run(problem, &walk, whole, scratch);
     }
@@ -192,6 +201,7 @@ pub(super) fn add_final_state<T: Real>(
             sink,
             shifts,
             row_sums: None,
+            gates: None,
             rows: false,
             initial: None,
             d_initial: None,

@@ -8,7 +8,7 @@ use super::row_sums;
 use super::source::{GradientSink, Source};
 use crate::call::SharedRows;
 use crate::kernelized::running_sum::RunningDots;
-use crate::simd::block::{add_scaled, multiply, scale_by, scale_rows_backwards, store, transpose};
+use crate::simd::block::{add_scaled, multiply, scale_by, scale_rows, store, transpose};
 use crate::simd::product::{Band, Product, zero_outside};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
@@ -33,7 +33,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         let (problem, unit) = (walk.problem, &walk.unit);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let scales = Scales::new(problem, walk.table.as_ref(), scene);
-        let decays = unit.gamma != 1.0;
+        let decays = !unit.decay.is_none();
         let row_length = buffers.sizes.tile_row;
         let near = near_columns(problem);
         let sequence = &unit.sequence;
@@ -84,8 +84,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 )
                 .compute_with(Some((buffers.sums, buffers.keys_sum)), &ahead);
                 if decays {
-                    let decays = &buffers.powers[buffers.powers.len() - piece.rows..];
-                    scale_rows_backwards((buffers.dq, head_width), head_width, decays);
+                    scale_rows((buffers.dq, head_width), head_width, &buffers.decays.from_start[..piece.rows]);
                 }
                 written = true;
             }
@@ -108,6 +107,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 .compute_with(None, &[ahead]);
                 for row in 0..if separate.is_some() { 0 } else { piece.rows } {
                     let line = &mut buffers.tile[row * row_length..][..piece.columns()];
+                    if !buffers.all_present {
+                        multiply(line, &buffers.present[piece.skip..]);
+                    }
                     add_scaled(line, buffers.sums[row], &buffers.present[piece.skip..]);
                     if polynomial.is_some() {
                         multiply(line, &buffers.slopes[row * row_length..]);
@@ -125,19 +127,20 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     d_relative[row * table.width + 1..][..near]
                         .copy_from_slice(&buffers.tile[row * row_length + row..][..near]);
                 }
-                let run = piece.entering(problem, unit, buffers.v);
+                let far = (&*buffers.v, &buffers.far_decays);
+                let run = piece.entering(problem, far);
                 run_sum.copy_from_slice(scene.far.0);
                 let dots = &mut buffers.dots[..piece.rows];
                 dots.fill(T::ZERO);
                 dispatch(RunningDots { sum: run_sum, run, with: buffers.o, with_row: value_width, dots });
                 let mut count = scene.far.1;
                 for row in 0..piece.rows {
-                    count += run.gain * buffers.present[row];
+                    count += run.gains[row];
                     d_relative[row * table.width] = dots[row] + buffers.sums[row] * count;
-                    count *= run.decay;
+                    count *= run.decays[row];
                 }
                 if let Some((sums, mut count)) = scene.after {
-                    let run = piece.leaving(problem, unit, buffers.v);
+                    let run = piece.leaving(problem, far);
                     run_sum.copy_from_slice(sums);
                     dots.fill(T::ZERO);
                     dispatch(RunningDots { sum: run_sum, run, with: buffers.o, with_row: value_width, dots });
@@ -239,9 +242,9 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         to.fill(T::ZERO);
     }
 
-    fn end(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
+    fn end(&mut self, problem: &Problem<'_, T>) {
         if let Some(place) = &mut self.sums {
-            place.end(problem, unit);
+            place.end(problem);
         }
     }
 }

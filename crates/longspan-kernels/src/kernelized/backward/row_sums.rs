@@ -3,7 +3,7 @@
 //! Without a causal mask every key reads the sums of all rows, so the pass over the rows forms them on its way and the walk
 //! over the keys finds them.
 
-use super::super::problem::{Problem, Unit};
+use super::super::problem::Problem;
 use super::super::summary::{Carry, Layout, Summary, SummaryRef};
 use crate::call::SharedRows;
 use crate::simd::Real;
@@ -95,13 +95,13 @@ impl RowSums {
     }
 
     /// Adds up the segments of a unit, which were visited side by side.
-    pub fn join<T: Real>(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, segments: usize, memory: &mut [T]) {
+    pub fn join<T: Real>(&self, problem: &Problem<'_, T>, segments: usize, memory: &mut [T]) {
         if self.segments == 0 {
             return;
         }
         let (total, rest) = memory.split_at_mut(2 * self.summary);
         for sums in rest.chunks_exact(self.summary).take(segments) {
-            add(problem, unit, total, SummaryRef::new(self.layout, sums));
+            add(problem, total, SummaryRef::new(self.layout, sums));
         }
     }
 }
@@ -115,14 +115,14 @@ pub(super) struct Place<'s, T> {
 
 impl<T: Real> Place<'_, T> {
     /// Adds the sums to the total once the segment is over.
-    pub fn end(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
+    pub fn end(&mut self, problem: &Problem<'_, T>) {
         if let Some(total) = &mut self.total {
-            add(problem, unit, total, self.sums.view());
+            add(problem, total, self.sums.view());
         }
     }
 }
 
-fn add<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, total: &mut [T], sums: SummaryRef<'_, T>) {
+fn add<T: Real>(problem: &Problem<'_, T>, total: &mut [T], sums: SummaryRef<'_, T>) {
     let (high, low) = total.split_at_mut(total.len() / 2);
-    Carry::resume(Layout::new(problem), high, low).add(problem, unit, 0, sums);
+    Carry::resume(Layout::new(problem), high, low).add(problem, [T::ONE; 2], sums);
 }

@@ -112,7 +112,7 @@ impl KeyMemory {
         buffers.start(&walk.unit, walk.problem);
         let plan = stages(walk);
         for (n, &stage) in plan.iter().enumerate() {
-            carry.pass(&walk.unit, stage.idle);
+            carry.pass(walk.unit.idle(stage.idle));
             walk.visit(stage, Some(carry.high.view()), &mut local, &mut buffers);
             walk.leave(stage, n + 1 == plan.len(), &mut carry, local.view());
         }
@@ -159,7 +159,7 @@ impl KeyMemory {
                 let local = arena.take(summary);
                 let walk = walk(index);
                 for (n, &stage) in plans[index].iter().enumerate() {
-                    carry.pass(&walk.unit, stage.idle);
+                    carry.pass(walk.unit.idle(stage.idle));
                     // SAFETY: each unit's states are one task's own.
                     let state = unsafe { states.row(index, 0, n, summary) };
                     local.copy_from_slice(state);

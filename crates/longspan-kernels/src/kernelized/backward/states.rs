@@ -7,11 +7,26 @@ use super::super::state::{Head, SHIFT};
 use super::super::summary::{Summary, SummaryRef};
 use super::key_walk::KeyWalk;
 use crate::simd::Real;
-use crate::simd::block::{add_scaled, store};
+use crate::simd::block::{add_scaled, dot, scale_by, store};
 
 impl<T: Real> KeyWalk<'_, '_, T> {
-    /// Adds the gradient of the final state's ring to that of the values `first..first + count`.
-    pub fn add_final_ring(&self, first: isize, count: usize, dv: &mut [T]) {
+    /// Takes the gradients of the values of the initial ring from what they would be if nothing of their weight were gone, and writes
+    /// those of the weights.
+    pub fn weigh_ring(&self, first: isize, count: usize, dv: &mut [T], d_weights: &mut [T]) {
+        let (Some(initial), Some(_)) = (&self.initial, &self.gates) else { return };
+        let (width, value_dim) = (self.problem.value_width, self.problem.dims.value_dim);
+        for n in 0..count {
+            let dv = &mut dv[n * width..][..value_dim];
+            if let Some(row) = initial.ring_row((-first) as usize - n, value_dim + 1) {
+                d_weights[n] += dot(&row[..value_dim], dv);
+                scale_by(dv, row[value_dim]);
+            }
+        }
+    }
+
+    /// Adds the gradient of the final state's ring to that of the values `first..first + count`; under gates also what its weights are
+    /// of, to what those of keys are in all or those of the initial ring's.
+    pub fn add_final_ring(&self, first: isize, count: usize, dv: &mut [T], weights: &mut [T]) {
         let (Some(state), Some(radius)) = (&self.d_final, self.problem.radius) else { return };
         let (width, value_dim) = (self.problem.value_width, self.problem.dims.value_dim);
         let oldest = self.unit.sequence.keys as isize - radius as isize;
@@ -20,12 +35,17 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             if let Some(slot) = slot {
                 let row = &state.ring[slot * (value_dim + 1)..][..value_dim];
                 add_scaled(&mut dv[n * width..][..value_dim], T::ONE, row);
+                if self.gates.is_some() {
+                    let last = self.unit.sequence.keys as isize - 1;
+                    let weight = self.unit.decay.between(first + n as isize, last);
+                    weights[n] += weight * state.ring[slot * (value_dim + 1) + value_dim];
+                }
             }
         }
     }
 
     /// Stores the gradient of the initial ring's rows at `first..first + count`, all before 0.
-    pub fn store_ring(&self, first: isize, count: usize, dv: &[T]) {
+    pub fn store_ring(&self, first: isize, count: usize, dv: &[T], d_weights: &[T]) {
         let (Some(initial), Some(place)) = (&self.initial, self.d_initial) else { return };
         let value_dim = self.problem.dims.value_dim;
         let mut d_initial = place.lock().unwrap_or_else(PoisonError::into_inner);
@@ -36,7 +56,11 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 && initial.ring[row.end - 1] != T::ZERO
             {
                 let from = &dv[n * self.problem.value_width..][..value_dim];
-                d_initial.ring[row][..value_dim].copy_from_slice(from);
+                let to = &mut d_initial.ring[row];
+                to[..value_dim].copy_from_slice(from);
+                if self.gates.is_some() {
+                    to[value_dim] = d_weights[n];
+                }
             }
         }
     }
@@ -70,6 +94,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let exponent = initial.marks[SHIFT] + sums.shift();
             lift = if exponent.is_finite() { exponent.exp() } else { T::ZERO };
         }
+        lift *= self.unit.decay.entry();
         let mut d_initial = place.lock().unwrap_or_else(PoisonError::into_inner);
         let Head { sum, keys, .. } = &mut *d_initial;
         let layout = self.problem.layout;
@@ -89,6 +114,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let far = &mut *d_initial.far;
         far[..value_dim].copy_from_slice(&sums.far()[..value_dim]);
         far[value_dim] = sums.count();
+        scale_by(far, self.unit.decay.entry());
         if let Some(state) = self.d_final.filter(|_| self.unit.sequence.keys == 0) {
             // No key has let the far sum fall; it is handed on as it is.
             add_scaled(far, T::ONE, state.far);

@@ -50,7 +50,7 @@ pub(in crate::kernelized) fn reduce_table<T: Real>(
     let Some(block) = gradients.get_mut(..len) else { return };
     let tables = if shaw.shared { 1 } else { problem.dims.heads };
     for index in 0..tables {
-        let raw = Rows { data: &problem.call.parameters[0][index * shaw.rows() * table_dim..], stride: table_dim };
+        let raw = Rows { data: &problem.parameters[0][index * shaw.rows() * table_dim..], stride: table_dim };
         let d = &mut d_table[index * shaw.rows() * table_dim..][..table.count * table_dim];
         let from = Rows { data: &*d, stride: table_dim };
         copy_rows(from, (table.count, table_dim), None, (block, head_width));
@@ -111,7 +111,7 @@ fn reduce_mapped_table<T: Real>(
         sums.fill(T::ZERO);
         for row in 0..table.count {
             let place = (given * shaw.rows() + row) * head_dim;
-            let raw = RawRows::one(side, &problem.call.parameters[0][place..][..head_dim]);
+            let raw = RawRows::one(side, &problem.parameters[0][place..][..head_dim]);
             let d = &mut gradients[first + row * head_width..][..head_width];
             if d.iter().all(|&d| d == T::ZERO) {
                 // What stands in a row that no distance has must not reach the map's gradient.

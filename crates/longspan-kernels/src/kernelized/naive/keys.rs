@@ -140,13 +140,13 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             shifts: arena.take(if exp { keys } else { 0 }),
             positions: arena.take(if exp { keys } else { 0 }),
             present: arena.take(if problem.taylor.is_some() { whole } else { usize::from(padding.is_some()) * keys }),
-            powers: arena.take(if unit.gamma == 1.0 { 0 } else { keys }),
+            powers: arena.take(if unit.decay.is_none() { 0 } else { keys }),
             tile_width,
             first: (0..keys).find(|&key| !unit.sequence.ignores(key)).unwrap_or(keys),
         };
         all.load(lift);
         for (n, power) in all.powers.iter_mut().rev().enumerate() {
-            *power = unit.decay(n);
+            *power = unit.decay.between(0, n as isize);
         }
         for (key, present) in all.present.iter_mut().enumerate() {
             *present = if key >= keys || unit.sequence.ignores(key) { T::ZERO } else { T::ONE };
@@ -219,10 +219,8 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             return None;
         }
         let mut sight = Sight { stands, end, decay: T::ONE, shift: T::ZERO, position: T::ONE };
-        if self.unit.gamma != 1.0 {
-            // Decay comes with a causal mask alone, so the row stands at the last key that it sees or later.
-            sight.decay = self.unit.decay((stands + 1 - end as isize) as usize);
-        }
+        // Decay comes with a causal mask alone, so the row stands at the last key that it sees or later.
+        sight.decay = self.unit.decay.between(end as isize, stands + 1);
         if problem.exponential {
             let of_table = self.table.map_or(T::ZERO, |table| table.shift);
             sight.shift = self.shifts.get(end - 1).copied().unwrap_or(of_table);

@@ -96,7 +96,7 @@ pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
             let far = FarSums { segment: segment_step(plan), width: problem.value_width, prefix, suffix, segments };
             let rows = (segment.from, segment.to);
             walk.bidirectional_rows(rows, state(segments), &far, &mut visitor, buffers, checkpoints);
-            visitor.end(problem, &walk.unit);
+            visitor.end(problem);
         }
     });
 }
@@ -138,7 +138,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
     fn carry<'s>(&self, unit: &Unit<'_, T>, [high, low]: [&'s mut [T]; 2], memory: &mut [T]) -> Carry<'s, T> {
         let mut carry = Carry::new(self.memory.layout, high, low);
         if let Some(state) = self.problem.call.initial_state {
-            carry.load(unit.head(state), self.problem.dims.value_dim);
+            carry.load(unit, unit.head(state), self.problem.dims.value_dim);
         }
         if let Some(outside) = self.problem.call.outside {
             carry.load_outside(self.problem, unit, outside, memory);
@@ -169,12 +169,12 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         let [high, low] = &mut worker.carry;
         let mut carry = self.carry(&unit, [high, low], worker.local);
         for (n, segment) in plan.iter().enumerate() {
-            carry.pass(&unit, segment.idle);
+            carry.pass(unit.idle(segment.idle));
             worker.local.copy_from_slice(&states[n * summary..][..summary]);
             states[n * summary..][..summary].copy_from_slice(carry.high.numbers);
             let local = SummaryRef::new(layout, worker.local);
             self.keep_far(n, local, &mut far);
-            carry.add(self.problem, &unit, segment.to - segment.from, local);
+            carry.add(self.problem, unit.passes(segment), local);
         }
         states[plan.len() * summary..][..summary].copy_from_slice(carry.high.numbers);
         self.leave(index, &carry.high);
@@ -219,7 +219,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         let mut local = Summary::new(self.memory.layout, local);
         let plan = segments(problem, unit);
         for (n, &segment) in plan.iter().enumerate() {
-            carry.pass(unit, segment.idle);
+            carry.pass(unit.idle(segment.idle));
             // Nothing reads what would be carried beyond the last rows.
             let ends = problem.causal && n + 1 == plan.len() && self.last.is_none();
             if problem.causal {
@@ -233,7 +233,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
             if ends {
                 return;
             }
-            carry.add(problem, unit, segment.to - segment.from, local.view());
+            carry.add(problem, unit.passes(&segment), local.view());
         }
         if problem.causal {
             self.leave(index, &carry.high);
@@ -251,7 +251,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
             let total = carry.high.view();
             let mut visitor = (self.make)(index, rows.number);
             walk.bidirectional_rows((rows.from, rows.to), total, &far, &mut visitor, buffers, checkpoints);
-            visitor.end(problem, unit);
+            visitor.end(problem);
         }
     }
 

@@ -79,7 +79,7 @@ pub(in crate::kernelized) trait Visitor<T: Real> {
     fn unseen(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, head: usize, row: usize);
 
     /// Called when every row of a segment has been handled.
-    fn end(&mut self, _problem: &Problem<'_, T>, _unit: &Unit<'_, T>) {}
+    fn end(&mut self, _problem: &Problem<'_, T>) {}
 }
 
 /// What a walk over a segment does beside forming its state.
@@ -110,6 +110,7 @@ impl<T: Real> Walk<'_, '_, T> {
         far.copy_from_slice(start.far());
         far_count[0] = start.count();
         let mut row = segment.from;
+        let mut start_decay = T::ONE;
         while row < segment.to {
             threads::check();
             let (piece, shift) =
@@ -118,15 +119,13 @@ impl<T: Real> Walk<'_, '_, T> {
                 local.raise(shift);
             }
             if let Some(visitor) = &mut visitor {
-                let scene = Scene {
-                    start,
-                    start_decay: self.unit.decay(row - segment.from),
-                    local: Some(local.view()),
-                    far: (far, far_count[0]),
-                    after: None,
-                };
+                let scene =
+                    Scene { start, start_decay, local: Some(local.view()), far: (far, far_count[0]), after: None };
                 visitor.attend(self, &piece, &scene, buffers);
             }
+            let place = |row: usize| row as isize + segment.offset;
+            let passed = (place(row), place(row + piece.rows));
+            start_decay = self.unit.decay.further(start_decay, place(segment.from), passed);
             row += piece.rows;
             if row == segment.to && !kept {
                 break;
@@ -149,13 +148,13 @@ impl<T: Real> Walk<'_, '_, T> {
         far_count: &mut T,
         buffers: &Buffers<'_, T>,
     ) {
-        let run = piece.entering(self.problem, &self.unit, buffers.v);
+        let run = piece.entering(self.problem, (buffers.v, &buffers.far_decays));
         dispatch(AddRunning { sum: far, run, to: &mut [], to_row: 0 });
         dispatch(AddRunning { sum: local.far(), run, to: &mut [], to_row: 0 });
         for row in 0..piece.rows {
-            let here = run.gain * buffers.present[row];
-            *far_count = (*far_count + here) * run.decay;
-            *local.count() = (*local.count() + here) * run.decay;
+            let (here, step) = (run.gains[row], run.decays[row]);
+            *far_count = (*far_count + here) * step;
+            *local.count() = (*local.count() + here) * step;
         }
     }
 
@@ -163,11 +162,11 @@ impl<T: Real> Walk<'_, '_, T> {
     pub fn absorb(&self, piece: &Piece, local: &mut Summary<'_, T>, buffers: &mut Buffers<'_, T>) {
         let problem = self.problem;
         let width = problem.head_width;
-        if self.unit.gamma != 1.0 {
-            local.scale_content(self.unit.decay(piece.rows));
-            // Key `key` is `rows − key` tokens before the next piece's first row.
-            let decays = &buffers.powers[buffers.powers.len() - 1 - piece.rows..][..piece.keys];
-            scale_rows((buffers.k, width), width, decays);
+        let decays = !self.unit.decay.is_none();
+        if decays {
+            local.scale_content(buffers.decays.total);
+            // The next piece's first row reads them.
+            scale_rows((buffers.k, width), width, &buffers.decays.to_end[..piece.keys]);
         }
         if piece.keys == 0 {
             return;
@@ -175,7 +174,7 @@ impl<T: Real> Walk<'_, '_, T> {
         let from = problem.layout.denominator();
         let keys = &mut local.keys()[from..];
         // Keys that turn leave their sums on the way.
-        if self.unit.gamma == 1.0 && problem.rotations.is_some() {
+        if !decays && problem.rotations.is_some() {
             add_scaled(keys, T::ONE, &buffers.lift.key_sums[from..]);
         } else {
             add_column_sums(&buffers.k[from..], width, piece.keys, keys);
@@ -300,7 +299,7 @@ impl<T: Real> Walk<'_, '_, T> {
             };
             visitor.attend(self, &piece, &scene, buffers);
             if radius > 0 {
-                let run = piece.entering(problem, &self.unit, buffers.v);
+                let run = piece.entering(problem, (buffers.v, &buffers.far_decays));
                 dispatch(AddRunning { sum: sums, run, to: &mut [], to_row: 0 });
                 count[0] += buffers.present[..piece.rows].iter().copied().sum();
             }

@@ -1,0 +1,181 @@
+//! How the weight of a key falls with the tokens after it: not at all, by a constant factor, or by one that each token brings.
+
+use crate::call::Arena;
+use crate::simd::Real;
+use crate::simd::block::{decay_by, multiply};
+
+/// How the weights of one unit fall.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Decay<'a, T> {
+    /// Not at all.
+    None,
+    /// By the same factor with every token.
+    Constant(f64),
+    /// By a factor with each key; by none before the first and after the last.
+    Gates(&'a [T]),
+}
+
+impl<T: Real> Decay<'_, T> {
+    pub fn is_none(&self) -> bool {
+        matches!(self, Self::None)
+    }
+
+    /// What a weight at token `from` is multiplied by at `to`, which is no earlier.
+    pub fn between(&self, from: isize, to: isize) -> T {
+        match *self {
+            Self::None => T::ONE,
+            Self::Constant(gamma) => T::from_f64(gamma.powf((to - from) as f64)),
+            Self::Gates(factors) => {
+                let place = |token: isize| (token + 1).clamp(0, factors.len() as isize) as usize;
+                let seen = &factors[place(from)..place(to).max(place(from))];
+                seen.iter().fold(T::ONE, |product, &factor| fall(product, factor))
+            }
+        }
+    }
+
+    /// The same from `start` to `to`, given that from `start` to `from`: no product is formed twice.
+    pub fn further(&self, before: T, start: isize, (from, to): (isize, isize)) -> T {
+        if let Self::Gates(_) = self { fall(before, self.between(from, to)) } else { self.between(start, to) }
+    }
+
+    /// The same with `before` the one from `from` to `end`, and the result that from `start` to `end`.
+    pub fn earlier(&self, before: T, (start, from): (isize, isize), end: isize) -> T {
+        if let Self::Gates(_) = self { fall(before, self.between(start, from)) } else { self.between(start, end) }
+    }
+
+    /// What the sums of a state fall by until token 0 is there. Under a constant decay they have already.
+    pub fn entry(&self) -> T {
+        if let Self::Gates(_) = self { self.between(-1, 0) } else { T::ONE }
+    }
+}
+
+/// A product that ends at 0 before it loses its digits, and slows the processor down.
+fn fall<T: Real>(x: T, factor: T) -> T {
+    let product = x * factor;
+    if product.vanishes() { T::ZERO } else { product }
+}
+
+/// The decays among the rows and keys of a piece.
+pub(super) struct Decays<'s, T> {
+    /// From the first token to each of the next ones.
+    pub from_start: &'s mut [T],
+    /// From each token to the one after the last.
+    pub to_end: &'s mut [T],
+    /// Over all of them, to the one after the last.
+    pub total: T,
+    /// `γⁿ` for n from its length down to 0, or rows × columns of gates.
+    table: &'s mut [T],
+    columns: usize,
+    /// The columns before that of the first row.
+    lead: usize,
+    gates: bool,
+}
+
+impl<'s, T: Real> Decays<'s, T> {
+    /// For pieces of at most `chunk` tokens, and tiles of `rows` by `columns`; nothing where there is no decay.
+    pub fn new(
+        (exists, gates): (bool, bool),
+        chunk: usize,
+        [rows, columns]: [usize; 2],
+        arena: &mut Arena<'s, T>,
+    ) -> Self {
+        let len = |len: usize| if exists { len } else { 0 };
+        Self {
+            from_start: arena.take(len(chunk)),
+            to_end: arena.take(len(chunk)),
+            total: T::ONE,
+            table: arena.take(len(if gates { rows * columns } else { rows + columns })),
+            columns,
+            lead: 0,
+            gates,
+        }
+    }
+
+    /// Prepares for a unit.
+    pub fn start(&mut self, decay: Decay<'_, T>) {
+        if !self.gates {
+            self.table.iter_mut().rev().zip(0..).for_each(|(power, n)| *power = decay.between(0, n));
+        }
+    }
+
+    /// Lays out the decays of the tokens `first..first + count`, and of a tile whose first `rows` rows stand at `first` and after, and
+    /// whose columns begin `lead` keys before.
+    pub fn load(
+        &mut self,
+        decay: Decay<'_, T>,
+        first: isize,
+        count: usize,
+        (rows, lead, columns): (usize, usize, usize),
+    ) {
+        let end = first + count as isize;
+        self.lead = lead;
+        self.total = decay.between(first, end);
+        let Decay::Gates(_) = decay else {
+            // Empty where no unit decays, and all 1 where others do.
+            let powers = self.table.iter().rev();
+            self.from_start.iter_mut().zip(powers.clone()).take(count).for_each(|(to, &power)| *to = power);
+            let to_end = self.to_end.iter_mut().take(count).rev();
+            to_end.zip(powers.skip(1)).for_each(|(to, &power)| *to = power);
+            return;
+        };
+        let step = |token: isize| decay.between(token - 1, token);
+        let mut product = T::ONE;
+        for (n, to) in self.from_start[..count].iter_mut().enumerate() {
+            if n > 0 {
+                product = fall(product, step(first + n as isize));
+            }
+            *to = product;
+        }
+        let mut product = T::ONE;
+        for (n, to) in self.to_end[..count].iter_mut().enumerate().rev() {
+            product = fall(product, step(first + n as isize + 1));
+            *to = product;
+        }
+        if rows == 0 {
+            return;
+        }
+        let mut product = T::ONE;
+        self.table[lead..columns].fill(T::ONE);
+        for (n, to) in self.table[..lead.min(columns)].iter_mut().enumerate().rev() {
+            product = fall(product, step(first - (lead - n) as isize + 1));
+            *to = product;
+        }
+        for row in 1..rows {
+            let (before, line) = self.table[(row - 1) * self.columns..].split_at_mut(self.columns);
+            // Those of later keys, which the row does not see, stay 1.
+            let seen = (lead + row).min(columns);
+            line[..seen].copy_from_slice(&before[..seen]);
+            line[seen..columns].fill(T::ONE);
+            decay_by(&mut line[..seen], step(first + row as isize));
+        }
+    }
+
+    /// The decays from each of the first `columns` keys of the tile to row `row`, as far as it sees them.
+    pub fn row(&self, row: usize, columns: usize) -> &[T] {
+        let seen = (self.lead + row + 1).min(columns);
+        if self.gates {
+            &self.table[row * self.columns..][..seen]
+        } else {
+            &self.table[self.table.len() - (self.lead + row + 1)..][..seen]
+        }
+    }
+
+    /// The decays over `radius` tokens: those in column `n` of row `row + n` of the tile, which lack the factor of token `missing + n`.
+    pub fn over(&self, decay: Decay<'_, T>, radius: usize, (row, missing): (usize, isize), to: &mut [T]) {
+        if !self.gates || radius == 0 {
+            return to.fill(decay.between(0, radius as isize));
+        }
+        for (n, to) in to.iter_mut().enumerate() {
+            let missing = missing + n as isize;
+            *to = fall(self.row(row + n, n + 1)[n], decay.between(missing - 1, missing));
+        }
+    }
+
+    /// Multiplies the weights of a tile's first `rows` rows and `columns` columns.
+    pub fn apply(&self, (tile, row_length): (&mut [T], usize), rows: usize, columns: usize) {
+        for row in 0..rows {
+            let decays = self.row(row, columns);
+            multiply(&mut tile[row * row_length..][..decays.len()], decays);
+        }
+    }
+}
