@@ -177,6 +177,8 @@ struct KernelizedOptions {
     feature_map: FeatureMap,
     #[serde(default)]
     decay: Option<Vec<f64>>,
+    #[serde(default)]
+    gate: bool,
     #[serde(default = "yes")]
     normalize: bool,
     #[serde(default, deserialize_with = "by_name")]
@@ -184,8 +186,8 @@ struct KernelizedOptions {
 }
 
 fn kernelized(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let KernelizedOptions { feature_map, decay, normalize, algorithm } = read(options)?;
-    Ok(Arc::new(KernelizedAttention { feature_map, score: Score::Content, decay, normalize, algorithm }))
+    let KernelizedOptions { feature_map, decay, gate, normalize, algorithm } = read(options)?;
+    Ok(Arc::new(KernelizedAttention { feature_map, score: Score::Content, decay, gate, normalize, algorithm }))
 }
 
 #[derive(Deserialize)]
@@ -202,6 +204,8 @@ struct ShawOptions {
     feature_map: FeatureMap,
     #[serde(default)]
     decay: Option<Vec<f64>>,
+    #[serde(default)]
+    gate: bool,
     #[serde(default = "yes")]
     normalize: bool,
     #[serde(default, deserialize_with = "by_name")]
@@ -229,6 +233,7 @@ fn shaw(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
         feature_map: options.feature_map,
         score: if options.kernelized { Score::Combined(shaw) } else { Score::Relative(shaw) },
         decay: options.decay,
+        gate: options.gate,
         normalize: options.normalize,
         algorithm: options.algorithm,
     }))
@@ -248,6 +253,8 @@ struct FourierOptions {
     feature_map: FeatureMap,
     #[serde(default)]
     decay: Option<Vec<f64>>,
+    #[serde(default)]
+    gate: bool,
     #[serde(default, deserialize_with = "by_name")]
     algorithm: Algorithm,
 }
@@ -280,6 +287,7 @@ fn fourier(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
         feature_map: options.feature_map,
         score: Score::Fourier(fourier),
         decay: options.decay,
+        gate: options.gate,
         normalize: true,
         algorithm: options.algorithm,
     }))

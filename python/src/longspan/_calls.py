@@ -132,14 +132,16 @@ _PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "af
 
 def names(mechanism: str, options: str, parameters: Sequence[Any]) -> list[str]:
     """Names of a call's arrays. More names than arrays do no harm: zip stops at the shorter."""
+    given = settings(options)
+    learned = str(given.get("feature_map", "")).startswith("hedgehog")
+    others = [*(["maps", "maps"] if learned or not given.get("gate") else []), "log_decay"]
     if mechanism == "fourier":
-        given = settings(options)
         free = () if given.get("wave") == "pairs" else ("b", *_options.FREE[given.get("normalizer", "one_plus")])
         positions = () if given.get("axes") is None else ("q_positions", "k_positions")
-        return ["q", "k", "v", "a", *free, *positions, "maps", "maps"]
+        return ["q", "k", "v", "a", *free, *positions, *others]
     if mechanism == "aft-full":
         return ["q", "k", "v", *(["w"] if len(parameters) == 1 else ["u", "z"])]
-    return ["q", "k", "v", *_PARAMETERS.get(mechanism, ()), "maps", "maps"]
+    return ["q", "k", "v", *_PARAMETERS.get(mechanism, ()), *others]
 
 
 def plain_state(operation: str, name: str, state: Any) -> State | None:

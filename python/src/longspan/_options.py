@@ -88,15 +88,34 @@ def decays(operation: str, k: Any, decay: Any) -> list[float] | None:
 
 
 def kernel(
-    operation: str, k: Any, feature_map: str, decay: Any, normalize: bool, algorithm: str, **more: Any
+    operation: str, k: Any, feature_map: str, decay: Any, normalize: bool, algorithm: str, log_decay: Any = None, **more: Any
 ) -> str:
     expect_type(operation, "feature_map", feature_map, str)
     expect_type(operation, "algorithm", algorithm, str)
     expect_type(operation, "normalize", normalize, bool)
-    if not more and decay is None:
+    if not more and decay is None and log_decay is None:
         return _plain(feature_map, normalize, algorithm)
-    decay = decays(operation, k, decay)
-    return as_object(feature_map=feature_map, decay=decay, normalize=normalize, algorithm=algorithm, **more)
+    options = falling(operation, k, decay, log_decay)
+    return as_object(feature_map=feature_map, normalize=normalize, algorithm=algorithm, **options, **more)
+
+
+def falling(operation: str, k: Any, decay: Any, log_decay: Any) -> dict[str, Any]:
+    """The options that say how weights fall with time."""
+    if log_decay is None:
+        return {"decay": decays(operation, k, decay)}
+    if decay is not None:
+        raise ValueError(f"{operation}: log_decay: expected None beside a decay, got both; add the decay's logarithm to it")
+    axes = getattr(k, "ndim", 4)
+    shape = "(batch, kv_heads, tokens)" if axes == 4 else "(batch, kv_heads)"
+    expect_axes(operation, "log_decay", log_decay, axes - 1, shape)
+    return {"gate": True}
+
+
+def gates(log_decay: Any) -> tuple[Any, ...]:
+    """The parameter of decays that each token brings, which comes after all others; that of one token has an axis for it."""
+    if log_decay is None:
+        return ()
+    return (log_decay[:, :, None] if log_decay.ndim == 2 else log_decay,)
 
 
 def _plain(feature_map: str, normalize: bool, algorithm: str) -> str:
@@ -105,7 +124,7 @@ def _plain(feature_map: str, normalize: bool, algorithm: str) -> str:
 
 def shaw(
     operation: str, k: Any, rel: Any, kernelized: bool, feature_map: str, rel_feature_map: str, decay: Any, normalize: bool,
-    algorithm: str,
+    algorithm: str, log_decay: Any = None,
 ) -> str:  # fmt: skip
     expect_type(operation, "kernelized", kernelized, bool)
     if rel_feature_map not in ("same", "identity"):
@@ -118,7 +137,7 @@ def shaw(
             f"{operation}: rel: expected shape (heads, 2R+1, head_dim) or (2R+1, head_dim), got shape {tuple(shape)}"
         )
     return kernel(
-        operation, k, feature_map, decay, normalize, algorithm, kernelized=kernelized, rel_feature_map=rel_feature_map
+        operation, k, feature_map, decay, normalize, algorithm, log_decay, kernelized=kernelized, rel_feature_map=rel_feature_map
     )  # fmt: skip
 
 
@@ -138,7 +157,7 @@ FREE: dict[str, tuple[str, ...]] = {
 
 def fourier(
     operation: str, k: Any, a: Any, b: Any, c: Any, beta: Any, q_positions: Any, k_positions: Any, normalizer: str, wave: str,
-    feature_map: str, decay: Any, algorithm: str,
+    feature_map: str, decay: Any, algorithm: str, log_decay: Any = None,
 ) -> tuple[str, tuple[Any, ...]]:  # fmt: skip
     if normalizer not in FREE:
         raise ValueError(f"{operation}: normalizer: expected one of {', '.join(FREE)}, got {normalizer!r}")
@@ -164,8 +183,8 @@ def fourier(
     expect_type(operation, "feature_map", feature_map, str)
     expect_type(operation, "algorithm", algorithm, str)
     options = as_object(
-        wave=wave, normalizer=normalizer, axes=axes, feature_map=feature_map, decay=decays(operation, k, decay),
-        algorithm=algorithm,
+        wave=wave, normalizer=normalizer, axes=axes, feature_map=feature_map, algorithm=algorithm,
+        **falling(operation, k, decay, log_decay),
     )  # fmt: skip
     return options, tuple(parameters)
 

@@ -234,7 +234,7 @@ def combine(
     parameters : sequence of array
         ``[a]`` of Fourier positions that are counted.
     **options
-        Those that the states were computed with, named as for `explain`.
+        Those that the states were computed with, named as for `explain`; ``gate=True`` where tokens brought a ``log_decay``.
 
     Returns
     -------

@@ -53,26 +53,26 @@ _Packed = _Boundaries | tuple[_Boundaries, _Boundaries]
 def kernelized_attention(
     q: _Array, k: _Array, v: _Array, *, feature_map: str = "elu+1", maps: tuple[_Array, _Array] | None = None,
     is_causal: bool = False, offset: int = 0, key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None,
-    decay: float | Sequence[float] | None = None, normalize: bool = True, initial_state: _State | None = None,
+    decay: float | Sequence[float] | None = None, log_decay: _Array | None = None, normalize: bool = True, initial_state: _State | None = None,
     output_final_state: Literal[False] = False, algorithm: str = "auto",
 ) -> _Array: ...  # fmt: skip
 @overload
 def kernelized_attention(
     q: _Array, k: _Array, v: _Array, *, feature_map: str = "elu+1", maps: tuple[_Array, _Array] | None = None,
     is_causal: bool = False, offset: int = 0, key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None,
-    decay: float | Sequence[float] | None = None, normalize: bool = True, initial_state: _State | None = None,
+    decay: float | Sequence[float] | None = None, log_decay: _Array | None = None, normalize: bool = True, initial_state: _State | None = None,
     output_final_state: Literal[True], algorithm: str = "auto",
 ) -> tuple[_Array, State]: ...  # fmt: skip
 def kernelized_attention_step(
     q: _Array, k: _Array, v: _Array, state: _State | None = None, *, feature_map: str = "elu+1",
-    maps: tuple[_Array, _Array] | None = None, decay: float | Sequence[float] | None = None, normalize: bool = True,
+    maps: tuple[_Array, _Array] | None = None, decay: float | Sequence[float] | None = None, log_decay: _Array | None = None, normalize: bool = True,
 ) -> tuple[_Array, State]: ...  # fmt: skip
 
 @overload
 def shaw_attention(
     q: _Array, k: _Array, v: _Array, rel: _Array, *, kernelized: bool = True, feature_map: str = "elu+1",
     maps: tuple[_Array, _Array] | None = None, rel_feature_map: str = "same", is_causal: bool = False, offset: int = 0,
-    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, decay: float | Sequence[float] | None = None,
+    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, decay: float | Sequence[float] | None = None, log_decay: _Array | None = None,
     normalize: bool = True, initial_state: _State | None = None, output_final_state: Literal[False] = False,
     algorithm: str = "auto",
 ) -> _Array: ...  # fmt: skip
@@ -80,13 +80,13 @@ def shaw_attention(
 def shaw_attention(
     q: _Array, k: _Array, v: _Array, rel: _Array, *, kernelized: bool = True, feature_map: str = "elu+1",
     maps: tuple[_Array, _Array] | None = None, rel_feature_map: str = "same", is_causal: bool = False, offset: int = 0,
-    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, decay: float | Sequence[float] | None = None,
+    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, decay: float | Sequence[float] | None = None, log_decay: _Array | None = None,
     normalize: bool = True, initial_state: _State | None = None, output_final_state: Literal[True], algorithm: str = "auto",
 ) -> tuple[_Array, State]: ...  # fmt: skip
 def shaw_attention_step(
     q: _Array, k: _Array, v: _Array, rel: _Array, state: _State | None = None, *, kernelized: bool = True,
     feature_map: str = "elu+1", maps: tuple[_Array, _Array] | None = None, rel_feature_map: str = "same",
-    decay: float | Sequence[float] | None = None, normalize: bool = True,
+    decay: float | Sequence[float] | None = None, log_decay: _Array | None = None, normalize: bool = True,
 ) -> tuple[_Array, State]: ...  # fmt: skip
 
 @overload
@@ -94,7 +94,7 @@ def fourier_attention(
     q: _Array, k: _Array, v: _Array, a: _Array, b: _Array | None = None, c: _Array | None = None, beta: _Array | None = None, *,
     q_positions: _Array | None = None, k_positions: _Array | None = None, normalizer: str = "one_plus", wave: str = "each",
     feature_map: str = "elu+1", maps: tuple[_Array, _Array] | None = None, is_causal: bool = False, offset: int = 0,
-    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, decay: float | Sequence[float] | None = None,
+    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, decay: float | Sequence[float] | None = None, log_decay: _Array | None = None,
     initial_state: _State | None = None, output_final_state: Literal[False] = False, algorithm: str = "auto",
 ) -> _Array: ...  # fmt: skip
 @overload
@@ -102,14 +102,14 @@ def fourier_attention(
     q: _Array, k: _Array, v: _Array, a: _Array, b: _Array | None = None, c: _Array | None = None, beta: _Array | None = None, *,
     q_positions: _Array | None = None, k_positions: _Array | None = None, normalizer: str = "one_plus", wave: str = "each",
     feature_map: str = "elu+1", maps: tuple[_Array, _Array] | None = None, is_causal: bool = False, offset: int = 0,
-    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, decay: float | Sequence[float] | None = None,
+    key_padding_mask: _Array | None = None, cu_seqlens: _Packed | None = None, decay: float | Sequence[float] | None = None, log_decay: _Array | None = None,
     initial_state: _State | None = None, output_final_state: Literal[True], algorithm: str = "auto",
 ) -> tuple[_Array, State]: ...  # fmt: skip
 def fourier_attention_step(
     q: _Array, k: _Array, v: _Array, a: _Array, b: _Array | None = None, c: _Array | None = None, beta: _Array | None = None,
     state: _State | None = None, *, q_positions: _Array | None = None, k_positions: _Array | None = None,
     normalizer: str = "one_plus", wave: str = "each", feature_map: str = "elu+1", maps: tuple[_Array, _Array] | None = None,
-    decay: float | Sequence[float] | None = None,
+    decay: float | Sequence[float] | None = None, log_decay: _Array | None = None,
 ) -> tuple[_Array, State]: ...  # fmt: skip
 
 @overload

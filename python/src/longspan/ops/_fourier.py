@@ -9,7 +9,7 @@ from .._route import attend, step
 def fourier_attention(
     q, k, v, a, b=None, c=None, beta=None, *, q_positions=None, k_positions=None, normalizer="one_plus", wave="each",
     feature_map="elu+1", maps=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, decay=None,
-    initial_state=None, output_final_state=False, algorithm="auto",
+    log_decay=None, initial_state=None, output_final_state=False, algorithm="auto",
 ):  # fmt: skip
     """Kernelized attention with Fourier positions, real-valued and of any dimension, in linear time.
 
@@ -55,6 +55,9 @@ def fourier_attention(
         Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
     decay : float or sequence of float, optional
         In (0, 1], for all key/value heads or each: what a key's weight is multiplied by with every token. Causal only.
+    log_decay : array ``[B, Hkv, L]``, optional
+        In its place a number that each token brings, at most 0: the weight of key ``j`` for row ``i`` is multiplied by
+        ``exp(log_decay[j + 1] + ... + log_decay[i])``, without those of ignored keys. Has a gradient. Causal only, without ``offset``.
     initial_state, output_final_state : `State`, bool
         The tokens before; whether to return the state, too. Causal only.
     algorithm : str
@@ -101,9 +104,9 @@ def fourier_attention(
     """
     operation = "fourier_attention"
     options, parameters = _options.fourier(
-        operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, algorithm
+        operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, algorithm, log_decay
     )  # fmt: skip
-    parameters += _options.maps(operation, feature_map, maps)
+    parameters += _options.maps(operation, feature_map, maps) + _options.gates(log_decay)
     return attend(
         operation, "fourier", options, q, k, v, parameters,
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
@@ -112,7 +115,7 @@ def fourier_attention(
 
 def fourier_attention_step(
     q, k, v, a, b=None, c=None, beta=None, state=None, *, q_positions=None, k_positions=None, normalizer="one_plus",
-    wave="each", feature_map="elu+1", maps=None, decay=None,
+    wave="each", feature_map="elu+1", maps=None, decay=None, log_decay=None,
 ):  # fmt: skip
     """One token of `fourier_attention` with ``is_causal=True``.
 
@@ -128,6 +131,8 @@ def fourier_attention_step(
         Where the token is. Without them the state counts.
     normalizer, wave, feature_map, maps, decay
         As in `fourier_attention`, and the same for all tokens of a state.
+    log_decay : array ``[B, Hkv]``, optional
+        The token's, if those of all tokens of the state were given.
 
     Returns
     -------
@@ -153,7 +158,7 @@ def fourier_attention_step(
     """
     operation = "fourier_attention_step"
     options, parameters = _options.fourier(
-        operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, "auto"
+        operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, "auto", log_decay
     )  # fmt: skip
-    parameters += _options.maps(operation, feature_map, maps)
+    parameters += _options.maps(operation, feature_map, maps) + _options.gates(log_decay)
     return step(operation, "fourier", options, q, k, v, parameters, state)

@@ -8,7 +8,7 @@ from .._route import attend, step
 
 def kernelized_attention(
     q, k, v, *, feature_map="elu+1", maps=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, decay=None,
-    normalize=True, initial_state=None, output_final_state=False, algorithm="auto",
+    log_decay=None, normalize=True, initial_state=None, output_final_state=False, algorithm="auto",
 ):  # fmt: skip
     """Kernelized attention, without positions, in linear time.
 
@@ -40,6 +40,9 @@ def kernelized_attention(
         Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
     decay : float or sequence of float, optional
         In (0, 1], for all key/value heads or each: what a key's weight is multiplied by with every token. Causal only.
+    log_decay : array ``[B, Hkv, L]``, optional
+        In its place a number that each token brings, at most 0: the weight of key ``j`` for row ``i`` is multiplied by
+        ``exp(log_decay[j + 1] + ... + log_decay[i])``, without those of ignored keys. Has a gradient. Causal only, without ``offset``.
     normalize : bool
         Divide by the sum of the weights.
     initial_state, output_final_state : `State`, bool
@@ -63,7 +66,8 @@ def kernelized_attention(
 
     References
     ----------
-    Katharopoulos et al., *Transformers are RNNs*, 2020 (arXiv:2006.16236). Decay: Sun et al., *Retentive network*, 2023.
+    Katharopoulos et al., *Transformers are RNNs*, 2020 (arXiv:2006.16236). Decay: Sun et al., *Retentive network*, 2023; one
+    that tokens bring: Dao and Gu, *Transformers are SSDs*, 2024, there without feature map and normaliser.
     ``prf``: Choromanski et al., *Rethinking attention with Performers*, 2021. ``nprf``: Luo et al., 2021. ``dpfp``: Schlag et al.,
     *Linear transformers are secretly fast weight programmers*, 2021. ``taylor2``: Arora et al.,
     *Simple linear attention language models*, 2024. ``hedgehog``: Zhang et al., *The hedgehog and the porcupine*, 2024.
@@ -83,14 +87,17 @@ def kernelized_attention(
     True
     """
     operation = "kernelized_attention"
-    options = _options.kernel(operation, k, feature_map, decay, normalize, algorithm)
+    options = _options.kernel(operation, k, feature_map, decay, normalize, algorithm, log_decay)
+    parameters = _options.maps(operation, feature_map, maps) + _options.gates(log_decay)
     return attend(
-        operation, "kernelized", options, q, k, v, _options.maps(operation, feature_map, maps),
+        operation, "kernelized", options, q, k, v, parameters,
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
 
-def kernelized_attention_step(q, k, v, state=None, *, feature_map="elu+1", maps=None, decay=None, normalize=True):
+def kernelized_attention_step(
+    q, k, v, state=None, *, feature_map="elu+1", maps=None, decay=None, log_decay=None, normalize=True
+):  # fmt: skip
     """One token of `kernelized_attention` with ``is_causal=True``.
 
     Parameters
@@ -101,6 +108,8 @@ def kernelized_attention_step(q, k, v, state=None, *, feature_map="elu+1", maps=
         What `kernelized_attention` or the last step returned; changed in place. ``None`` starts a sequence.
     feature_map, maps, decay, normalize
         As in `kernelized_attention`, and the same for all tokens of a state.
+    log_decay : array ``[B, Hkv]``, optional
+        The token's, if those of all tokens of the state were given.
 
     Returns
     -------
@@ -124,5 +133,6 @@ def kernelized_attention_step(q, k, v, state=None, *, feature_map="elu+1", maps=
     True
     """
     operation = "kernelized_attention_step"
-    options = _options.kernel(operation, k, feature_map, decay, normalize, "auto")
-    return step(operation, "kernelized", options, q, k, v, _options.maps(operation, feature_map, maps), state)
+    options = _options.kernel(operation, k, feature_map, decay, normalize, "auto", log_decay)
+    parameters = _options.maps(operation, feature_map, maps) + _options.gates(log_decay)
+    return step(operation, "kernelized", options, q, k, v, parameters, state)

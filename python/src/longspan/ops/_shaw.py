@@ -8,8 +8,8 @@ from .._route import attend, step
 
 def shaw_attention(
     q, k, v, rel, *, kernelized=True, feature_map="elu+1", maps=None, rel_feature_map="same", is_causal=False, offset=0,
-    key_padding_mask=None, cu_seqlens=None, decay=None, normalize=True, initial_state=None, output_final_state=False,
-    algorithm="auto",
+    key_padding_mask=None, cu_seqlens=None, decay=None, log_decay=None, normalize=True, initial_state=None,
+    output_final_state=False, algorithm="auto",
 ):  # fmt: skip
     """Kernelized attention with Shaw's relative positions, in linear time.
 
@@ -40,6 +40,9 @@ def shaw_attention(
         Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
     decay : float or sequence of float, optional
         In (0, 1], for all key/value heads or each: what a key's weight is multiplied by with every token. Causal only.
+    log_decay : array ``[B, Hkv, L]``, optional
+        In its place a number that each token brings, at most 0: the weight of key ``j`` for row ``i`` is multiplied by
+        ``exp(log_decay[j + 1] + ... + log_decay[i])``, without those of ignored keys. Has a gradient. Causal only, without ``offset``.
     normalize : bool
         Divide by the sum of the weights.
     initial_state, output_final_state : `State`, bool
@@ -82,17 +85,17 @@ def shaw_attention(
     """
     operation = "shaw_attention"
     options = _options.shaw(
-        operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
+        operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm, log_decay
     )  # fmt: skip
     return attend(
-        operation, "shaw", options, q, k, v, (rel, *_options.maps(operation, feature_map, maps)),
+        operation, "shaw", options, q, k, v, (rel, *_options.maps(operation, feature_map, maps), *_options.gates(log_decay)),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
 
 def shaw_attention_step(
     q, k, v, rel, state=None, *, kernelized=True, feature_map="elu+1", maps=None, rel_feature_map="same", decay=None,
-    normalize=True,
+    log_decay=None, normalize=True,
 ):  # fmt: skip
     """One token of `shaw_attention` with ``is_causal=True``.
 
@@ -106,6 +109,8 @@ def shaw_attention_step(
         What `shaw_attention` or the last step returned; changed in place. ``None`` starts a sequence.
     kernelized, feature_map, maps, rel_feature_map, decay, normalize
         As in `shaw_attention`, and the same for all tokens of a state.
+    log_decay : array ``[B, Hkv]``, optional
+        The token's, if those of all tokens of the state were given.
 
     Returns
     -------
@@ -129,6 +134,6 @@ def shaw_attention_step(
     ((1, 2, 8), 1920)
     """
     operation = "shaw_attention_step"
-    options = _options.shaw(operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, "auto")
-    parameters = (rel, *_options.maps(operation, feature_map, maps))
+    options = _options.shaw(operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, "auto", log_decay)
+    parameters = (rel, *_options.maps(operation, feature_map, maps), *_options.gates(log_decay))
     return step(operation, "shaw", options, q, k, v, parameters, state)

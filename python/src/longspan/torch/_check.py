@@ -93,6 +93,8 @@ class Case:
     segments: int = 1
     #: Shapes of what the mechanism learns, and of gates.
     learned: tuple[tuple[int, ...], ...] = ()
+    #: Whether tokens bring decays beside what is learned, to a mechanism that need not have them.
+    decays: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -104,6 +106,12 @@ class Case:
         cut = self.packed is not None or self.offset or self.queries != self.keys or not self.is_causal
         # Positions of one call have no others before and after.
         return not cut and self.name != "in the plane"
+
+    def of_token(self, learned: Sequence[Tensor], brought: Sequence[Tensor]) -> list[Tensor]:
+        """What is learned, with what other tokens ``brought`` in the place of what those of the call did."""
+        if self.mechanism in ("gated", "delta"):
+            return list(brought)
+        return [*learned[:-1], brought[-1]] if self.decays else list(learned)
 
     def tensors(self, dtype: torch.dtype = torch.float32, tokens: int | None = None) -> list[Tensor]:
         """Queries, keys, values, the gradient of the output, and what the mechanism learns; or of so many tokens before or after."""
@@ -127,6 +135,8 @@ class Case:
             learned = [torch.rand(token, generator=generator), *gates] if self.mechanism == "delta" else gates
         else:
             learned = [0.5 * torch.randn(shape, generator=generator) for shape in self.learned]
+        if self.decays:
+            learned.append(-2 * torch.rand(self.batch, self.kv_heads, keys, generator=generator) ** 3)
         return [x.to(dtype) for x in (q, k, v, d_out, *learned)]
 
     def mask(self) -> Tensor | None:
@@ -151,6 +161,8 @@ class Case:
             options["key_padding_mask"] = mask.to(q.device)
         if self.packed is not None:
             options["cu_seqlens"] = self.packed
+        if self.decays:
+            options["log_decay"], learned = learned[-1], learned[:-1]
         return FUNCTIONS[self.mechanism](q, k, v, *learned, **{**options, **more})
 
 
@@ -201,6 +213,19 @@ _CAUSAL = [
     _form("gated: no gate"), _GATE, _form("gated: a gate a channel", (16,), scale=0.5),
     _form("delta: no gate"), _form("delta: a gate a head", ()), _form("delta: a gate a channel", (16,)),
 ]  # fmt: skip
+#: The same of mechanisms that need no gates.
+_DECAYS = [
+    replace(case, decays=True, name=f"{case.name}, a gate a head") for case in (
+        _form("kernelized"), _form("kernelized: exp", feature_map="exp"), _form("kernelized: undivided", normalize=False),
+        _form("kernelized: taylor2", feature_map="taylor2"), _form("shaw: radius 5", (2, 11, 16)),
+        _form("shaw: exp", (2, 11, 16), feature_map="exp"), _form("shaw: radius 1", (2, 3, 16)),
+        _form("shaw: radius 90", (2, 181, 16)), _form("shaw: positions alone", (2, 7, 16), kernelized=False),
+        _form("fourier", (1, 16, 1), (2, 16)),
+        # The gradient of frequencies loses digits with the position, and more under a decay.
+        replace(_form("fourier: rotary", (1, 8, 1), wave="pairs", normalizer="unrotated"), queries=40, keys=40),
+        _form("fourier: undivided", (1, 16, 1), (2, 16), (2, 16), (2, 16), normalizer="none", feature_map="exp"),
+    )
+]  # fmt: skip
 _PACKED = ([0, 5, 5, 40, 70], [0, 9, 9, 30, 66])
 
 
@@ -211,8 +236,8 @@ def _varied(case: Case) -> list[Case]:
 
     ways = [case, way("padded", batch=2, padding="some"), way("padded at the ends", batch=2, padding="all")]
     ways.append(way("one token", queries=1, keys=1))
-    if case in _CAUSAL:
-        return [*ways, way("packed", packed=(_PACKED[0],) * 2)]
+    if case in _CAUSAL or case.decays:
+        return [*ways, way("packed", packed=(_PACKED[0],) * 2, queries=70, keys=70)]
     if case.mechanism not in ("aft-full",):
         ways.append(way("packed", packed=_PACKED, keys=66))
     if case.options.get("kind") != "grid":
@@ -259,7 +284,7 @@ def _kernelized() -> list[Case]:
 
 CASES = [
     *_kernelized(),
-    *(case for form in (*_FORMS, *_CAUSAL) for case in _varied(form)),
+    *(case for form in (*_FORMS, *_CAUSAL, *_DECAYS) for case in _varied(form)),
     _form("shaw: decay", (2, 11, 16), decay=[0.9]), _form("fourier: decay", (1, 16, 1), (2, 16), decay=[0.9]),
     replace(_GATE, name="a gate a head, segments", queries=200, keys=200, segments=6),
     replace(_GATE, name="a gate a head, grouped heads of 64", batch=2, heads=4, kv_heads=2, queries=100, keys=100, width=64,
@@ -281,8 +306,8 @@ def _earlier(case: Case) -> TensorState | None:
     """The state after 7 tokens, by the CPU's kernels."""
     if not case.streams:
         return None
-    q, k, v, _, *gates = case.tensors(torch.float32, 7)
-    learned = gates if case.mechanism in ("gated", "delta") else case.tensors()[4:]
+    q, k, v, _, *brought = case.tensors(torch.float32, 7)
+    learned = case.of_token(case.tensors()[4:], brought)
     with torch.no_grad():
         return TensorState.of(case.attend(q, k, v, *learned, key_padding_mask=None, output_final_state=True)[1])
 
@@ -304,8 +329,7 @@ def results(
         middle, state = case.attend(*inputs, initial_state=state, output_final_state=True)
         *token, _, = (x.to(device, dtype) for x in case.tensors(drawn, 1)[:4])
         gates = [x.to(device, dtype) for x in case.tensors(drawn, 1)[4:]]
-        of_token = gates if case.mechanism in ("gated", "delta") else inputs[3:]
-        last = case.attend(*token, *of_token, key_padding_mask=None, initial_state=state, output_final_state=True)[0]
+        last = case.attend(*token, *case.of_token(inputs[3:], gates), key_padding_mask=None, initial_state=state, output_final_state=True)[0]
         loss = loss + (middle * d_out).sum() + last.sum()
         found |= {"out after a state": middle, "out of a token": last}
         inputs, names = [*inputs, numbers], [*names, "d of the state"]

@@ -52,7 +52,7 @@ def combine(
         if kind == "fourier" and chosen.get("axes") is None:
             b = _turned(b, a[2], torch.as_tensor(parameters[0]), chosen)
         decay = _options.decays(operation, np.empty((1, first.kv_heads)), chosen.get("decay"))
-        formula = _kernelized(a, b, sum_of_both, decay)
+        formula = _kernelized(a, b, sum_of_both, decay, bool(chosen.get("gate")))
     gradients = torch.cat([part if part.dim() == 3 else part.flatten(2) for part in formula], -1)
     # Of what is infinite, the key of an ignored token, there is no gradient.
     gradients = torch.where(gradients.isfinite(), gradients, 0)
@@ -79,15 +79,15 @@ def _gated(first: Parts, second: Parts) -> Parts:
     return decay * before + sums, past + gates, torch.zeros_like(rest), *(part.detach() for part in first[3:])
 
 
-def _kernelized(first: Parts, second: Parts, summed: Parts, decay: Sequence[float] | None) -> Parts:
+def _kernelized(first: Parts, second: Parts, summed: Parts, decay: Sequence[float] | None, gates: bool) -> Parts:
     """``S = g**n S1 + S2``, each brought to the larger exponent, the keys' sums and the far sums likewise; and the ring of the last
-    rows, of which the earlier state's that no longer fit become far. ``n`` counts the later tokens."""
+    rows, of which the earlier state's that no longer fit become far. ``n`` counts the later tokens, or their gates stand for ``g**n``."""
     marks, later_marks = first[2].detach(), second[2].detach()
     shift = summed[2][..., SHIFT]
     before, since = (_scaled(own[..., SHIFT], shift) for own in (marks, later_marks))
     later = tokens(later_marks)
     gamma = marks.new_ones(marks.shape[1]) if decay is None else marks.new_tensor(decay)
-    fallen = gamma**later
+    fallen = second[5][..., 0].exp() if gates else gamma**later
     sums, keys = ((fallen * before)[..., None] * a + since[..., None] * b for a, b in zip(first[:2], second[:2]))
     far, ring = fallen[..., None] * first[3] + second[3], first[4]
     if ring.shape[-1]:
@@ -98,10 +98,15 @@ def _kernelized(first: Parts, second: Parts, summed: Parts, decay: Sequence[floa
         kept = _rows(ring, (oldest - since_then.clamp(min=1)) % rows, rows)
         own = _rows(second[4], ((later_oldest - back) % rows).expand_as(since_then), rows)
         gone = back + later[..., None]
-        weight = torch.where(gone > rows, gamma[:, None] ** gone, 0)
-        far = far + (weight[..., None] * _rows(ring, ((oldest - back) % rows).expand_as(since_then), rows)).sum(2)
+        weight = torch.where(gone > rows, fallen[..., None] if gates else gamma[:, None] ** gone, 0)[..., None]
+        past = _rows(ring, ((oldest - back) % rows).expand_as(since_then), rows)
+        if gates:
+            # A row's last number is what is left of its weight.
+            past = torch.cat([past[..., :-1] * past[..., -1:], past[..., -1:]], -1)
+            kept = torch.cat([kept[..., :-1], kept[..., -1:] * fallen[..., None, None]], -1)
+        far = far + (weight * past).sum(2)
         ring = torch.where((since_then > 0)[..., None], kept, own)
-    return sums, keys, torch.zeros_like(marks), far, ring, first[5]
+    return sums, keys, torch.zeros_like(marks), far, ring, first[5] + second[5]
 
 
 def _turned(second: Parts, marks: Tensor, a: Tensor, options: dict[str, Any]) -> list[Tensor]:

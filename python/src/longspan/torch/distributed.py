@@ -103,6 +103,8 @@ class _Stretch:
         mechanism, options, operation, is_causal, offset = call
         if mechanism not in _FORMS:
             raise ValueError(f"{operation}: expected a mechanism whose stretches add up, got {mechanism}: {_REFUSED[mechanism]}")
+        if _calls.settings(options).get("gate") is True:
+            raise ValueError(f"{operation}: log_decay: expected None over several processes, got one; a constant decay is shared out")
         self.operation = operation
         self.is_causal = is_causal
         self.cuts = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)

@@ -45,7 +45,10 @@ _FORMULATIONS: dict[str, tuple[Callable[[Call], Any], Callable[[Call], list[Tens
     "aft-conv": (_CONV, _CONV.state_after),
 }
 #: What comes before: keys that take a part beside those of the call, or that stand for what is no number.
-_PREPARED = {"softmax": pairs.with_cache, "gated": gated.whole, "delta": gated.whole}
+_PREPARED = {
+    "softmax": pairs.with_cache, "gated": gated.whole, "delta": gated.whole,
+    **dict.fromkeys(("kernelized", "shaw", "fourier"), kernelized.whole),
+}  # fmt: skip
 
 
 def chunked_attention(
@@ -190,7 +193,13 @@ def of_every_head(mechanism: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
 def _call(
     q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], settings: dict[str, Any], *others: Any
 ) -> Call:
-    """The parameters of positions apart from what the feature map of queries and of keys learns."""
+    """The parameters of positions apart from what the feature map of queries and of keys learns, and from gates."""
+    if settings.get("gate") is True:
+        *parameters, log_decay = parameters
+        call = _call(q, k, v, parameters, {name: value for name, value in settings.items() if name != "gate"}, *others)
+        if call.key_padding_mask is not None:
+            log_decay = log_decay.masked_fill(call.key_padding_mask[:, None], 0)
+        return replace(call, log_decay=log_decay)
     if settings.get("feature_map", "").startswith("hedgehog"):
         *parameters, of_queries, of_keys = parameters
         return Call(q, k, v, parameters, (of_queries, of_keys), settings, *others)
@@ -238,6 +247,13 @@ def _check_parameters(mechanism: str, call: Call) -> None:
     _, heads, queries, head_dim = call.q.shape
     kv_heads, keys = call.k.shape[1], call.k.shape[2]
     wanted: list[tuple[int, ...]]
+    if call.log_decay is not None:
+        if not call.is_causal or call.offset or queries != keys:
+            raise ValueError(f"{mechanism}: is_causal: expected a causal mask, an offset of 0 and as many queries as keys beside log_decay, "
+                             "got others")  # fmt: skip
+        if tuple(call.log_decay.shape) != (call.k.shape[0], kv_heads, keys):
+            raise ValueError(f"{mechanism}: log_decay: expected shape {(call.k.shape[0], kv_heads, keys)}, "
+                             f"got shape {tuple(call.log_decay.shape)}")  # fmt: skip
     for matrix, of in zip(call.maps, (heads, kv_heads)):
         if matrix is not None and (matrix.shape[0], matrix.shape[-1]) != (of, head_dim):
             raise ValueError(f"{mechanism}: maps: expected shape ({of}, width, {head_dim}), got shape {tuple(matrix.shape)}")
@@ -281,6 +297,8 @@ def _slices(mechanism: str, call: Call, a: int, b: int, c: int, d: int) -> Call:
     """The parameters of one packed sequence, queries ``a .. b`` and keys ``c .. d``."""
     if mechanism in ("gated", "delta"):
         return replace(call, parameters=[gates[:, :, c:d] for gates in call.parameters])
+    if call.log_decay is not None:
+        call = replace(call, log_decay=call.log_decay[:, :, c:d])
     if mechanism == "fourier" and call.settings.get("axes"):
         *others, queries, keys = call.parameters
         return replace(call, parameters=[*others, queries[:, a:b], keys[:, c:d]])

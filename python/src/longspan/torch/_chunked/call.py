@@ -38,6 +38,8 @@ class Call:
     #: Of such a call: whether its caller divides the sums, and the sums before the first key with their exponent.
     divided: bool = True
     sums: tuple[Tensor, Tensor] | None = None
+    #: Of kernelized attention whose tokens bring decays: their logarithms, ``[batch, kv_heads, keys]``, 0 where a key is ignored.
+    log_decay: Tensor | None = None
 
     @property
     def group(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .call import Call, divide, lowest
 from .features import MAPS, elementwise, lift
-from .rings import CARRY, OLDEST, SHIFT, rows_at, tokens, values_of
+from .rings import CARRY, OLDEST, SHIFT, ordered, present, rows_at, tokens, values_of
 
 #: Rows at a time: in-chunk weights are CHUNK x (CHUNK + 2 radius).
 CHUNK = 128
@@ -22,6 +22,14 @@ CHUNK = 128
 #: What takes the place of the causal recurrence while `longspan.torch.onnx.export` runs: of queries' and keys' features, values and
 #: the decay of each head.
 RECURRENCE: ContextVar[Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None] = ContextVar("recurrence", default=None)
+
+
+def whole(call: Call) -> Call:
+    """The same call, where a token whose gate is no number has a value that is none."""
+    if call.log_decay is None:
+        return call
+    lost = call.log_decay.isnan()
+    return replace(call, v=call.v.masked_fill(lost[..., None], torch.nan), log_decay=call.log_decay.masked_fill(lost, 0))
 
 
 def kernelized(call: Call) -> Tensor:
@@ -54,7 +62,7 @@ def kernelized(call: Call) -> Tensor:
                              weights[..., None]], -1), level) if content else None  # fmt: skip
         if ring.shape[-1]:
             # The last values before the first key are keys that have no content.
-            past = values_of(ring, marks[..., OLDEST, None], ring.shape[-1] // values.shape[3])
+            past = _past(call, ring, marks, ring.shape[-1] // values.shape[3])
             values = torch.cat([past, values], 2)
             features = torch.cat([features.new_zeros((*past.shape[:3], features.shape[-1])), features], 2)
             exponents = torch.cat([exponents.new_full((*past.shape[:3], 1), -torch.inf), exponents], 2)
@@ -78,15 +86,13 @@ def kernelized(call: Call) -> Tensor:
         raise ValueError("decay with a bidirectional mask has no meaning; use a causal mask or leave the decay out")
 
     recurrence = RECURRENCE.get()
-    if recurrence is not None and call.is_causal and rows is None and call.offset == 0 and queries == keys:
+    if recurrence is not None and call.log_decay is None and call.is_causal and rows is None and call.offset == 0 and queries == keys:
         gamma = None if decay is None else q.new_tensor(decay).repeat_interleave(call.group)[:, None, None]
         of_all = exponents.amax(2, keepdim=True).clamp(min=lowest(q)) if divided else 0
         return divide(recurrence(q, features * (exponents - of_all).exp(), values, gamma), normalize)
     walk: _Bidirectional | _Causal
     if call.is_causal:
-        rate = q.new_tensor([0.0] * kv_heads if decay is None else [math.log(gamma) for gamma in decay])
-        rate = rate.repeat_interleave(call.group)[None, :, None, None]
-        walk = _Causal(features if content else None, exponents, values, rows, of_rows, radius, rate, divided, begin)
+        walk = _Causal(features if content else None, exponents, values, rows, of_rows, radius, _fall(call, begin), divided, begin)
         if before is not None:
             walk.state = (before[0], before[1].clamp(min=lowest(q)))
         if far is not None and rows is not None:
@@ -148,25 +154,109 @@ def _band(weights: Tensor, first: int, last: int, near: int, far: int, radius: i
     return weights.gather(-1, distance.expand(*weights.shape[:2], -1, -1))
 
 
+class _Constant:
+    """Logarithms of what is left of a weight after some tokens, which all take the same, ``rate [1, heads, 1, 1]``."""
+
+    #: Where the tokens of an initial state have fallen to, counted from its next token.
+    stored_at = 0
+
+    def __init__(self, rate: Tensor) -> None:
+        self.rate = rate
+
+    def _tokens(self, first: int, last: int) -> Tensor:
+        return torch.arange(first, last, device=self.rate.device)[:, None]
+
+    def over(self, first: int, last: int) -> Tensor:
+        """From token ``first`` to ``last``."""
+        return self.rate * (last - first)
+
+    def since(self, first: int, last: int) -> Tensor:
+        """From token ``first`` to itself and each up to ``last``, that excluded."""
+        return self.rate * (self._tokens(first, last) - first)
+
+    def until(self, start: int, stop: int, token: int) -> Tensor:
+        """From each of the keys ``start .. stop`` to a ``token``, which is no earlier."""
+        return self.rate * (token - self._tokens(start, stop))
+
+    def ages(self, first: int, last: int, start: int, stop: int) -> Tensor:
+        """From each of the keys ``start .. stop`` to each of the tokens ``first .. last``; of those that a row does not see yet, nothing."""
+        token, key = self._tokens(first, last), self._tokens(start, stop).mT
+        return (self.rate * (token - key).clamp(min=0)).masked_fill(key > token, -torch.inf)
+
+
+class _Gates:
+    """The same where each token takes its own, ``g [batch, heads, tokens, 1]``. What lies between two tokens is summed for itself: a
+    difference of running sums would lose digits."""
+
+    stored_at = -1
+
+    def __init__(self, g: Tensor) -> None:
+        self.g = g
+
+    def over(self, first: int, last: int) -> Tensor:
+        return self.g[:, :, first + 1 : last + 1].sum(2, keepdim=True)
+
+    def since(self, first: int, last: int) -> Tensor:
+        nothing = self.g.new_zeros((*self.g.shape[:2], 1, 1))
+        return torch.cat([nothing, self.g[:, :, first + 1 : last].cumsum(2)], 2)
+
+    def until(self, start: int, stop: int, token: int) -> Tensor:
+        nothing = self.g.new_zeros((*self.g.shape[:2], 1, 1))
+        sums = torch.cat([self.g[:, :, start + 1 : token + 1].flip(2).cumsum(2).flip(2), nothing], 2)
+        return sums[:, :, : stop - start]
+
+    def ages(self, first: int, last: int, start: int, stop: int) -> Tensor:
+        begin = min(first, start)
+        tokens = torch.arange(begin, last, device=self.g.device)[:, None]
+        keys = torch.arange(start, stop, device=self.g.device)[None, :]
+        sums = torch.where(tokens > keys, self.g[:, :, begin:last], 0).cumsum(2)
+        return sums.masked_fill(tokens < keys, -torch.inf)[:, :, first - begin :]
+
+
+def _fall(call: Call, begin: int) -> _Constant | _Gates:
+    """How the weights of a call fall, whose own keys come after ``begin`` of its initial state."""
+    if call.log_decay is not None:
+        g = F.pad(call.log_decay, (begin, 0)).repeat_interleave(call.group, 1)
+        return _Gates(g[..., None])
+    decay = call.settings.get("decay")
+    rate = call.q.new_tensor([0.0] * call.k.shape[1] if decay is None else [math.log(gamma) for gamma in decay])
+    return _Constant(rate.repeat_interleave(call.group)[None, :, None, None])
+
+
+def _past(call: Call, ring: Tensor, marks: Tensor, count: int) -> Tensor:
+    """The values of an initial state's ring, from the oldest; with gates each times what is left of its weight."""
+    if call.log_decay is None:
+        return values_of(ring, marks[..., OLDEST, None], count)
+    v, weight = _weighed(ring, marks, count)
+    return torch.cat([v * weight, weight], -1)
+
+
+def _weighed(ring: Tensor, marks: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """A ring's values and what gates have left of their weights, 0 and without a gradient where no token is."""
+    rows = ordered(ring, marks[..., OLDEST, None], count)
+    weight = rows[..., -1:]
+    return rows[..., :-1], present(weight, weight.detach() != 0)
+
+
 class _Causal:
     """A state of all keys that every row of a chunk sees, and dense weights for those that only some rows see.
 
-    Key ``j`` counts for a row at token ``i`` with the factor ``exp(exponents[j] + rate * (i - j))``, a row of the table with
-    ``exp(of_rows + rate * (i - j))``: sums are relative to the largest of those that the row sees, so that no later key, and none that
+    Key ``j`` counts for a row at token ``i`` with the factor ``exp(exponents[j] + what it has fallen by)``, a row of the table with
+    ``exp(of_rows + that)``: sums are relative to the largest of those that the row sees, so that no later key, and none that
     has decayed, makes them vanish; or, where nobody divides them, to 1.
     """
 
     def __init__(
         self, features: Tensor | None, exponents: Tensor, values: Tensor, rows: Tensor | None, of_rows: Tensor, radius: int,
-        rate: Tensor, divided: bool, begin: int,
+        fall: _Constant | _Gates, divided: bool, begin: int,
     ) -> None:  # fmt: skip
         self.features, self.exponents, self.values, self.rows, self.of_rows = features, exponents, values, rows, of_rows
-        self.radius, self.rate, self.divided = radius, rate, divided
+        self.radius, self.fall, self.divided = radius, fall, divided
         # Keys below these are in the sums of all keys, and of those at least `radius` before, which both start with none, or with
         # those before the call, whose own keys begin here.
         self.taken, self.far_taken = begin, 0
         # The token that decays are counted from.
-        self.base = begin
+        self.base = begin + fall.stored_at
         nothing = values.new_zeros((*values.shape[:2], 1, values.shape[-1]))
         none = nothing[..., :1].detach() + (lowest(values) if divided else 0.0)
         # Sums, and the exponents that they are relative to.
@@ -176,8 +266,7 @@ class _Causal:
     def chunk(self, q: Tensor, first: int, last: int) -> Tensor:
         """Sums for the queries ``q`` that stand at keys ``first`` to ``last - 1``; chunks come in order."""
         keys = self.values.shape[2]
-        token = torch.arange(first, last, device=q.device)[:, None]
-        since = self.rate * (token - first)
+        since = self.fall.since(first, last)
         # Products of the queries, their exponents, and what they weigh.
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         if self.features is not None:
@@ -185,7 +274,7 @@ class _Causal:
             self.state = self._entered(self.state, self.features, self.exponents, self.taken, start, first)
             self.taken, stop = start, max(_clip(last, keys), start)
             state, level = self.state
-            own = self.exponents[:, :, start:stop].transpose(-1, -2) + self._ages(token, start, stop)
+            own = self.exponents[:, :, start:stop].transpose(-1, -2) + self.fall.ages(first, last, start, stop)
             parts = [(q, level + since, state),
                      (q @ self.features[:, :, start:stop].transpose(-1, -2), own, self.values[:, :, start:stop])]  # fmt: skip
         if self.rows is not None:
@@ -196,7 +285,7 @@ class _Causal:
             weights = q @ self.rows[:, : self.radius + 1].transpose(-1, -2)
             band = _band(weights, first, last, near, stop, self.radius)
             parts += [(weights[..., :1], level + since, far),
-                      (band, self.of_rows + self._ages(token, near, stop), self.values[:, :, near:stop])]  # fmt: skip
+                      (band, self.of_rows + self.fall.ages(first, last, near, stop), self.values[:, :, near:stop])]  # fmt: skip
         self.base = first
         highest = since.new_zeros(())
         if self.divided:
@@ -209,22 +298,17 @@ class _Causal:
             out = out + (weights * (exponents - highest).exp()) @ weighed
         return out
 
-    def _ages(self, token: Tensor, start: int, stop: int) -> Tensor:
-        """Exponents of what time leaves of the keys ``start .. stop``; of those that a row does not see yet, nothing."""
-        key = torch.arange(start, stop, device=token.device)
-        return (self.rate * (token - key).clamp(min=0)).masked_fill(key > token, -torch.inf)
-
     def _entered(
         self, sums: tuple[Tensor, Tensor], features: Tensor | None, exponents: Tensor, taken: int, until: int, token: int
     ) -> tuple[Tensor, Tensor]:
         """Sums and their exponent as seen from ``token``, with the keys ``taken .. until``."""
         before, level = sums
-        level = level + self.rate * (token - self.base)
+        level = level + self.fall.over(self.base, token)
         if until <= taken:
             return before, level
-        age = token - torch.arange(taken, until, device=before.device)[:, None]
         # Those of a table are the same for all keys.
-        own = (exponents if exponents.shape[2] == 1 and features is None else exponents[:, :, taken:until]) + self.rate * age
+        own = exponents if exponents.shape[2] == 1 and features is None else exponents[:, :, taken:until]
+        own = own + self.fall.until(taken, until, token)
         highest = torch.maximum(level, own.amax(2, keepdim=True)) if self.divided else torch.zeros_like(level)
         values = self.values[:, :, taken:until] * (own - highest).exp()
         added = values.sum(2, keepdim=True) if features is None else features[:, :, taken:until].transpose(-1, -2) @ values
@@ -342,12 +426,17 @@ def state_after(call: Call, positions: bool = False) -> list[Tensor]:
     before = call.initial
     if before is not None:
         passed = before[2].detach()
-    decay = settings.get("decay")
-    rate = k.new_tensor([0.0] * k.shape[1] if decay is None else [math.log(gamma) for gamma in decay])[None, :, None, None]
-    fallen = (rate * count[..., None]).exp()
     token = torch.arange(k.shape[2], device=k.device)[:, None]
-    # What time leaves of each key at the end.
-    aged = rate * (count[..., None] - token).clamp(min=0)
+    # What time leaves of each key at the end, and of what was there before.
+    if call.log_decay is None:
+        decay = settings.get("decay")
+        rate = k.new_tensor([0.0] * k.shape[1] if decay is None else [math.log(gamma) for gamma in decay])[None, :, None, None]
+        aged, total = rate * (count[..., None] - token).clamp(min=0), rate * count[..., None]
+    else:
+        rate = k.new_zeros((1, 1, 1, 1))
+        aged = _Gates(call.log_decay[..., None]).until(0, k.shape[2], k.shape[2])
+        total = call.log_decay.sum(2)[..., None, None]
+    fallen = total.exp()
     values = torch.cat([v, there.expand(-1, k.shape[1], -1, -1)], -1)
     shift = passed[..., SHIFT, None, None]
     parts: list[Tensor] = []
@@ -384,12 +473,20 @@ def state_after(call: Call, positions: bool = False) -> list[Tensor]:
         past = values.new_zeros((*values.shape[:2], radius, values.shape[3]))
         if before is not None:
             if radius:
-                past = values_of(before[4], passed[..., OLDEST, None], radius)
+                past = _past(call, before[4], passed, radius)
             back = torch.arange(radius, 0, -1, device=k.device)[:, None]
-            left = (rate * (count[..., None] + back)).exp() * (back + count[..., None] > radius)
+            left = (total + rate * back).exp() * (back + count[..., None] > radius)
             far = far + fallen[..., 0] * before[3] + (left * past).sum(2)
+            if radius and call.log_decay is not None:
+                kept, weight = _weighed(before[4], passed, radius)
+                past = torch.cat([kept, weight * fallen], -1)
+        if call.log_decay is not None:
+            values = torch.cat([values[..., :-1], values[..., -1:] * aged.exp()], -1)
         ring = rows_at(torch.cat([past, values], 2), count + torch.arange(radius, device=k.device)).flatten(2)
     number = tokens(passed) + count[..., 0]
     carry = (number / CARRY).floor()
     marks = torch.stack([shift[..., 0, 0], torch.zeros_like(number), number - carry * CARRY, carry], -1)
-    return [*parts, marks, far, ring, k.new_zeros((*k.shape[:2], 0))]
+    gates = k.new_zeros((*k.shape[:2], 0))
+    if call.log_decay is not None:
+        gates = call.log_decay.sum(2, keepdim=True) + (0 if before is None else before[5])
+    return [*parts, marks, far, ring, gates]

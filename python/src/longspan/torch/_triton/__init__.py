@@ -68,6 +68,8 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or tuple(tensors[3].shape) != (*k.shape[:2], *tokens):
             # torch's own operations say what was expected.
             return "a mask that is not causal, or gates of another shape"
+    elif options.get("gate"):
+        return "gates of kernelized attention"
     elif call.mechanism != "kernelized":
         return f"the mechanism {call.mechanism}"
     feature_map, decays = options.get("feature_map", "elu+1"), options.get("decay") is not None
