@@ -108,20 +108,20 @@ impl Mechanism {
         Ok(Inputs { dims, sharing, q, k, v, parameters, positions, mask })
     }
 
-    /// Heads of values that share one of queries and keys, which gates tell apart; a number that does not divide counts as 1.
+    /// Heads of values that share one of queries and keys; a number that does not divide counts as 1.
     fn sharing(&self, key_heads: usize, value_heads: usize) -> usize {
-        let gates = ["gated", "delta"].contains(&f32::kernel(&*self.kernel).name());
-        if gates && key_heads > 0 && value_heads.is_multiple_of(key_heads) {
+        let shares = f32::kernel(&*self.kernel).shares_keys();
+        if shares && key_heads > 0 && value_heads.is_multiple_of(key_heads) {
             (value_heads / key_heads).max(1)
         } else {
             1
         }
     }
 
-    /// Without features weights have no value under some maps. A convolution without gates has no queries.
+    /// Without features weights have no value under some maps.
     fn expect_features(&self, dims: &Dims) -> PyResult<()> {
-        let weighs = f32::kernel(&*self.kernel).name() != "depthwise-convolution";
-        if weighs && dims.head_dim == 0 && dims.value_dim > 0 {
+        let compares = f32::kernel(&*self.kernel).compares();
+        if compares && dims.head_dim == 0 && dims.value_dim > 0 {
             Err(self.wrong("q", "heads of 1 feature or more", 0))
         } else {
             Ok(())

@@ -114,3 +114,39 @@ def test_what_makes_no_sense_is_refused():
     _, state = call(output_final_state=True)
     with pytest.raises(ValueError, match="initial_state"):
         call(log_decay=G, initial_state=state)
+
+
+@pytest.mark.parametrize("name, options", [("KernelizedAttention", {}), ("ShawAttention", {"radius": 3}), ("FourierAttention", {}),
+                                           ("FourierAttention", {"wave": "pairs", "normalizer": "unrotated"})])  # fmt: skip
+def test_layers_learn_their_gates(name, options):
+    torch = pytest.importorskip("torch")
+    import longspan.torch as layers
+
+    torch.manual_seed(0)
+    attention = getattr(layers, name)(H, D, num_kv_heads=KV, gate=True, dtype=torch.float64, **options)
+    assert attention.sees_order and attention.key_dim == D + 1
+    q, v = torch.tensor(Q), torch.tensor(V)
+    k = torch.cat([torch.tensor(K), torch.randn(B, KV, L, 1, dtype=torch.float64)], -1).requires_grad_()
+    out, last = attention(q, k, v, is_causal=True, output_final_state=True)
+    out.square().sum().backward()
+    assert all(x.grad.abs().max() > 0 for x in (k, attention.rate, attention.bias)) and k.grad[..., -1].abs().max() > 0
+    with torch.no_grad():
+        first, state = attention(q[:, :, :15], k[:, :, :15], v[:, :, :15], is_causal=True, output_final_state=True)
+        later = attention(q[:, :, 15:], k[:, :, 15:], v[:, :, 15:], is_causal=True, output_final_state=True)[1]
+        both = attention.combine(state, later)
+        rows = [first]
+        for t in range(15, L):
+            row, state = attention.step(q[:, :, t], k[:, :, t], v[:, :, t], state)
+            rows.append(row[:, :, None])
+        assert (torch.cat(rows, 2) - out).abs().max() < 1e-12
+        token = [x[:, :, 0] for x in (q, k, v)]
+        assert (attention.step(*token, both)[0] - attention.step(*token, state)[0]).abs().max() < 1e-12
+    with pytest.raises(ValueError, match="key_dim = 7"):
+        attention(q, torch.tensor(K), v, is_causal=True)
+    with pytest.raises(ValueError, match="gate: expected False beside a decay"):
+        getattr(layers, name)(H, D, gate=True, decay=0.9, **options)
+    encoder = layers.TransformerEncoderLayer(24, 4, 32, attention=name.removesuffix("Attention").lower(), gate=True, batch_first=True, **options)
+    x = torch.randn(2, 30, 24)
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(30)
+    before = encoder.eval()(x, src_mask=causal, is_causal=True)
+    assert torch.equal(encoder(torch.cat([x[:, :20], torch.randn(2, 10, 24)], 1), src_mask=causal, is_causal=True)[:, :20], before[:, :20])

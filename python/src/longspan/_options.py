@@ -111,6 +111,14 @@ def falling(operation: str, k: Any, decay: Any, log_decay: Any) -> dict[str, Any
     return {"gate": True}
 
 
+def gate(operation: str, wanted: bool, decay: Any) -> dict[str, Any]:
+    """The option of a layer whose tokens bring decays."""
+    expect_type(operation, "gate", wanted, bool)
+    if wanted and decay is not None:
+        raise ValueError(f"{operation}: gate: expected False beside a decay, got True")
+    return {"gate": True} if wanted else {}
+
+
 def gates(log_decay: Any) -> tuple[Any, ...]:
     """The parameter of decays that each token brings, which comes after all others; that of one token has an axis for it."""
     if log_decay is None:
@@ -124,7 +132,7 @@ def _plain(feature_map: str, normalize: bool, algorithm: str) -> str:
 
 def shaw(
     operation: str, k: Any, rel: Any, kernelized: bool, feature_map: str, rel_feature_map: str, decay: Any, normalize: bool,
-    algorithm: str, log_decay: Any = None,
+    algorithm: str, log_decay: Any = None, **more: Any,
 ) -> str:  # fmt: skip
     expect_type(operation, "kernelized", kernelized, bool)
     if rel_feature_map not in ("same", "identity"):
@@ -137,7 +145,8 @@ def shaw(
             f"{operation}: rel: expected shape (heads, 2R+1, head_dim) or (2R+1, head_dim), got shape {tuple(shape)}"
         )
     return kernel(
-        operation, k, feature_map, decay, normalize, algorithm, log_decay, kernelized=kernelized, rel_feature_map=rel_feature_map
+        operation, k, feature_map, decay, normalize, algorithm, log_decay, kernelized=kernelized, rel_feature_map=rel_feature_map,
+        **more,
     )  # fmt: skip
 
 
@@ -157,7 +166,7 @@ FREE: dict[str, tuple[str, ...]] = {
 
 def fourier(
     operation: str, k: Any, a: Any, b: Any, c: Any, beta: Any, q_positions: Any, k_positions: Any, normalizer: str, wave: str,
-    feature_map: str, decay: Any, algorithm: str, log_decay: Any = None,
+    feature_map: str, decay: Any, algorithm: str, log_decay: Any = None, **more: Any,
 ) -> tuple[str, tuple[Any, ...]]:  # fmt: skip
     if normalizer not in FREE:
         raise ValueError(f"{operation}: normalizer: expected one of {', '.join(FREE)}, got {normalizer!r}")
@@ -184,7 +193,7 @@ def fourier(
     expect_type(operation, "algorithm", algorithm, str)
     options = as_object(
         wave=wave, normalizer=normalizer, axes=axes, feature_map=feature_map, algorithm=algorithm,
-        **falling(operation, k, decay, log_decay),
+        **falling(operation, k, decay, log_decay), **more,
     )  # fmt: skip
     return options, tuple(parameters)
 

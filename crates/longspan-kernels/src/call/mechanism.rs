@@ -215,6 +215,16 @@ pub trait Mechanism: Debug + Send + Sync {
         dims.head_dim
     }
 
+    /// Whether queries and keys may have fewer heads than values, each for as many of them ([`View::with_shared_heads`]).
+    fn shares_keys(&self) -> bool {
+        false
+    }
+
+    /// Whether outputs depend on queries and keys, which must have features then.
+    fn compares(&self) -> bool {
+        true
+    }
+
     /// The learned tensors it takes for calls of these sizes.
     fn parameters(&self, dims: &Dims) -> Parameters;
 

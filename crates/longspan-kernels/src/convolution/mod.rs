@@ -76,6 +76,10 @@ impl Mechanism for ShortConvolution {
         &[Algorithm::Chunked]
     }
 
+    fn compares(&self) -> bool {
+        self.gated
+    }
+
     fn parameters(&self, dims: &Dims) -> Parameters {
         let taps = Parameter::new("taps", [dims.kv_heads, self.width, dims.value_dim]);
         let bias = self.bias.then(|| Parameter::new("bias", [dims.kv_heads, dims.value_dim]));

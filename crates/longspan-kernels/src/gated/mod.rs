@@ -163,6 +163,10 @@ impl Mechanism for GatedAttention {
         &[Algorithm::Chunked]
     }
 
+    fn shares_keys(&self) -> bool {
+        true
+    }
+
     fn parameters(&self, dims: &Dims) -> Parameters {
         let Dims { batch, kv_heads, keys, head_dim, .. } = *dims;
         let token = [batch, kv_heads, keys];

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .. import _calls, _options
 from .._native import State
 from . import _combine, _dispatch, _operators
 from ._modules import refuse_hooks
 from ._states import TensorState
+
+def draw_gates(rate: Tensor, bias: Tensor) -> None:
+    """As Mamba-2: e^rate from 1 to 16, the softplus of the bias from 0.001 to 0.1."""
+    nn.init.uniform_(rate, 0.0, math.log(16.0))
+    nn.init.uniform_(bias, math.log(1e-3), math.log(1e-1))
+
 
 #: Mechanisms that do not see the order of tokens by themselves.
 WITHOUT_ORDER = ("kernelized", "aft-simple", "softmax", "softmax-window", "gated", "delta", "gated-delta")
@@ -51,6 +59,8 @@ class Attention(nn.Module):
 
     #: Name in `longspan.mechanisms`.
     mechanism: ClassVar[str]
+    rate: nn.Parameter
+    bias: nn.Parameter
 
     def __init__(self, num_heads: int, head_dim: int, options: str, num_kv_heads: int | None = None) -> None:
         super().__init__()
@@ -67,13 +77,27 @@ class Attention(nn.Module):
         # Names of the mechanism's own parameters, and of the feature map's.
         self._own: tuple[str, ...] = ()
         self._maps: tuple[str, ...] = ()
+        settings = _calls.settings(options)
+        # Whether tokens bring decays to a mechanism that need not have them.
+        self._gate = settings.get("gate") is True
         #: Whether an output depends on where its query stands.
-        self.sees_order = self.mechanism not in WITHOUT_ORDER or _calls.settings(options).get("decay") is not None
+        self.sees_order = self.mechanism not in WITHOUT_ORDER or settings.get("decay") is not None or self._gate
 
     @property
     def key_dim(self) -> int:
         """Numbers in a key of one head."""
-        return self.head_dim
+        return self.head_dim + self._gate
+
+    def _ungated(self, k: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Keys, and the log decays that came with them in a last column."""
+        if not self._gate:
+            return k, ()
+        if k.shape[-1] != self.key_dim:
+            raise ValueError(f"{type(self).__name__}: k: expected keys of key_dim = {self.key_dim} numbers, got {k.shape[-1]}")
+        k, x = k.split([self.head_dim, 1], -1)
+        of_heads = [self.num_kv_heads] + [1] * (x.dim() - 3)
+        log_decay = -(self.rate.exp().reshape(of_heads) * F.softplus(x[..., 0] + self.bias.reshape(of_heads)))
+        return k, (log_decay if x.dim() == 4 else log_decay[..., None],)
 
     def _named(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         return tuple([getattr(self, name) for name in names])
@@ -108,12 +132,16 @@ class Attention(nn.Module):
             width = _calls.features(feature_map, self.head_dim) // 2
             for name, heads in zip(self._maps, (self.num_heads, self.num_kv_heads)):
                 self.register_parameter(name, nn.Parameter(torch.empty((heads, width, self.head_dim), **place)))
+        if self._gate:
+            self.rate, self.bias = (nn.Parameter(torch.empty(self.num_kv_heads, **place)) for _ in range(2))
         self.reset_parameters()
         _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
 
     def reset_parameters(self) -> None:
         """Draws what is learned anew."""
         self._draw()
+        if self._gate:
+            draw_gates(self.rate, self.bias)
         for matrix in self._named(self._maps):
             if matrix.shape[1] == matrix.shape[2]:
                 with torch.no_grad():
@@ -153,7 +181,8 @@ class Attention(nn.Module):
         Tensor ``[B, H, Lq, dv]``, or ``(Tensor, state)``
             Laid out token by token. The state is a `TensorState` where gradients are recorded.
         """
-        parameters = self._like(q, self._parameters_at(q_positions, k_positions))
+        k, gates = self._ungated(k)
+        parameters = self._like(q, (*self._parameters_at(q_positions, k_positions), *gates))
         return _dispatch.attend(
             type(self).__name__, self.mechanism, self._options, q, k, v, parameters, is_causal, offset,
             key_padding_mask, cu_seqlens, initial_state, output_final_state, token_major=True,
@@ -182,7 +211,8 @@ class Attention(nn.Module):
         """
         refuse_hooks(self)
         name = type(self).__name__
-        learned = self._like(q, self._parameters_at(q_positions, k_positions))
+        k, gates = self._ungated(k)
+        learned = self._like(q, (*self._parameters_at(q_positions, k_positions), *gates))
         out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
         return out
 
@@ -199,7 +229,7 @@ class Attention(nn.Module):
         return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
 
     def _steps_unseen(self) -> bool:
-        own = type(self).step is Attention.step and "step" not in self.__dict__
+        own = type(self).step is Attention.step and "step" not in self.__dict__ and not self._gate
         return own and not self._forward_hooks and not self._forward_pre_hooks
 
     def combine(self, earlier: Any, later: Any) -> Any:

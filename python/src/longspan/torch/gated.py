@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,15 +13,12 @@ from .._native import State
 from . import _dispatch
 from ._modules import refuse_hooks
 from ._states import TensorState
-from .attention import Attention
+from .attention import Attention, draw_gates
 
 _GATES = {"none": 0, "head": 1}
 
 
 class _Gated(Attention):
-    rate: nn.Parameter
-    bias: nn.Parameter
-
     def __init__(
         self, num_heads: int, head_dim: int, gates: tuple[str, ...], gate: str, l2_norm: bool, beta_max: float | None,
         num_kv_heads: int | None, place: dict[str, Any],
@@ -43,9 +39,7 @@ class _Gated(Attention):
 
     def _draw(self) -> None:
         if self._own:
-            # As Mamba-2: e^rate from 1 to 16, the softplus of the bias from 0.001 to 0.1.
-            nn.init.uniform_(self.rate, 0.0, math.log(16.0))
-            nn.init.uniform_(self.bias, math.log(1e-3), math.log(1e-1))
+            draw_gates(self.rate, self.bias)
 
     @property
     def key_dim(self) -> int:

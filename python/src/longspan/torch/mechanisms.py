@@ -37,6 +37,9 @@ class KernelizedAttention(Attention):
         Query heads; numbers in one.
     feature_map, decay, normalize, algorithm
         As in `longspan.ops.kernelized_attention`.
+    gate : bool
+        Each token brings a decay: a key is ``[k | x]`` with ``log_decay = -exp(rate) softplus(x + bias)``, of ``key_dim`` numbers. Then
+        ``rate`` and ``bias``, ``[num_kv_heads]``, are learned, too, and start as Mamba-2's. Causal calls only.
     num_kv_heads : int, optional
         Key/value heads, a divisor of ``num_heads``, which is the default.
     device, dtype
@@ -56,11 +59,12 @@ class KernelizedAttention(Attention):
 
     def __init__(
         self, num_heads: int, head_dim: int, *, feature_map: str = "elu+1", decay: float | Sequence[float] | None = None,
-        normalize: bool = True, algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None,
+        gate: bool = False, normalize: bool = True, algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        decay = _of_heads(decay, num_kv_heads or num_heads)
-        options = _options.kernel(type(self).__name__, None, feature_map, decay, normalize, algorithm)
+        name, decay = type(self).__name__, _of_heads(decay, num_kv_heads or num_heads)
+        more = _options.gate(name, gate, decay)
+        options = _options.kernel(name, None, feature_map, decay, normalize, algorithm, **more)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         self._learn({}, {"device": device, "dtype": dtype}, feature_map)
 
@@ -81,6 +85,9 @@ class ShawAttention(Attention):
         ``rel`` is ``[2 * radius + 1, head_dim]`` for all heads.
     kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
         As in `longspan.ops.shaw_attention`. With ``rel_feature_map="identity"`` rows are as wide as the feature map's.
+    gate : bool
+        Each token brings a decay: a key is ``[k | x]`` with ``log_decay = -exp(rate) softplus(x + bias)``, of ``key_dim`` numbers. Then
+        ``rate`` and ``bias``, ``[num_kv_heads]``, are learned, too, and start as Mamba-2's. Causal calls only.
     num_kv_heads : int, optional
         Key/value heads, a divisor of ``num_heads``, which is the default.
     device, dtype
@@ -104,7 +111,7 @@ class ShawAttention(Attention):
     def __init__(
         self, num_heads: int, head_dim: int, *, radius: int = 16, shared: bool = False, kernelized: bool = True,
         feature_map: str = "elu+1", rel_feature_map: str = "same", decay: float | Sequence[float] | None = None,
-        normalize: bool = True, algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None,
+        gate: bool = False, normalize: bool = True, algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         name = type(self).__name__
@@ -113,7 +120,9 @@ class ShawAttention(Attention):
         width = head_dim if rel_feature_map == "same" else _calls.features(feature_map, head_dim)
         place = {"device": device, "dtype": dtype}
         rel = torch.empty((2 * radius + 1, width) if shared else (num_heads, 2 * radius + 1, width), **place)
-        options = _options.shaw(name, None, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm)
+        options = _options.shaw(
+            name, None, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm, **_options.gate(name, gate, decay)
+        )  # fmt: skip
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         self._learn({"rel": rel}, place, feature_map)
 
@@ -134,6 +143,9 @@ class FourierAttention(Attention):
         Query heads; numbers in one.
     normalizer, wave, feature_map, decay, algorithm
         As in `longspan.ops.fourier_attention`; ``wave="pairs"`` with ``normalizer="unrotated"`` is rotary positions.
+    gate : bool
+        Each token brings a decay: a key is ``[k | x]`` with ``log_decay = -exp(rate) softplus(x + bias)``, of ``key_dim`` numbers. Then
+        ``rate`` and ``bias``, ``[num_kv_heads]``, are learned, too, and start as Mamba-2's. Causal calls only.
     longest : float
         In units of positions: waves at the start are from ``2 pi`` to about ``2 pi longest`` long.
     axes : int, optional
@@ -162,8 +174,8 @@ class FourierAttention(Attention):
 
     def __init__(
         self, num_heads: int, head_dim: int, *, normalizer: str = "one_plus", wave: str = "each", longest: float = 1e4,
-        axes: int | None = None, feature_map: str = "elu+1", decay: float | Sequence[float] | None = None, algorithm: str = "auto",
-        num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
+        axes: int | None = None, feature_map: str = "elu+1", decay: float | Sequence[float] | None = None, gate: bool = False,
+        algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         place = {"device": device, "dtype": dtype}
         names = () if wave == "pairs" else ("b", *_options.FREE.get(normalizer, ()))
@@ -177,7 +189,7 @@ class FourierAttention(Attention):
         at = None if axes is None else a
         options, _ = _options.fourier(
             type(self).__name__, None, a, each.get("b"), each.get("c"), each.get("beta"), at, at, normalizer, wave,
-            feature_map, _of_heads(decay, num_kv_heads or num_heads), algorithm,
+            feature_map, _of_heads(decay, num_kv_heads or num_heads), algorithm, **_options.gate(type(self).__name__, gate, decay),
         )  # fmt: skip
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         self.longest = longest
