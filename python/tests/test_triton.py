@@ -46,7 +46,8 @@ def test_agrees_with_the_kernels_in_doubles(case, dtype, monkeypatch):
     # The interpreter runs one program after the other, the same each time.
     row = examine(case, DEVICE, dtype, exact, 1 if INTERPRETED else 2)
     assert row.right, str(row)
-    kernels = case.options.get("feature_map", "elu+1") in _triton.MAPS if case.mechanism == "kernelized" else case in GATED
+    plain = case.mechanism == "kernelized" and not case.decays
+    kernels = case.options.get("feature_map", "elu+1") in _triton.MAPS if plain else case in GATED
     by = "Triton" if kernels else "torch's operations, as Triton lacks "
     assert row.by.startswith(by), row.by
 
