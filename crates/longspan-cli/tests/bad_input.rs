@@ -77,6 +77,8 @@ fn unknown_names_and_keys_are_answered_with_the_known_ones() {
     train(&["--set", "norm=both"], &["`norm` = \"both\": unknown value `both`, expected `pre` or `post`"]);
     train(&["--set", "heads=3"], &["not a multiple of heads = 3"]);
     train(&["--set", "dropout=1.5"], &["dropout = 1.5"]);
+    train(&["--time", "when"], &["--time is not used by --pairs: leave it out"]);
+    train(&["--text-column", "review"], &["--text-column is not used by --pairs"]);
     train(&["--source-tokens", "syllables"], &["unknown tokens \"syllables\"", "characters, words, bytes"]);
     train(&["--source-tokens", "missing.json"], &["missing.json"]);
     place.write("bad.json", b"{\"model\": 1}");

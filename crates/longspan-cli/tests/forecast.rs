@@ -189,7 +189,14 @@ fn several_channels_with_holes_and_every_mechanism_trains() {
     }
     place.fails(
         &train("holes.jsonl", "refused", "4", &["--set", "missing=refuse"]),
-        &["holes.jsonl, line 1: values are missing"],
+        &["holes.jsonl, line 1: the series that begins here has no value at the time"],
+    );
+    let gap: String =
+        (1..40).map(|day| if day == 23 { "23,\n".into() } else { format!("{day},{}\n", day % 7) }).collect();
+    place.write("gap.csv", format!("day,x\n{gap}").as_bytes());
+    place.fails(
+        &train("gap.csv", "refused", "4", &["--set", "missing=refuse"]),
+        &["gap.csv, line 2: the series that begins here has no value of `x` at the time 23"],
     );
     place.write("one.jsonl", b"{\"values\": [1, 2, 3, 4, 5]}\n");
     for verb in ["predict", "eval"] {
@@ -258,7 +265,7 @@ fn a_table_of_months_is_read_by_its_names_and_what_is_known_ahead_is_seen() {
     );
     place.fails(
         &support::train(&["--series", "sales.csv"], "no", "3", &["--known", "holiday"]),
-        &["--known is given without --forecast"],
+        &["--known is not used by --series; labels are predicted from all that a series has"],
     );
 
     // How the file would be read.

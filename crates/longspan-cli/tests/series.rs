@@ -156,7 +156,7 @@ fn missing_values_are_said_and_seen_and_every_mechanism_and_pooling_trains() {
     }
     place.fails(
         &train("holes.jsonl", "refused", "4", &["--set", "missing=refuse"]),
-        &["holes.jsonl, line 1: values are missing"],
+        &["holes.jsonl, line 1: the series that begins here has no value at the time"],
     );
     place.fails(
         &train("holes.jsonl", "refused", "4", &["--set", "missing=zero"]),

@@ -498,6 +498,16 @@ impl Predict for Forecast {
                 "note: {few} series end with fewer than {told} times without a value, which alone are predicted; without any the next {told} are"
             ));
         }
+        let lacks = |(_, values): &&Point| {
+            values.iter().enumerate().any(|(n, value)| value.is_nan() && self.scaling.is_known(n))
+        };
+        let lacking = all.iter().flat_map(|(one, ..)| &one.ahead).filter(lacks).count();
+        if lacking > 0 {
+            note(format_args!(
+                "note: {lacking} points to predict lack something that is known ahead ({}); the last known value stands for it",
+                self.list(|channel| self.scaling.is_known(channel))
+            ));
+        }
         let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
         let width = self.scaling.channels();
         let line = |((one, seen, times), found): (&(Series, Seen, Vec<f64>), Vec<Quantiles>)| {

@@ -11,6 +11,7 @@ use crate::tasks::lines;
 use crate::tasks::table::columns::TextColumn;
 use crate::tasks::table::{Form, Table};
 use crate::terminal::notes::note;
+use crate::terminal::shell;
 
 pub const TEXT: TextColumn = TextColumn {
     key: "text",
@@ -73,8 +74,19 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
             again += 1;
         }
     }
-    if all.is_empty() {
+    let Some(Labelled { text, label }) = all.first() else {
         bail!("{name}: no labelled texts in it; give a file with one text and its label a line");
+    };
+    // Of tabs a first line that names no column is a row.
+    let is_row = table.rows.first().is_some_and(|row| row.line == table.line);
+    if is_row && all.len() > 10 && all[1..].iter().all(|other| other.label != *label) {
+        note(format_args!(
+            "{name}, line {}: read as a text and its label {label:?}, which no other text has; if the line names the columns, give \
+             --text-column {} --label {}",
+            table.line,
+            shell::quoted(text),
+            shell::quoted(label)
+        ));
     }
     Ok((all, again))
 }
@@ -113,6 +125,15 @@ mod tests {
         let columns = Columns { text: Some("name".into()), label: Some("state".into()), ..Columns::default() };
         let named = parse(b"state,name,n\ngood,ab c,1\n1,d,2\n", "csv", "f", &columns).unwrap();
         assert_eq!(named.0, tabs.0);
+    }
+
+    #[test]
+    fn a_first_line_of_names_that_are_not_known_is_read_by_the_flags() {
+        let rows: String = (0..12).map(|n| format!("t{n}\t{}\n", n % 2)).collect();
+        let text = format!("Phrase\tMood\n{rows}");
+        assert_eq!(found(text.as_bytes(), "tsv").0.len(), 13);
+        let columns = Columns { text: Some("Phrase".into()), label: Some("Mood".into()), ..Columns::default() };
+        assert_eq!(parse(text.as_bytes(), "tsv", "f", &columns).unwrap().0.len(), 12);
     }
 
     #[test]

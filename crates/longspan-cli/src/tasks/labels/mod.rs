@@ -4,7 +4,7 @@ mod confusion;
 mod numbers;
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::{self, Display};
 use std::path::PathBuf;
 
@@ -147,16 +147,19 @@ impl Target {
         if total >= 8 && counts.len() * 2 > total {
             bail!(
                 "{name}: {total} {examples} have {} labels; a label should come often: to answer with texts, train with --pairs, to \
-                 foretell numbers, with --set target=number",
+                 predict numbers, with --set target=number",
                 counts.len()
             );
         }
         let mut labels: Vec<String> = Vec::new();
-        let mut known = HashSet::new();
+        let mut known: HashMap<u64, &str> = HashMap::new();
         for label in counts.into_keys() {
             let number = number(label).filter(|_| !is_name(label));
-            if number.is_none_or(|number| known.insert(number.to_bits())) {
-                labels.push(label.into());
+            match number.and_then(|number| known.insert(number.to_bits(), label)) {
+                Some(other) => {
+                    note(format_args!("{name}: the labels {other} and {label} are one number, and so one class"))
+                }
+                None => labels.push(label.into()),
             }
         }
         Ok(Self::Labels(labels))
@@ -212,7 +215,7 @@ impl Target {
             }
             Self::Number { mean, deviation } => match number(label) {
                 Some(number) => Ok(Some(Goal::Number(((number - mean) / deviation) as f32))),
-                None => bail!("the label {label:?} is no number, and this run foretells numbers; give numbers"),
+                None => bail!("the label {label:?} is no number, and this run predicts numbers; give numbers"),
             },
         }
     }

@@ -302,16 +302,24 @@ fn from_monash(text: &str, attributes: &[(String, bool)], frequency: &str, line:
 /// Series from an `.arff`: a row of values and a label, or several rows in quotes, with `\n` between channels.
 pub fn attributes(text: &str, name: &str) -> Result<Found> {
     let (mut begun, mut named, mut numbers) = (false, false, false);
-    let mut found = Vec::new();
+    let (mut found, mut classes) = (Vec::new(), 0);
     for (line, number) in text.lines().zip(1..) {
         let (line, wrong) = (line.trim(), lines::in_line(name, number));
         let lower = line.to_lowercase();
         if line.is_empty() || line.starts_with('%') || lower.starts_with("@relation") || lower.starts_with("@end") {
         } else if lower.starts_with("@data") {
             begun = true;
+            if classes > usize::from(named) {
+                return Err(wrong(
+                    "an attribute before the last one has names in braces, and the last one is the label; put the label last, and leave \
+                     other names out"
+                        .into(),
+                ));
+            }
         } else if lower.starts_with("@attribute") {
             // The last one says what labels are.
             named = line.ends_with('}');
+            classes += usize::from(named);
             numbers = !named && (lower.ends_with("numeric") || lower.ends_with("real"));
         } else if begun {
             found.push(from_attributes(line, number).map_err(wrong)?);

@@ -260,11 +260,20 @@ fn number(cell: &Value, comma: bool) -> Option<f64> {
         Value::Null => Some(f64::NAN),
         Value::Bool(flag) => Some(f64::from(u8::from(*flag))),
         Value::Number(number) => number.as_f64(),
-        // 1.234,5 is a thousand and more.
-        Value::String(text) if comma => value(&text.replace('.', "").replace(',', ".")),
+        Value::String(text) if comma && !is_missing(text) => value(&with_point(text)?),
         Value::String(text) => value(text),
         Value::Array(_) | Value::Object(_) => None,
     }
+}
+
+/// A number with a decimal comma as one with a point: `1.234,5` is 1234.5. `None` where points do not stand between thousands.
+fn with_point(text: &str) -> Option<String> {
+    let (whole, fraction) = text.split_once(',').unwrap_or((text, ""));
+    let (first, thousands) = whole.split_once('.').map_or((whole, None), |(first, rest)| (first, Some(rest)));
+    let apart = thousands.is_none_or(|rest| rest.split('.').all(|three| three.len() == 3) && first.len() <= 4);
+    let digits = whole.replace('.', "");
+    let read = if fraction.is_empty() { digits } else { format!("{digits}.{fraction}") };
+    (apart && !fraction.contains('.')).then_some(read)
 }
 
 /// A finite number as text: NaN where it is missing, `None` where it is none.
@@ -391,6 +400,11 @@ mod tests {
         assert_eq!(numbers("x;y\n1,5;a\n1.234,5;b\n2;c\n", Form::Csv), Ok(vec![1.5, 1234.5, 2.0]));
         assert_eq!(numbers("x;y\n1.5;a\n", Form::Csv), Ok(vec![1.5]));
         assert_eq!(numbers("x,y\n\"1,5\",a\n", Form::Csv), Err(2));
+        // A point beside decimal commas stands between thousands alone.
+        assert_eq!(numbers("x;y\n-12.345.678,5;a\n1e3;b\n1,5e-1;c\n", Form::Csv), Ok(vec![-12_345_678.5, 1e3, 0.15]));
+        for wrong in ["1.25", "1,234.5", "1.2345,6", "12345.678,9"] {
+            assert_eq!(numbers(&format!("x;y\n1,5;a\n{wrong};b\n"), Form::Csv), Err(3), "{wrong}");
+        }
         assert_eq!(numbers("x\n1\ninf\n", Form::Csv), Err(3));
         assert!(numbers("x,y\nNA,1\n,2\n#N/A,3\nnull,4\n", Form::Csv).unwrap().iter().all(|number| number.is_nan()));
     }
