@@ -13,7 +13,7 @@ use serde_json::json;
 use sha2::Digest;
 
 use super::attention;
-use super::feed::Shuffled;
+use super::feed::{self, Shuffled};
 use super::labels::{self, Goal, Scores, Target};
 use super::lines;
 use super::simple::Simple;
@@ -99,12 +99,9 @@ impl Task for SeriesTask {
     }
 
     fn load(folder: &RunFolder, config: &Config) -> Result<Self> {
-        let (scaling, target, path) = (Scaling::load(folder)?, Target::load(folder)?, folder.path().join(KERNELS));
+        let (scaling, target) = (Scaling::load(folder)?, Target::load(folder)?);
         let load = || Kernels::load(folder, KERNELS, scaling.channels(), target.outputs());
-        let kernels = path.exists().then(load).transpose()?;
-        if kernels.is_none() && config.task.stack.base {
-            bail!("{} is missing; the run folder is incomplete", path.display());
-        }
+        let kernels = labels::stored_base(folder, KERNELS, config.task.stack.base, load)?;
         Ok(Self { scaling, target, kernels, learned: Vec::new(), goals: Vec::new() })
     }
 
@@ -136,13 +133,7 @@ impl Task for SeriesTask {
     fn loss(&self, model: &SeriesModel, batch: &[&Example], smoothing: f64, device: &Device) -> Result<Loss> {
         let (values, times, lengths) =
             padded(batch.iter().map(|example| &example.input), self.scaling.inputs(), device);
-        self.target.loss(
-            batch,
-            smoothing,
-            || model.forward(values.clone(), times.clone(), &lengths),
-            |classes| model.loss(values.clone(), times.clone(), &lengths, classes, smoothing),
-            |numbers| model.squared_error(values.clone(), times.clone(), &lengths, numbers),
-        )
+        self.target.loss(batch, smoothing, model.forward(values, times, &lengths)?)
     }
 
     fn measure(&self) -> &'static str {
@@ -353,11 +344,12 @@ impl SeriesTask {
             self.target.examples(all, |one| one.label.as_deref().unwrap_or_default(), points, base)
         };
         let (train, development) = (examples(&split.train, &bases[0])?, examples(&split.development, &bases[1])?);
-        labels::data(
+        feed::data(
             train,
             development,
             split.held_out,
             config,
+            |example: &Example| example.input.1.len(),
             |Example { input: (values, times), goal, .. }, hash| {
                 hash.update((times.len() as u64).to_le_bytes());
                 goal.hash(hash);
