@@ -42,6 +42,8 @@ fn eval_and_predict_refuse_bad_files() {
     place.fails(&["predict", "run", "missing"], &["cannot read missing"]);
     place.fails(&["predict", "run", "."], &["cannot read ."]);
     place.fails(&["predict", "run", "--beam", "0"], &["--beam 0"]);
+    place.fails(&["info", "run", "--time", "when"], &["--time, --id and their like are used by a file of data alone"]);
+    place.fails(&["info", "bad.tsv", "--accept-changes"], &["--accept-changes is not used by a file of data"]);
     place.write("bad.txt", b"abc\nab\xff\nabc\n");
     let output = place.run(&["predict", "run", "bad.txt"]);
     support::failed(&output, &["bad.txt, line 2, byte 3: invalid UTF-8"]);

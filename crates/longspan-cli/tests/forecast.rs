@@ -205,6 +205,23 @@ fn several_channels_with_holes_and_every_mechanism_trains() {
     }
 }
 
+#[test]
+fn days_without_weekends_go_on_so() {
+    let place = Place::new();
+    // From Monday, the 1st of January 2024, to Friday, the 29th of March.
+    let date = |day: usize| match day {
+        0..31 => format!("2024-01-{:02}", day + 1),
+        31..60 => format!("2024-02-{:02}", day - 30),
+        _ => format!("2024-03-{:02}", day - 59),
+    };
+    let rows: String = (0..89).filter(|day| day % 7 < 5).map(|day| format!("{},{}\n", date(day), day % 7)).collect();
+    place.write("days.csv", format!("date,x\n{rows}").as_bytes());
+    place.ok(&train("days.csv", "run", "3", &[]));
+    let table = place.ok(&["predict", "run", "days.csv", "--csv"]);
+    let dates: Vec<&str> = table.lines().skip(1).filter_map(|line| line.split(',').nth(1)).collect();
+    assert_eq!(dates, ["2024-04-01", "2024-04-02", "2024-04-03", "2024-04-04", "2024-04-05", "2024-04-08"]);
+}
+
 /// Sales of two shops by months, a third more in holidays, which come every fifth month.
 fn sales(months: usize, ahead: usize) -> String {
     let mut all = String::from("Month;shop;holiday;sales;note\n");

@@ -81,7 +81,7 @@ impl Task for Forecast {
         let reading = Reading { columns: Some(&config.task.files.columns), ..Reading::default() };
         let mut found = read(config, config.first().unwrap_or(Path::new("-")), &reading)?;
         let all = std::mem::take(&mut found.series);
-        settle(config.data_name(), &mut config.task.files, found);
+        settle(config.data_name(), &mut config.task.files, found)?;
         let names = all.first().map(|one| one.names.to_vec()).unwrap_or_default();
         let known = if config.task.files.columns.known.is_empty() {
             Vec::new()
@@ -606,8 +606,11 @@ impl Forecast {
         if ahead.is_empty() {
             let gap = usual_gap([&one.times[known.clone()]].into_iter()).unwrap_or(self.scaling.step);
             let last = one.times.last().copied().unwrap_or(0.0);
-            let point = |n: usize| (shown(last + gap * n as f64, gap), vec![f64::NAN; one.width]);
-            ahead = (1..=self.sizes.told).map(point).collect();
+            // Days that leave out all weekends go on so.
+            let day_off = |time: &f64| one.dates.as_ref().is_some_and(|dates| dates.is_weekend(*time));
+            let workdays = gap == 86_400.0 && count > 7 && !one.times.iter().any(day_off);
+            let next = (1..).map(|n| shown(last + gap * f64::from(n), gap)).filter(|time| !(workdays && day_off(time)));
+            ahead = next.take(self.sizes.told).map(|time| (time, vec![f64::NAN; one.width])).collect();
             if !self.scaling.known.is_empty() {
                 bail!(
                     "no row after the last known one has what is known ahead ({}); add rows with it, and without {}",

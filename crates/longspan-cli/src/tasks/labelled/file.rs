@@ -54,6 +54,8 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     }
     let place = TEXT.place(&table, columns.text.as_ref(), None)?;
     let label = LABEL.place(&table, columns.label.as_ref(), Some(place))?;
+    let pointed = table.with_points(&[label]);
+    let table = pointed.as_ref().unwrap_or(&table);
     let (mut all, mut known, mut again) = (Vec::new(), HashSet::new(), 0);
     for row in &table.rows {
         let Value::String(text) = &row.cells[place] else {
@@ -125,6 +127,9 @@ mod tests {
         let columns = Columns { text: Some("name".into()), label: Some("state".into()), ..Columns::default() };
         let named = parse(b"state,name,n\ngood,ab c,1\n1,d,2\n", "csv", "f", &columns).unwrap();
         assert_eq!(named.0, tabs.0);
+        let decimal = found(b"text;label\na,b;1,5\nc;1.002,0\n", "csv").0;
+        assert_eq!([&*decimal[0].text, &*decimal[0].label, &*decimal[1].label], ["a,b", "1.5", "1002"]);
+        assert_eq!(found(b"text;label\na;1,500\n", "csv").0[0].label, "1,500", "perhaps thousands");
     }
 
     #[test]

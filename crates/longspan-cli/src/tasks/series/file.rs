@@ -271,9 +271,6 @@ pub fn dates_of(texts: &[&str], reading: &Reading<'_>) -> Result<Option<Arc<Date
 
 /// A series in each object.
 fn from_lines(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
-    if let Some(known) = reading.columns.and_then(|columns| columns.known.first()) {
-        bail!("{name}: --known {known} names a column, and series in JSON have none; give a table");
-    }
     // Dates are of one format in all series.
     let mut texts: Vec<String> = Vec::new();
     json::each(text, name, |value, _| {
@@ -390,6 +387,8 @@ fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
     let one_hot = categories(table, columns, reading)?;
     let (table, columns) = one_hot.as_ref().map_or((table, columns), |(table, columns)| (table, columns));
     let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
+    let pointed = table.with_points(&[&roles.time[..], roles.label.as_slice()].concat());
+    let table = pointed.as_ref().unwrap_or(table);
     let texts: Vec<Option<String>> = (0..table.rows.len()).map(|row| time_text(table, &roles.time, row)).collect();
     let some: Vec<&str> = texts.iter().flatten().map(String::as_str).filter(|_| !roles.time.is_empty()).collect();
     let dates = dates_of(&some, reading).map_err(|problem| anyhow!("{name}: {problem}"))?;
@@ -430,7 +429,9 @@ fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
             _ if roles.time.is_empty() => points.len() as f64,
             (None, _) => return Err(row.wrong(name, format_args!("the column `{}` is empty; give a time, or leave the row out", title(&roles.time)))),
             (Some(text), Some(dates)) => dates.number(text).ok_or_else(|| {
-                row.wrong(name, format_args!("{text:?} in the column `{}` is no date as the others, such as {:?}", title(&roles.time), some[0]))
+                let others = || format!("no date as the others, such as {:?}", some[0]);
+                let problem = dates.off_calendar(text).map_or_else(others, |why| format!("not on the calendar: {why}"));
+                row.wrong(name, format_args!("{text:?} in the column `{}` is {problem}", title(&roles.time)))
             })?,
             (Some(text), None) => value(text).filter(|time| !time.is_nan()).ok_or_else(|| {
                 row.wrong(name, format_args!(
@@ -538,7 +539,7 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     let is_number = |cell: &Option<String>| cell.as_ref().is_none_or(|text| value(text).is_some());
     let numbers = table.texts(place).filter(is_number).count();
     let title = &table.header[place];
-    let text = cell(row, place);
+    let text: String = cell(row, place).chars().take(60).collect();
     let is_written_otherwise = value(&text.replace([',', ' ', '_', '%', '$', '€'], "")).is_some();
     if is_written_otherwise || 2 * numbers >= table.rows.len() {
         let help = if value(&text).is_some() {
@@ -590,6 +591,9 @@ fn say_partly_known(name: &str, all: &[Series], known: &[bool]) {
 /// Series from a table with a series a row and a column for each time.
 fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<Found> {
     let name = &table.name;
+    if let Some(known) = columns.known.first() {
+        bail!("{name}: --known {known} names a channel, and with --wide a series has one; leave it out");
+    }
     let label = match &columns.label {
         Some(title) => Some(table.named(title, "--label")?),
         None => table.find("label").or(table.find("class")),
@@ -742,6 +746,7 @@ mod tests {
                 "2020-01-31 09:06",
             ),
             ("Time (s),x\n0.5,1\n0.7,2\n", "0.5", "0.7"),
+            ("time;x\n0,5;1\n1.000,25;2,5\n", "0.5", "1000.25"),
         ] {
             assert_eq!(say(text).3, [first, last], "{text}");
         }
@@ -921,6 +926,15 @@ mod tests {
         let found = of(monthly, "tsf").unwrap();
         let one = &found.series[0];
         assert_eq!((one.id.as_deref(), one.time(one.times[2])), (Some("T1"), "1980-01-30 00-00-00".into()));
+        for (frequency, third) in [("6_hours", "1979-11-30 12-00-00"), ("fortnightly", "2")] {
+            let other = monthly
+                .replace("monthly", frequency)
+                .replace("@attribute", "@Attribute")
+                .replace("date", "Date")
+                .replace("@data", "@Data");
+            let found = of(&other, "tsf").unwrap();
+            assert_eq!(found.series[0].time(found.series[0].times[2]), third);
+        }
         let error = of("@relation x\n@attribute c {1,2}\n@attribute a numeric\n@data\n1,0.5\n", "arff")
             .unwrap_err()
             .to_string();

@@ -21,6 +21,7 @@ use super::simple::kernels::{Grid, Kernels, nearest};
 use super::split::{self, Split, evenly};
 use super::stack::{self, stacked};
 use super::task::{self, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
+use crate::run::columns::Columns;
 use crate::run::config::{self, Files, Missing, ModelSettings, SeriesSettings};
 use crate::run::folder::RunFolder;
 use crate::terminal::notes::note;
@@ -74,7 +75,7 @@ impl Task for SeriesTask {
             &Reading { columns: Some(&config.task.files.columns), labels: true, ..Reading::default() },
         )?;
         config.task.labels.target = config.task.labels.target.or(found.target);
-        settle(config.data_name(), &mut config.task.files, found);
+        settle(config.data_name(), &mut config.task.files, found)?;
         let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
         let name = config.data_name();
         let target = Target::of(labels, &mut config.task.labels.target, &name, Self::EXAMPLES)?;
@@ -231,12 +232,17 @@ pub fn times(model: &ModelSettings, scaling: &Scaling) -> String {
     }
 }
 
-/// Keeps what was found in a table, and says it.
-pub fn settle(name: String, files: &mut Files, found: Found) {
+/// Keeps what was found in a table, and says it. Of any other file a person can name no columns.
+pub fn settle(name: String, files: &mut Files, found: Found) -> Result<()> {
     if let Some((columns, said)) = found.columns {
         note(format_args!("{name}: {said}"));
         files.columns = columns;
+    } else if (Columns { dates: None, ..files.columns.clone() }) != Columns::default() {
+        bail!(
+            "{name}: it is no table, so it has no columns that flags such as --time and --channels could name; leave them out"
+        );
     }
+    Ok(())
 }
 
 /// Reads the series that the settings name, by use; the main file's are taken out of what was found.

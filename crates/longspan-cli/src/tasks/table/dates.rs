@@ -162,6 +162,19 @@ impl Dates {
         }
     }
 
+    /// Whether a number on the calendar is a Saturday or a Sunday.
+    pub fn is_weekend(&self, number: f64) -> bool {
+        self.date(number).is_some_and(|date| [Weekday::Saturday, Weekday::Sunday].contains(&date.weekday()))
+    }
+
+    /// Why a text that is a date in this format has no number; `None` where it is no such date.
+    pub fn off_calendar(&self, text: &str) -> Option<String> {
+        let Calendar::Months { day, .. } = self.calendar else { return None };
+        let day = if day == 31 { "the last day".into() } else { format!("day {day}") };
+        parse(&self.format, text)
+            .map(|_| format!("dates count in months here, on {day} of each at one time of the day"))
+    }
+
     /// The calendar in words.
     pub fn counted(&self) -> &'static str {
         match self.calendar {
@@ -310,6 +323,12 @@ mod tests {
         let at = |text: &str| of(&[text]).number(text);
         assert_eq!(at("2024-02-29T12:00:00+01:00"), Some(1_709_204_400.0));
         assert_eq!(at("1970-01-02"), Some(86400.0));
+        let ends = of(&["2023-12-31", "2024-01-31", "2024-02-29"]);
+        assert_eq!((ends.number("2024-02-28"), ends.off_calendar("soon")), (None, None));
+        assert!(ends.off_calendar("2024-02-28").unwrap().contains("on the last day of each"));
+        let weekend =
+            ["2024-03-01", "2024-03-02", "2024-03-03", "2024-03-04"].map(|day| of(&[day]).is_weekend(at(day).unwrap()));
+        assert_eq!(weekend, [false, true, true, false]);
     }
 
     #[test]
