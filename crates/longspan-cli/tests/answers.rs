@@ -359,6 +359,9 @@ fn standard_input_and_gzip_are_read() {
             );
         }
     }
+    // Lines that end as on old Macs are lines.
+    place.write("mac", sources.replace('\n', "\r").as_bytes());
+    assert_eq!(place.ok(&["predict", "run", "mac"]), answers);
     // Of tabs without a header the first column.
     place.write("pairs.txt", &place.read("pairs.tsv"));
     for (found, notes) in [on_input("pairs.tsv", &[]), place.said(&["predict", "run", "pairs.txt"])] {

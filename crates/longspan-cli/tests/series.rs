@@ -118,6 +118,9 @@ fn numbers_are_foretold_with_their_errors() {
     );
     place.fails(&["eval", "run", "waves.jsonl"], &["the label \"slow\" is no number"]);
     place.fails(&["eval", "run", "new.jsonl", "--picture", "c.svg"], &["a run that predicts labels has a picture"]);
+    let spaced = text(&place.read("new.jsonl")).replace('\n', "\n\n");
+    place.write("spaced.jsonl", spaced.as_bytes());
+    assert_eq!(place.ok(&["predict", "run", "spaced.jsonl"]).lines().count(), 20, "empty lines are passed over");
     place.fails(&["predict", "run", "new.jsonl", "--beam", "2"], &["--beam is not used by --series: leave it out"]);
 }
 

@@ -478,7 +478,7 @@ impl Predict for Forecast {
             let (seen, times) = self.ahead(&one).map_err(wrong)?;
             Ok((one, seen, times))
         };
-        let all = asked.iter().map(read).collect::<Result<Vec<_>>>()?;
+        let all = file::not_empty(asked).map(read).collect::<Result<Vec<_>>>()?;
         let Sizes { told, .. } = self.sizes;
         let strange = all.iter().filter(|(one, seen, _)| {
             let far = seen.points.1.last().is_some_and(|time| *time > 1.5 * told as f32);

@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use crate::run::columns::Columns;
 use crate::tasks::lines;
+use crate::tasks::split::composed;
 use crate::tasks::table::columns::TextColumn;
 use crate::tasks::table::{Form, Table};
 use crate::terminal::notes::note;
@@ -62,7 +63,7 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
             return Err(row.wrong(name, format_args!("the key `{}` has no text; {EXAMPLE}", table.header[place])));
         };
         let label = match &row.cells[label] {
-            Value::String(label) => label.trim().to_owned(),
+            Value::String(label) => composed(label).into_owned(),
             label @ (Value::Number(_) | Value::Bool(_)) => label.to_string(),
             _ => return Err(row.wrong(name, format_args!("the key `{}` has no label; {EXAMPLE}", table.header[label]))),
         };
@@ -123,6 +124,7 @@ mod tests {
             assert_eq!(found(bytes, ending).0, tabs.0, "{ending}: {}", String::from_utf8_lossy(bytes));
         }
         assert_eq!(tabs.1, 1);
+        assert_eq!(found("a\te\u{301}\nb\té\n".as_bytes(), "tsv").0[0].label, "é", "one label in two spellings");
         assert_eq!(tabs.0[1], Labelled { text: "d".into(), label: "1".into() });
         let columns = Columns { text: Some("name".into()), label: Some("state".into()), ..Columns::default() };
         let named = parse(b"state,name,n\ngood,ab c,1\n1,d,2\n", "csv", "f", &columns).unwrap();

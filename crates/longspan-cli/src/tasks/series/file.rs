@@ -15,6 +15,7 @@ use crate::run::config::LabelKind;
 use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
+use crate::tasks::split::composed;
 use crate::tasks::table::columns::{Roles, counts_rows, named_id, time_text};
 use crate::tasks::table::dates::Dates;
 use crate::tasks::table::{Form, Row, Table, is_missing, json, value};
@@ -191,6 +192,11 @@ pub fn asked(path: &Path, reading: &Reading<'_>, check: impl Fn(&Series) -> Resu
     Ok(Some(all.into_iter().map(|one| Asked { line: one.line, text: String::new(), series: Some(one) }).collect()))
 }
 
+/// What is asked but for empty lines between series.
+pub fn not_empty(asked: &[Asked]) -> impl Iterator<Item = &Asked> {
+    asked.iter().filter(|one| one.series.is_some() || !one.text.trim().is_empty())
+}
+
 /// The series in the contents of a file whose name has this end; `name` is its name in errors.
 pub fn parse(bytes: &[u8], ending: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
     let text = lines::text(bytes, name)?;
@@ -348,7 +354,7 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
     }
     let text = |key: &str| match &value[key] {
         Value::Null => Ok(None),
-        Value::String(text) => Ok(Some(text.trim().to_owned())),
+        Value::String(text) => Ok(Some(composed(text).into_owned())),
         text @ (Value::Number(_) | Value::Bool(_)) => Ok(Some(text.to_string())),
         _ => Err(format!("the {key} is neither text nor number")),
     };
@@ -529,7 +535,7 @@ fn categories(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result
 fn cell(row: &Row, place: usize) -> String {
     match &row.cells[place] {
         Value::Null => String::new(),
-        Value::String(text) => text.trim().into(),
+        Value::String(text) => composed(text).into_owned(),
         other => other.to_string(),
     }
 }
@@ -757,8 +763,8 @@ mod tests {
         );
         assert_eq!(say("date,x\n20230228,1\n20230301,2\n").3, ["20230228", "20230301"]);
         // Texts that tell rows of one time apart are ids; spaces around them count as nothing.
-        let (_, ids, ..) = say("shop,time,x\n a,0,1\nb ,0,2\na,1,3\nb,1,4\n");
-        assert_eq!(ids, [Some("a".into()), Some("b".into())]);
+        let (_, ids, ..) = say("shop,time,x\n é,0,1\nb ,0,2\ne\u{301},1,3\nb,1,4\n");
+        assert_eq!(ids, [Some("é".into()), Some("b".into())]);
         // Several columns are one id together.
         let columns = Columns { id: Some("a,b".into()), ..none() };
         let (_, ids, values, _) = of_table("a,b,time,x\np q,r,0,1\np,q r,0,2\np q,r,1,3\n", columns).unwrap();

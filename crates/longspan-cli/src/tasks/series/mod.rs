@@ -291,7 +291,7 @@ impl Predict for SeriesTask {
             Ok((read, points))
         };
         let (all, points): (Vec<Series>, Vec<Points>) =
-            asked.iter().map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
+            file::not_empty(asked).map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
         let rows = self.outputs(model, &all, &points, how)?;
         let told = |(one, row): (&Series, &Vec<f32>)| {
             let answers = self.target.answers(row);

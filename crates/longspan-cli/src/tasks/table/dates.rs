@@ -42,15 +42,19 @@ const MONTHS: &str = "%Y-%m|%Y/%m|%Y %b|%Y-%b|%Y %B|%b %Y|%B %Y|%b-%Y|%b-%y|%b %
 /// times of the day after a day and a space or a T,
 const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H-%M-%S|%H%M%S|%I:%M %p|%I:%M:%S %p";
 
-/// and time zones after them.
+/// time zones after them,
 const ZONES: &str = "|Z|%:z|%z|%:::z| %:z| %z| UTC";
+
+/// dates that look like numbers, by their length.
+const NUMBERS: [(usize, &str); 5] =
+    [(8, "%Y%m%d"), (6, "%Y%m"), (7, "%Y.%m"), (12, "%Y%m%d%H%M"), (14, "%Y%m%d%H%M%S")];
 
 /// Texts that are tried for the way in which a format prints.
 const SOME: usize = 500;
 
 impl Dates {
     /// The dates that all these texts are, in `wanted` where a person said how they are written; `None` where they are numbers or no
-    /// dates at all. Whole numbers are dates where all are like `20230227`.
+    /// dates at all. Numbers are dates where all are like `20230227`, `202302` or `2023.02`.
     pub fn of(texts: &[&str], wanted: Option<&str>) -> Result<Option<Self>, String> {
         let Some(first) = texts.first().copied().filter(|_| wanted != Some("number")) else { return Ok(None) };
         let candidates = match wanted {
@@ -61,14 +65,14 @@ impl Dates {
             }
             Some(format) => vec![format.to_string()],
             None if texts.iter().all(|text| text.parse::<f64>().is_ok()) => {
-                let plausible = |text: &&str| {
-                    text.len() == 8
-                        && parse("%Y%m%d", text).is_some_and(|(date, _)| (1700..2200).contains(&date.year()))
+                let are_dates = |(length, format): &(usize, &str)| {
+                    let year = |text: &&str| parse(format, text).map(|(date, _)| date.year());
+                    texts.iter().all(|text| {
+                        text.len() == *length && year(text).is_some_and(|year| (1700..2200).contains(&year))
+                    })
                 };
-                if !texts.iter().all(plausible) {
-                    return Ok(None);
-                }
-                vec!["%Y%m%d".into()]
+                let Some((_, format)) = NUMBERS.iter().find(|form| are_dates(form)) else { return Ok(None) };
+                vec![format.to_string()]
             }
             None => formats().into_iter().filter(|format| parse(format, first).is_some()).collect(),
         };
@@ -285,6 +289,9 @@ mod tests {
             (["2001-01-01", "2002-01-01", "2003-01-01"], "2004-01-01"),
             (["2023-02-26", "2023-02-27", "2023-02-28"], "2023-03-01"),
             (["20230226", "20230227", "20230228"], "20230301"),
+            (["202210", "202211", "202212"], "202301"),
+            (["2022.10", "2022.11", "2022.12"], "2023.01"),
+            (["202302282200", "202302282300", "202303010000"], "202303010100"),
             (["2012/1/9", "2012/1/10", "2012/1/11"], "2012/1/12"),
             (["29.02.2024", "01.03.2024", "02.03.2024"], "03.03.2024"),
             (["12/30/2023", "12/31/2023", "01/01/2024"], "01/02/2024"),
@@ -333,7 +340,16 @@ mod tests {
 
     #[test]
     fn numbers_are_none_and_what_may_be_two_days_is_asked_about() {
-        for texts in [&["1", "2"][..], &["1949", "1950"], &["20230227", "20231300"], &["1.5"], &["a", "b"], &[]] {
+        for texts in [
+            &["1", "2"][..],
+            &["1949", "1950"],
+            &["20230227", "20231300"],
+            &["202312", "202313"],
+            &["2023.12", "2023.13"],
+            &["1.5"],
+            &["a", "b"],
+            &[],
+        ] {
             assert_eq!(Dates::of(texts, None).unwrap(), None, "{texts:?}");
         }
         let error = Dates::of(&["01/02/2024", "05/06/2024"], None).unwrap_err();

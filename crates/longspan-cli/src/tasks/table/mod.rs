@@ -10,6 +10,8 @@ use anyhow::{Result, anyhow, bail};
 use csv::{ReaderBuilder, Terminator};
 use serde_json::Value;
 
+use super::split::composed;
+
 /// What stands for a missing value, beside an empty field.
 const MISSING: [&str; 17] = [
     "?", "NaN", "nan", "-nan", "NAN", "NA", "na", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "None", "-", ".",
@@ -279,7 +281,7 @@ pub fn text(cell: &Value) -> Option<String> {
     match cell {
         Value::Null => None,
         Value::String(text) if is_missing(text) => None,
-        Value::String(text) => Some(text.trim().into()),
+        Value::String(text) => Some(composed(text).into_owned()),
         other => Some(other.to_string()),
     }
 }
