@@ -321,7 +321,7 @@ fn standard_input_and_gzip_are_read() {
     assert!(status.unwrap().success());
     assert_eq!(place.ok(&["predict", "run", "pairs.tsv.gz"]), answers);
     let input = || Stdio::from(std::fs::File::open(place.path("pairs.tsv.gz")).unwrap());
-    // Of a table the column of sources is answered; standard input has lines, unless the first one is a header or an object.
+    // Of a table the column of sources is answered; standard input has lines, unless the first one is a header or an object, or has tabs.
     let sources: String =
         text(&place.read("pairs.tsv")).lines().map(|line| format!("{}\n", line.split('\t').next().unwrap())).collect();
     place.write("sources", sources.as_bytes());
@@ -350,10 +350,24 @@ fn standard_input_and_gzip_are_read() {
         ("named.csv", &["--source", "Wort"], "Wort"),
         ("sources.jsonl", &[], "source"),
     ] {
-        let (found, notes) = on_input(file, more);
+        place.write("table.txt", &place.read(file));
+        let as_text = place.said(&[&["predict", "run", "table.txt"], more].concat());
+        for (found, notes) in [on_input(file, more), as_text] {
+            assert!(
+                found == answers && notes.contains(&format!("the column `{column}` is predicted for")),
+                "{file}: {notes}"
+            );
+        }
+    }
+    // Lines that end as on old Macs are lines.
+    place.write("mac", sources.replace('\n', "\r").as_bytes());
+    assert_eq!(place.ok(&["predict", "run", "mac"]), answers);
+    // Of tabs without a header the first column.
+    place.write("pairs.txt", &place.read("pairs.tsv"));
+    for (found, notes) in [on_input("pairs.tsv", &[]), place.said(&["predict", "run", "pairs.txt"])] {
         assert!(
-            found == answers && notes.contains(&format!("the column `{column}` is predicted for")),
-            "{file}: {notes}"
+            found == answers && notes.contains("tabs between them, of which the first is predicted for"),
+            "{notes}"
         );
     }
     place.fails(

@@ -42,6 +42,8 @@ fn eval_and_predict_refuse_bad_files() {
     place.fails(&["predict", "run", "missing"], &["cannot read missing"]);
     place.fails(&["predict", "run", "."], &["cannot read ."]);
     place.fails(&["predict", "run", "--beam", "0"], &["--beam 0"]);
+    place.fails(&["info", "run", "--time", "when"], &["--time, --id and their like are used by a file of data alone"]);
+    place.fails(&["info", "bad.tsv", "--accept-changes"], &["--accept-changes is not used by a file of data"]);
     place.write("bad.txt", b"abc\nab\xff\nabc\n");
     let output = place.run(&["predict", "run", "bad.txt"]);
     support::failed(&output, &["bad.txt, line 2, byte 3: invalid UTF-8"]);
@@ -77,6 +79,8 @@ fn unknown_names_and_keys_are_answered_with_the_known_ones() {
     train(&["--set", "norm=both"], &["`norm` = \"both\": unknown value `both`, expected `pre` or `post`"]);
     train(&["--set", "heads=3"], &["not a multiple of heads = 3"]);
     train(&["--set", "dropout=1.5"], &["dropout = 1.5"]);
+    train(&["--time", "when"], &["--time is not used by --pairs: leave it out"]);
+    train(&["--text-column", "review"], &["--text-column is not used by --pairs"]);
     train(&["--source-tokens", "syllables"], &["unknown tokens \"syllables\"", "characters, words, bytes"]);
     train(&["--source-tokens", "missing.json"], &["missing.json"]);
     place.write("bad.json", b"{\"model\": 1}");

@@ -189,13 +189,37 @@ fn several_channels_with_holes_and_every_mechanism_trains() {
     }
     place.fails(
         &train("holes.jsonl", "refused", "4", &["--set", "missing=refuse"]),
-        &["holes.jsonl, line 1: values are missing"],
+        &["holes.jsonl, line 1: the series that begins here has no value at the time"],
+    );
+    let gap: String =
+        (1..40).map(|day| if day == 23 { "23,\n".into() } else { format!("{day},{}\n", day % 7) }).collect();
+    place.write("gap.csv", format!("day,x\n{gap}").as_bytes());
+    place.fails(
+        &train("gap.csv", "refused", "4", &["--set", "missing=refuse"]),
+        &["gap.csv, line 2: the series that begins here has no value of `x` at the time 23"],
     );
     place.write("one.jsonl", b"{\"values\": [1, 2, 3, 4, 5]}\n");
     for verb in ["predict", "eval"] {
         let parts = ["one.jsonl, line 1: 1 channel, and this run was trained on 3"];
         place.fails(&[verb, "fourier", "one.jsonl"], &parts);
     }
+}
+
+#[test]
+fn days_without_weekends_go_on_so() {
+    let place = Place::new();
+    // From Monday, the 1st of January 2024, to Friday, the 29th of March.
+    let date = |day: usize| match day {
+        0..31 => format!("2024-01-{:02}", day + 1),
+        31..60 => format!("2024-02-{:02}", day - 30),
+        _ => format!("2024-03-{:02}", day - 59),
+    };
+    let rows: String = (0..89).filter(|day| day % 7 < 5).map(|day| format!("{},{}\n", date(day), day % 7)).collect();
+    place.write("days.csv", format!("date,x\n{rows}").as_bytes());
+    place.ok(&train("days.csv", "run", "3", &[]));
+    let table = place.ok(&["predict", "run", "days.csv", "--csv"]);
+    let dates: Vec<&str> = table.lines().skip(1).filter_map(|line| line.split(',').nth(1)).collect();
+    assert_eq!(dates, ["2024-04-01", "2024-04-02", "2024-04-03", "2024-04-04", "2024-04-05", "2024-04-08"]);
 }
 
 /// Sales of two shops by months, a third more in holidays, which come every fifth month.
@@ -258,7 +282,7 @@ fn a_table_of_months_is_read_by_its_names_and_what_is_known_ahead_is_seen() {
     );
     place.fails(
         &support::train(&["--series", "sales.csv"], "no", "3", &["--known", "holiday"]),
-        &["--known is given without --forecast"],
+        &["--known is not used by --series; labels are predicted from all that a series has"],
     );
 
     // How the file would be read.

@@ -118,6 +118,10 @@ fn numbers_are_foretold_with_their_errors() {
     );
     place.fails(&["eval", "run", "waves.jsonl"], &["the label \"slow\" is no number"]);
     place.fails(&["eval", "run", "new.jsonl", "--picture", "c.svg"], &["a run that predicts labels has a picture"]);
+    let spaced = text(&place.read("new.jsonl")).replace('\n', "\n\n");
+    place.write("spaced.jsonl", spaced.as_bytes());
+    assert_eq!(place.ok(&["predict", "run", "spaced.jsonl"]).lines().count(), 20, "empty lines are passed over");
+    place.fails(&["predict", "run", "new.jsonl", "--beam", "2"], &["--beam is not used by --series: leave it out"]);
 }
 
 #[test]
@@ -156,8 +160,10 @@ fn missing_values_are_said_and_seen_and_every_mechanism_and_pooling_trains() {
     }
     place.fails(
         &train("holes.jsonl", "refused", "4", &["--set", "missing=refuse"]),
-        &["holes.jsonl, line 1: values are missing"],
+        &["holes.jsonl, line 1: the series that begins here has no value at the time"],
     );
+    place
+        .fails(&train("holes.jsonl", "refused", "4", &["--id", "who"]), &["holes.jsonl: it is no table", "--channels"]);
     place.fails(
         &train("holes.jsonl", "refused", "4", &["--set", "missing=zero"]),
         &["`missing` = \"zero\": unknown value `zero`", "`mask` or `refuse`"],

@@ -240,7 +240,7 @@ fn long_examples_take_little_memory_and_a_signal_is_soon_seen() {
         (0..80usize).map(|i| (0..3000).map(|j| char::from(b'a' + (i * j % 7) as u8)).collect()).collect();
     let pairs: String = letters.iter().enumerate().map(|(i, text)| format!("{i}{text}\t{text}\n")).collect();
     place.write("pairs.tsv", pairs.as_bytes());
-    place.fails(&place.train("run", "3", &[]), &["every training pair has more than 512 tokens", "max_tokens=3002"]);
+    place.fails(&place.train("run", "3", &[]), &["all training examples have more than 512 tokens", "max_tokens=3002"]);
     let more = ["--set", "max_tokens=3002", "--set", "batch_size=64", "--set", "d_model=64", "--set", "d_ff=128"];
     let mut child = place.start(&place.train("run", "1000", &more));
     place.wait_for_lines("run/metrics.jsonl", 1);

@@ -151,14 +151,20 @@ impl Answers {
             told.rows.iter().try_for_each(|row| writer.write_record(row))?;
             return writer.flush();
         }
+        // An answer is one line, and a cell one column.
+        let line = |cells: &[String]| {
+            cells.iter().map(|cell| one_line(cell).replace('\t', "\\t")).collect::<Vec<_>>().join("\t")
+        };
         if begins && *always {
-            writeln!(self.out, "{}", answer.join("\t"))?;
+            writeln!(self.out, "{}", line(answer))?;
         }
         for row in &told.rows {
-            // An answer is one line, and a cell one column.
-            let cells: Vec<String> =
-                row.iter().skip(key.len()).map(|cell| one_line(cell).replace('\t', "\\t")).collect();
-            writeln!(self.out, "{}{}", cells.join("\t"), if told.cut { CUT } else { "" })?;
+            writeln!(
+                self.out,
+                "{}{}",
+                line(row.get(key.len()..).unwrap_or_default()),
+                if told.cut { CUT } else { "" }
+            )?;
         }
         Ok(())
     }
@@ -175,10 +181,18 @@ type Questions = Receiver<Result<Asked>>;
 fn read_ahead(mut reader: Box<dyn BufRead + Send>, name: String) -> Questions {
     let (sender, receiver) = mpsc::sync_channel(MOST);
     thread::spawn(move || {
-        for number in 1.. {
+        let mut number = 0;
+        loop {
             let mut line = Vec::new();
+            number += 1;
             let message = match reader.read_until(b'\n', &mut line) {
                 Ok(0) => return,
+                // The only line: those of old Macs end otherwise.
+                Ok(_) if number == 1 && !line.ends_with(b"\n") && line.contains(&b'\r') => {
+                    line.iter_mut().filter(|byte| **byte == b'\r').for_each(|byte| *byte = b'\n');
+                    (reader, number) = (Box::new(io::Cursor::new(line)), 0);
+                    continue;
+                }
                 Ok(_) => {
                     let line = line.strip_suffix(b"\n").unwrap_or(&line);
                     let line = line.strip_suffix(b"\r").unwrap_or(line);

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 
 use crate::run::columns::Columns;
-use crate::run::config::RunConfig;
+use crate::run::config::{RunConfig, TaskKind};
 use crate::run::folder::RunFolder;
 use crate::run::settings::Settings;
 
@@ -31,6 +31,9 @@ impl Search {
         let mut settings = Settings::default();
         settings.name_columns(columns)?;
         let config = settings.change(&stored, |_| Ok(()))?;
+        if self.beam > 1 && ![TaskKind::Pairs, TaskKind::Synthetic].contains(&config.kind()) {
+            bail!("--beam is not used by {}: leave it out", config.kind().flag());
+        }
         Ok((folder, config))
     }
 }

@@ -1,7 +1,11 @@
 //! Which columns of a table are what, as a person names them.
 
+use anyhow::{Result, bail};
 use clap::Args;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::config::TaskKind;
 
 /// Columns by their names; those that are not named are found by the header.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, Args)]
@@ -49,6 +53,21 @@ pub struct Columns {
 }
 
 impl Columns {
+    /// Refuses columns that a task does not read.
+    pub fn check(&self, kind: TaskKind) -> Result<()> {
+        let read: &[&str] = match kind {
+            TaskKind::Pairs => &["source", "target"],
+            TaskKind::Labelled => &["text", "label"],
+            TaskKind::Forecast => &["time", "id", "channels", "known", "label", "dates", "wide"],
+            _ => &["time", "id", "channels", "label", "dates", "wide"],
+        };
+        let Value::Object(named) = serde_json::to_value(self)? else { return Ok(()) };
+        let Some(key) = named.keys().find(|key| !read.contains(&key.as_str())) else { return Ok(()) };
+        let flag = if key == "text" { "text-column" } else { key };
+        let help = if key == "known" { "; labels are predicted from all that a series has" } else { "" };
+        bail!("--{flag} is not used by {}{help}: leave it out", kind.flag())
+    }
+
     /// Whether a channel of this name is known ahead.
     pub fn has_known(&self, name: &str) -> bool {
         self.known.iter().any(|known| known.to_lowercase() == name.to_lowercase())

@@ -193,12 +193,7 @@ pub trait TaskSettings: Debug + Clone + PartialEq + Serialize + DeserializeOwned
 
     /// Checks values that must fit each other.
     fn check(&self) -> Result<()> {
-        match self.common().files {
-            Some(files) if Self::KIND != TaskKind::Forecast && !files.columns.known.is_empty() => {
-                bail!("--known is given without --forecast; labels are predicted from all that a series has")
-            }
-            _ => Ok(()),
-        }
+        self.common().files.map_or(Ok(()), |files| files.columns.check(Self::KIND))
     }
 }
 

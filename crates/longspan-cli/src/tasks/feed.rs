@@ -1,8 +1,19 @@
 //! Where the batches of a run come from.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+use sha2::{Digest, Sha256};
 
 use super::batches::Batches;
+use super::split::evenly;
+use super::task::{Data, Task};
+use crate::run::config::Config;
+use crate::run::seal::hex;
+
+/// Development examples: enough for two digits, few enough to cost little.
+pub const DEVELOPMENT: usize = 512;
+
+/// So many at least tell whether a simple method is corrected well.
+const FEWEST: usize = 16;
 
 /// Gives the batch of every step.
 pub trait Feed {
@@ -66,4 +77,41 @@ impl<E> Feed for Shuffled<E> {
     fn probe(&self) -> &[E] {
         &self.examples[..self.examples.len().min(self.batch_size)]
     }
+}
+
+/// The data of a task whose examples have a `length`, those that are too long left out.
+pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
+    all: Vec<T::Example>,
+    mut development: Vec<T::Example>,
+    held_out: Vec<T::Text>,
+    config: &Config<T::Settings>,
+    length: impl Fn(&T::Example) -> usize,
+    fingerprint: impl Fn(&T::Example, &mut Sha256),
+) -> Result<Data<T>> {
+    let (most, own) =
+        config.common().files.map_or((usize::MAX, false), |files| (files.max_tokens, files.development.is_some()));
+    let count = all.len();
+    let longest = all.iter().map(&length).max().unwrap_or(0);
+    let mut train: Vec<T::Example> = all.into_iter().filter(|example| length(example) <= most).collect();
+    if train.is_empty() {
+        bail!(
+            "all training {} have more than {} {}, the longest {longest}: take them in with --set max_tokens={longest}",
+            T::EXAMPLES,
+            most,
+            T::LENGTH
+        );
+    }
+    development.retain(|example| length(example) <= most);
+    let mut development = evenly(&development, DEVELOPMENT);
+    let mut hash = Sha256::new();
+    train.iter().for_each(|example| fingerprint(example, &mut hash));
+    let (too_long, sha256) = (count - train.len(), hex(&hash.finalize()));
+    if config.common().base && !own && development.len() < FEWEST {
+        // Too few to tell whether corrections are any good. What the simple method says of examples without them serves as well.
+        let (more, rest): (Vec<_>, Vec<_>) = train.into_iter().enumerate().partition(|(n, _)| n % 4 == 3);
+        development.extend(more.into_iter().map(|(_, example)| example));
+        train = rest.into_iter().map(|(_, example)| example).collect();
+    }
+    let train = Shuffled::new(train, T::size, config.training.batch_size, config.training.seed);
+    Ok(Data { train, development, held_out, too_long, longest, sha256 })
 }

@@ -74,20 +74,26 @@ fn unzip(bytes: &[u8], name: &str) -> Result<Vec<u8>> {
     Ok(contents)
 }
 
-/// The first line of standard input, which is read again by [`open`].
-pub fn first_line_of_standard_input() -> Result<String> {
+/// The first line of a file with anything in it; that of standard input is read again by [`open`].
+pub fn first_line(path: &Path) -> Result<String> {
+    let first = |head: &[u8]| {
+        let head = head.strip_prefix(b"\xef\xbb\xbf").unwrap_or(head);
+        String::from_utf8_lossy(head).lines().find(|line| !line.trim().is_empty()).unwrap_or_default().to_owned()
+    };
+    let failed = |error| cannot_read(path, &error);
+    if !is_standard_input(path) {
+        return Ok(first(open(path)?.fill_buf().map_err(failed)?));
+    }
     let mut input = io::stdin().lock();
-    let head = input.fill_buf().map_err(|error| cannot_read(Path::new("-"), &error))?;
+    let head = input.fill_buf().map_err(failed)?;
     let mut unpacked = [0; 4096];
-    let head = if head.starts_with(&GZIP) {
+    Ok(first(if head.starts_with(&GZIP) {
         // What was unpacked before the end of the buffer, which is no end of the file.
         let count = MultiGzDecoder::new(head).read(&mut unpacked).unwrap_or(0);
         &unpacked[..count]
     } else {
         head
-    };
-    let head = head.strip_prefix(b"\xef\xbb\xbf").unwrap_or(head);
-    Ok(String::from_utf8_lossy(head).lines().find(|line| !line.trim().is_empty()).unwrap_or_default().to_owned())
+    }))
 }
 
 /// Reads a whole file.

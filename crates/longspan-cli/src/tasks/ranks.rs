@@ -72,7 +72,7 @@ impl Ranks {
 }
 
 #[cfg(feature = "mpi")]
-use mpi::traits::{Communicator, CommunicatorCollectives, Destination, Root, Source};
+use mpi::traits::{Communicator, CommunicatorCollectives, Destination, Source};
 
 /// All processes that MPI started.
 #[cfg(feature = "mpi")]
@@ -141,11 +141,6 @@ impl Ranks {
             std::thread::sleep(std::time::Duration::from_micros(100));
         }
         first.receive_vec::<u8>().0
-    }
-
-    /// Gives the numbers of rank 0 to all.
-    pub fn spread(&self, numbers: &mut [f32]) {
-        self.0.world().process_at_rank(0).broadcast_into(numbers);
     }
 
     /// Tells rank 0.

@@ -66,8 +66,8 @@ pub fn hash(text: &str) -> u64 {
     hash ^ (hash >> 33)
 }
 
-/// A source without white space around it, in composed form (NFC).
-fn composed(source: &str) -> Cow<'_, str> {
+/// A text without white space around it, in composed form (NFC): texts that look alike are one.
+pub fn composed(source: &str) -> Cow<'_, str> {
     let source = source.trim();
     if source.is_ascii() { source.into() } else { NormalizedString::from(source).nfc().get().to_owned().into() }
 }

@@ -8,8 +8,9 @@ use std::io::Write;
 use anyhow::{Result, anyhow};
 use burn::tensor::{Device, Tensor};
 use longspan::attention::{Attention, AttentionConfig, AttentionMask, AttentionState};
-use longspan_kernels::{Call, Dims, Kernel, Mask, Parameters, Purpose, View};
-use serde_json::{Value, json};
+use longspan_kernels::{Call, Dims, Kernel, Mask, Purpose, View};
+use serde::Serialize;
+use serde_json::Value;
 
 use crate::commands::Outcome;
 
@@ -21,6 +22,7 @@ const HEAD_DIM: usize = 64;
 const LONGEST: usize = 1 << 22;
 
 /// What is known of one mechanism.
+#[derive(Serialize)]
 struct Facts {
     name: &'static str,
     /// With their defaults.
@@ -30,12 +32,20 @@ struct Facts {
     cross: bool,
     packed: bool,
     grouped: bool,
-    learned: Parameters,
-    /// Numbers in the state of one head after a token and after two.
-    state: Option<[usize; 2]>,
-    causal_growth: String,
-    growth: String,
+    learned: Vec<Learned>,
+    /// Numbers in the state of one head after a token, and whether they are more after two.
+    state_numbers_per_head: Option<usize>,
+    state_grows: Option<bool>,
+    causal_time: String,
+    bidirectional_time: String,
     algorithms: Vec<&'static str>,
+}
+
+/// A learned tensor.
+#[derive(Serialize)]
+struct Learned {
+    name: &'static str,
+    shape: Vec<usize>,
 }
 
 /// Prints the table.
@@ -43,7 +53,7 @@ pub fn run(json: bool) -> Result<Outcome> {
     let facts: Vec<Facts> = AttentionConfig::NAMES.iter().map(|name| Facts::of(name)).collect::<Result<_>>()?;
     let mut out = std::io::stdout().lock();
     if json {
-        writeln!(out, "{}", Value::Array(facts.iter().map(Facts::to_json).collect()))?;
+        writeln!(out, "{}", serde_json::to_value(&facts)?)?;
     } else {
         write!(out, "{}", table(&facts))?;
     }
@@ -121,6 +131,9 @@ impl Facts {
         let kernel = attention.kernel();
         let kernel: &dyn Kernel<f32> = &*kernel;
         let sizes = Dims::square(1, HEADS, 4, HEAD_DIM);
+        let learned =
+            kernel.parameters(&sizes).iter().map(|p| Learned { name: p.name, shape: p.shape.to_vec() }).collect();
+        let state = state(&attention);
         Ok(Self {
             name,
             options: serde_json::to_value(&config)?,
@@ -129,31 +142,12 @@ impl Facts {
             cross: takes(&attention, 4, 7, &orders[1]),
             packed: either(&attention, 4, &|mask| mask.with_packed(&[1, 3])),
             grouped: grouped.is_ok_and(|attention| either(&attention, 4, &|mask| mask)),
-            learned: kernel.parameters(&sizes),
-            state: state(&attention),
-            causal_growth: growth(kernel, Mask::causal()),
-            growth: growth(kernel, Mask::bidirectional()),
+            learned,
+            state_numbers_per_head: state.map(|[first, _]| first),
+            state_grows: state.map(|[first, second]| second > first),
+            causal_time: growth(kernel, Mask::causal()),
+            bidirectional_time: growth(kernel, Mask::bidirectional()),
             algorithms: kernel.algorithms().iter().map(|algorithm| algorithm.name()).collect(),
-        })
-    }
-
-    fn to_json(&self) -> Value {
-        let learned: Vec<Value> =
-            self.learned.iter().map(|p| json!({ "name": p.name, "shape": p.shape[..] })).collect();
-        json!({
-            "name": self.name,
-            "options": self.options,
-            "causal": self.causal,
-            "bidirectional": self.bidirectional,
-            "cross": self.cross,
-            "packed": self.packed,
-            "grouped": self.grouped,
-            "learned": learned,
-            "state_numbers_per_head": self.state.map(|[first, _]| first),
-            "state_grows": self.state.map(|[first, second]| second > first),
-            "causal_time": self.causal_growth,
-            "bidirectional_time": self.growth,
-            "algorithms": self.algorithms,
         })
     }
 }
@@ -183,13 +177,13 @@ fn table(facts: &[Facts]) -> String {
             mark(f.cross),
             mark(f.packed),
             mark(f.grouped),
-            match f.state {
+            match f.state_numbers_per_head {
                 None => "none".into(),
-                Some([first, second]) if second > first => format!("{first} a token"),
-                Some([first, _]) => first.to_string(),
+                Some(numbers) if f.state_grows == Some(true) => format!("{numbers} a token"),
+                Some(numbers) => numbers.to_string(),
             },
-            f.causal_growth.clone(),
-            f.growth.clone(),
+            f.causal_time.clone(),
+            f.bidirectional_time.clone(),
             f.algorithms.join(", "),
             if learned.is_empty() { "nothing".into() } else { learned.join(", ") },
         ]

@@ -6,7 +6,7 @@ mod mechanisms;
 use std::io::Write;
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use burn::module::Module;
 use clap::Args;
 use serde_json::{Value, json};
@@ -40,8 +40,15 @@ pub struct Arguments {
 
 /// Describes a run after reading and verifying all of it.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
+    let is_file = arguments.run.as_ref().is_some_and(|run| run.is_file() || lines::is_standard_input(run));
+    if is_file && arguments.accept_changes {
+        bail!("--accept-changes is not used by a file of data: leave it out, or give the folder of a run");
+    }
+    if !is_file && arguments.columns != Columns::default() {
+        bail!("--time, --id and their like are used by a file of data alone: leave them out");
+    }
     let Some(run) = &arguments.run else { return mechanisms::run(arguments.json) };
-    if run.is_file() || lines::is_standard_input(run) {
+    if is_file {
         file::run(run, &arguments.columns, arguments.json)?;
         return Ok(Outcome::Done);
     }

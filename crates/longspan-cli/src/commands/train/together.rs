@@ -2,13 +2,13 @@
 //! batch the others take their share of the examples.
 //!
 //! Rank 0 announces a step. Every rank finds the gradient of its examples; they are added up in the order of ranks, so a repetition has
-//! the same bits, and every rank takes the step: all have the same weights, since all compute the same of the same sums with the same
-//! instructions. All but rank 0 read the run's folder, and write nothing.
+//! the same bits, and every rank takes the step: all have the same weights, those of the run's folder first, since all compute the same
+//! of the same sums with the same instructions. All but rank 0 read that folder, and write nothing.
 
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, bail};
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 use longspan::layers::clip_gradients;
@@ -18,7 +18,7 @@ use serde_json::{Map, Value};
 use super::gradients::{Found, Share, gradients};
 use super::session::Session;
 use crate::commands::Outcome;
-use crate::run::checkpoint::{Place, optimizer};
+use crate::run::checkpoint::{Checkpoint, Place, optimizer};
 use crate::run::config::{Config, RunConfig, TaskKind};
 use crate::run::folder::RunFolder;
 use crate::tasks::batches::Random;
@@ -73,9 +73,7 @@ pub fn invite<T: Task>(ranks: &Ranks, session: &Session<T>) -> Result<()> {
     let (kind, settings, data_sha256) = (session.config.kind(), session.config.to_map()?, session.data.sha256.clone());
     let (program, step) = (program()?, session.step());
     ranks.announce(&serde_json::to_vec(&Word::Run { program, folder, kind, settings, data_sha256, step })?);
-    answers(ranks)?;
-    ranks.spread(&mut weights(&session.model));
-    Ok(())
+    answers(ranks).map(drop)
 }
 
 /// Rank 0: lets the others go.
@@ -189,12 +187,10 @@ fn helper<T: Task>(
         if data.sha256 != sha256 {
             bail!("{} is not what rank 0 has; give every process the same file", config.data_name());
         }
-        let (mut model, mut optimizer) =
-            (task.model(&config, &Device::flex().autodiff())?, optimizer(&config.training));
+        let model = task.model(&config, &Device::flex().autodiff())?;
+        let Checkpoint { model, optimizer, place, .. } = folder.load_checkpoint(model, optimizer(&config.training))?;
         if step > 0 {
-            let checkpoint = folder.load_checkpoint(model, optimizer)?;
-            (model, optimizer) = (checkpoint.model, checkpoint.optimizer);
-            task.return_to(&mut data.train, &model, checkpoint.place)?;
+            task.return_to(&mut data.train, &model, place)?;
         }
         if split {
             task.split_among(ranks.peers());
@@ -212,9 +208,6 @@ fn helper<T: Task>(
         }
     };
     ranks.reply(&serde_json::to_vec(&Reply::Done(0.0))?);
-    let mut numbers = weights(&model);
-    ranks.spread(&mut numbers);
-    model = with_weights(model, &numbers);
     // The last step that was found, and what it left for the next one.
     let mut left: Option<(usize, Vec<T::Carried>)> = None;
     loop {
@@ -266,52 +259,19 @@ fn tell_place(ranks: &Ranks, place: Result<Place>) -> Result<()> {
     Ok(())
 }
 
-/// All weights, in the order of the model.
-fn weights(model: &impl Module) -> Vec<f32> {
-    struct Read(Vec<f32>);
-    impl ModuleVisitor for Read {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            extend(&mut self.0, &param.val().into_data());
-        }
-    }
-    let mut read = Read(Vec::new());
-    model.visit(&mut read);
-    read.0
-}
-
-fn extend(numbers: &mut Vec<f32>, data: &TensorData) {
-    match data.as_slice::<f32>() {
-        Ok(more) => numbers.extend_from_slice(more),
-        Err(_) => numbers.extend(data.iter::<f32>()),
-    }
-}
-
-fn with_weights<M: Module>(model: M, numbers: &[f32]) -> M {
-    struct Write<'a>(&'a [f32]);
-    impl ModuleMapper for Write<'_> {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            let (id, old, mapper) = param.consume();
-            let value = tensor(&mut self.0, old.dims(), &old.device()).set_require_grad(old.is_require_grad());
-            Param::from_mapped_value(id, value, mapper)
-        }
-    }
-    model.map(&mut Write(numbers))
-}
-
-/// The next numbers as a tensor.
-fn tensor<const D: usize>(numbers: &mut &[f32], dims: [usize; D], device: &Device) -> Tensor<D> {
-    let (own, rest) = numbers.split_at(dims.iter().product());
-    *numbers = rest;
-    Tensor::from_data(TensorData::new(own.to_vec(), dims), device)
-}
-
 /// A gradient's numbers, in the order of the weights; 0 where there is none.
 fn flat(model: &impl Module, gradients: &GradientsParams) -> Vec<f32> {
     struct Read<'a>(&'a GradientsParams, Vec<f32>);
     impl ModuleVisitor for Read<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             match self.0.get::<D>(param.id) {
-                Some(gradient) => extend(&mut self.1, &gradient.into_data()),
+                Some(gradient) => {
+                    let data = gradient.into_data();
+                    match data.as_slice::<f32>() {
+                        Ok(numbers) => self.1.extend_from_slice(numbers),
+                        Err(_) => self.1.extend(data.iter::<f32>()),
+                    }
+                }
                 None => self.1.resize(self.1.len() + param.val().dims().iter().product::<usize>(), 0.0),
             }
         }
@@ -325,8 +285,10 @@ fn of_flat(model: &impl Module, numbers: &[f32]) -> GradientsParams {
     struct Write<'a>(GradientsParams, &'a [f32]);
     impl ModuleVisitor for Write<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let gradient = tensor(&mut self.1, param.val().dims(), &Device::flex());
-            self.0.register(param.id, gradient);
+            let dims: [usize; D] = param.val().dims();
+            let (own, rest) = self.1.split_at(dims.iter().product());
+            self.1 = rest;
+            self.0.register(param.id, Tensor::<D>::from_data(TensorData::new(own.to_vec(), dims), &Device::flex()));
         }
     }
     let mut write = Write(GradientsParams::new(), numbers);

@@ -81,7 +81,7 @@ impl Task for Forecast {
         let reading = Reading { columns: Some(&config.task.files.columns), ..Reading::default() };
         let mut found = read(config, config.first().unwrap_or(Path::new("-")), &reading)?;
         let all = std::mem::take(&mut found.series);
-        settle(config.data_name(), &mut config.task.files, found);
+        settle(config.data_name(), &mut config.task.files, found)?;
         let names = all.first().map(|one| one.names.to_vec()).unwrap_or_default();
         let known = if config.task.files.columns.known.is_empty() {
             Vec::new()
@@ -478,7 +478,7 @@ impl Predict for Forecast {
             let (seen, times) = self.ahead(&one).map_err(wrong)?;
             Ok((one, seen, times))
         };
-        let all = asked.iter().map(read).collect::<Result<Vec<_>>>()?;
+        let all = file::not_empty(asked).map(read).collect::<Result<Vec<_>>>()?;
         let Sizes { told, .. } = self.sizes;
         let strange = all.iter().filter(|(one, seen, _)| {
             let far = seen.points.1.last().is_some_and(|time| *time > 1.5 * told as f32);
@@ -496,6 +496,16 @@ impl Predict for Forecast {
         if few > 0 {
             note(format_args!(
                 "note: {few} series end with fewer than {told} times without a value, which alone are predicted; without any the next {told} are"
+            ));
+        }
+        let lacks = |(_, values): &&Point| {
+            values.iter().enumerate().any(|(n, value)| value.is_nan() && self.scaling.is_known(n))
+        };
+        let lacking = all.iter().flat_map(|(one, ..)| &one.ahead).filter(lacks).count();
+        if lacking > 0 {
+            note(format_args!(
+                "note: {lacking} points to predict lack something that is known ahead ({}); the last known value stands for it",
+                self.list(|channel| self.scaling.is_known(channel))
             ));
         }
         let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
@@ -596,8 +606,11 @@ impl Forecast {
         if ahead.is_empty() {
             let gap = usual_gap([&one.times[known.clone()]].into_iter()).unwrap_or(self.scaling.step);
             let last = one.times.last().copied().unwrap_or(0.0);
-            let point = |n: usize| (shown(last + gap * n as f64, gap), vec![f64::NAN; one.width]);
-            ahead = (1..=self.sizes.told).map(point).collect();
+            // Days that leave out all weekends go on so.
+            let day_off = |time: &f64| one.dates.as_ref().is_some_and(|dates| dates.is_weekend(*time));
+            let workdays = gap == 86_400.0 && count > 7 && !one.times.iter().any(day_off);
+            let next = (1..).map(|n| shown(last + gap * f64::from(n), gap)).filter(|time| !(workdays && day_off(time)));
+            ahead = next.take(self.sizes.told).map(|time| (time, vec![f64::NAN; one.width])).collect();
             if !self.scaling.known.is_empty() {
                 bail!(
                     "no row after the last known one has what is known ahead ({}); add rows with it, and without {}",

@@ -8,9 +8,11 @@ use serde_json::Value;
 
 use crate::run::columns::Columns;
 use crate::tasks::lines;
+use crate::tasks::split::composed;
 use crate::tasks::table::columns::TextColumn;
 use crate::tasks::table::{Form, Table};
 use crate::terminal::notes::note;
+use crate::terminal::shell;
 
 pub const TEXT: TextColumn = TextColumn {
     key: "text",
@@ -53,13 +55,15 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     }
     let place = TEXT.place(&table, columns.text.as_ref(), None)?;
     let label = LABEL.place(&table, columns.label.as_ref(), Some(place))?;
+    let pointed = table.with_points(&[label]);
+    let table = pointed.as_ref().unwrap_or(&table);
     let (mut all, mut known, mut again) = (Vec::new(), HashSet::new(), 0);
     for row in &table.rows {
         let Value::String(text) = &row.cells[place] else {
             return Err(row.wrong(name, format_args!("the key `{}` has no text; {EXAMPLE}", table.header[place])));
         };
         let label = match &row.cells[label] {
-            Value::String(label) => label.trim().to_owned(),
+            Value::String(label) => composed(label).into_owned(),
             label @ (Value::Number(_) | Value::Bool(_)) => label.to_string(),
             _ => return Err(row.wrong(name, format_args!("the key `{}` has no label; {EXAMPLE}", table.header[label]))),
         };
@@ -73,8 +77,19 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
             again += 1;
         }
     }
-    if all.is_empty() {
+    let Some(Labelled { text, label }) = all.first() else {
         bail!("{name}: no labelled texts in it; give a file with one text and its label a line");
+    };
+    // Of tabs a first line that names no column is a row.
+    let is_row = table.rows.first().is_some_and(|row| row.line == table.line);
+    if is_row && all.len() > 10 && all[1..].iter().all(|other| other.label != *label) {
+        note(format_args!(
+            "{name}, line {}: read as a text and its label {label:?}, which no other text has; if the line names the columns, give \
+             --text-column {} --label {}",
+            table.line,
+            shell::quoted(text),
+            shell::quoted(label)
+        ));
     }
     Ok((all, again))
 }
@@ -109,10 +124,23 @@ mod tests {
             assert_eq!(found(bytes, ending).0, tabs.0, "{ending}: {}", String::from_utf8_lossy(bytes));
         }
         assert_eq!(tabs.1, 1);
+        assert_eq!(found("a\te\u{301}\nb\té\n".as_bytes(), "tsv").0[0].label, "é", "one label in two spellings");
         assert_eq!(tabs.0[1], Labelled { text: "d".into(), label: "1".into() });
         let columns = Columns { text: Some("name".into()), label: Some("state".into()), ..Columns::default() };
         let named = parse(b"state,name,n\ngood,ab c,1\n1,d,2\n", "csv", "f", &columns).unwrap();
         assert_eq!(named.0, tabs.0);
+        let decimal = found(b"text;label\na,b;1,5\nc;1.002,0\n", "csv").0;
+        assert_eq!([&*decimal[0].text, &*decimal[0].label, &*decimal[1].label], ["a,b", "1.5", "1002"]);
+        assert_eq!(found(b"text;label\na;1,500\n", "csv").0[0].label, "1,500", "perhaps thousands");
+    }
+
+    #[test]
+    fn a_first_line_of_names_that_are_not_known_is_read_by_the_flags() {
+        let rows: String = (0..12).map(|n| format!("t{n}\t{}\n", n % 2)).collect();
+        let text = format!("Phrase\tMood\n{rows}");
+        assert_eq!(found(text.as_bytes(), "tsv").0.len(), 13);
+        let columns = Columns { text: Some("Phrase".into()), label: Some("Mood".into()), ..Columns::default() };
+        assert_eq!(parse(text.as_bytes(), "tsv", "f", &columns).unwrap().0.len(), 12);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use longspan::models::{Classifier, ClassifierConfig};
 use sha2::Digest;
 
 use super::batches::padded;
-use super::feed::Shuffled;
+use super::feed::{self, Shuffled};
 use super::labels::{self, Scores, Target};
 use super::simple::Simple;
 use super::simple::bag::Bag;
@@ -71,11 +71,8 @@ impl Task for Labels {
 
     fn load(folder: &RunFolder, config: &Config) -> Result<Self> {
         let target = Target::load(folder)?;
-        let path = folder.path().join(BAG);
-        let bag = path.exists().then(|| Bag::load(folder, BAG, target.outputs())).transpose()?;
-        if bag.is_none() && config.task.stack.base {
-            bail!("{} is missing; the run folder is incomplete", path.display());
-        }
+        let load = || Bag::load(folder, BAG, target.outputs());
+        let bag = labels::stored_base(folder, BAG, config.task.stack.base, load)?;
         Ok(Self { tokenizer: Tokenizer::load(folder, SIDE)?, target, bag })
     }
 
@@ -108,15 +105,9 @@ impl Task for Labels {
     }
 
     fn loss(&self, model: &Classifier, batch: &[&Example], smoothing: f64, device: &Device) -> Result<Loss> {
-        let rows: Vec<&[u32]> = batch.iter().map(|example| example.input.as_slice()).collect();
-        let (tokens, lengths) = padded(&rows, device);
-        self.target.loss(
-            batch,
-            smoothing,
-            || model.forward(tokens.clone(), &lengths),
-            |classes| model.loss(tokens.clone(), &lengths, classes, smoothing),
-            |numbers| model.squared_error(tokens.clone(), &lengths, numbers),
-        )
+        let texts: Vec<&[u32]> = batch.iter().map(|example| example.input.as_slice()).collect();
+        let (tokens, lengths) = padded(&texts, device);
+        self.target.loss(batch, smoothing, model.forward(tokens, &lengths)?)
     }
 
     fn measure(&self) -> &'static str {
@@ -240,7 +231,8 @@ impl Labels {
         let train = examples(&split.train, &|n| base.map_or(Vec::new(), |_| unseen[n].clone()))?;
         let development =
             examples(&split.development, &|n| base.map_or(Vec::new(), |bag| bag.predict(&split.development[n].text)))?;
-        labels::data(train, development, split.held_out, config, |Example { input: tokens, goal, .. }, hash| {
+        let length = |example: &Example| example.input.len();
+        feed::data(train, development, split.held_out, config, length, |Example { input: tokens, goal, .. }, hash| {
             hash.update((tokens.len() as u64).to_le_bytes());
             goal.hash(hash);
             tokens.iter().for_each(|id| hash.update(id.to_le_bytes()));

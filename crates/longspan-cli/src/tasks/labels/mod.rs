@@ -4,27 +4,23 @@ mod confusion;
 mod numbers;
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::{self, Display};
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, bail};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Tensor, TensorData};
-use longspan::layers::CrossEntropyLoss;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::batches::{micro_batches, values};
-use super::feed::Shuffled;
 use super::scores::likeliest;
 use super::simple::Simple;
-use super::split::evenly;
-use super::task::{Answer, Answering, Data, Loss, Task, Titles, Vocabulary};
+use super::task::{Answer, Answering, Loss, Titles, Vocabulary};
 use crate::run::columns::Columns;
-use crate::run::config::{Config, LabelKind};
+use crate::run::config::LabelKind;
 use crate::run::folder::RunFolder;
-use crate::run::seal::hex;
 use crate::run::write::write_atomic;
 use crate::terminal::notes::note;
 use crate::terminal::plot::Matrix;
@@ -33,12 +29,6 @@ use numbers::Errors;
 
 /// The file in a run folder.
 const FILE: &str = "labels.json";
-
-/// Development examples: enough for two digits, few enough to cost little.
-const DEVELOPMENT: usize = 512;
-
-/// So many at least tell whether a simple method is corrected well.
-const FEWEST: usize = 16;
 
 /// Examples answered together.
 const BATCH: usize = 64;
@@ -147,16 +137,19 @@ impl Target {
         if total >= 8 && counts.len() * 2 > total {
             bail!(
                 "{name}: {total} {examples} have {} labels; a label should come often: to answer with texts, train with --pairs, to \
-                 foretell numbers, with --set target=number",
+                 predict numbers, with --set target=number",
                 counts.len()
             );
         }
         let mut labels: Vec<String> = Vec::new();
-        let mut known = HashSet::new();
+        let mut known: HashMap<u64, &str> = HashMap::new();
         for label in counts.into_keys() {
             let number = number(label).filter(|_| !is_name(label));
-            if number.is_none_or(|number| known.insert(number.to_bits())) {
-                labels.push(label.into());
+            match number.and_then(|number| known.insert(number.to_bits(), label)) {
+                Some(other) => {
+                    note(format_args!("{name}: the labels {other} and {label} are one number, and so one class"))
+                }
+                None => labels.push(label.into()),
             }
         }
         Ok(Self::Labels(labels))
@@ -212,7 +205,7 @@ impl Target {
             }
             Self::Number { mean, deviation } => match number(label) {
                 Some(number) => Ok(Some(Goal::Number(((number - mean) / deviation) as f32))),
-                None => bail!("the label {label:?} is no number, and this run foretells numbers; give numbers"),
+                None => bail!("the label {label:?} is no number, and this run predicts numbers; give numbers"),
             },
         }
     }
@@ -278,40 +271,22 @@ impl Target {
         Ok(Simple { name: name.into(), shown, score })
     }
 
-    /// The loss of a batch: of classes by `cross_entropy`, of numbers by `squared_error`; where a simple method corrected by the model gives
-    /// logits, of the sum of these and the model's, `forward`.
-    pub fn loss<I>(
-        &self,
-        batch: &[&Example<I>],
-        smoothing: f64,
-        forward: impl FnOnce() -> longspan::Result<Tensor<2>>,
-        cross_entropy: impl FnOnce(&[u32]) -> longspan::Result<CrossEntropyLoss>,
-        squared_error: impl FnOnce(&[f32]) -> longspan::Result<Tensor<1>>,
-    ) -> Result<Loss> {
-        let (mut classes, mut numbers) = (Vec::new(), Vec::new());
-        batch.iter().for_each(|example| match example.goal {
-            Goal::Label(label) => classes.push(label),
-            Goal::Number(number) => numbers.push(number - example.base.first().unwrap_or(&0.0)),
-        });
+    /// The loss of a batch, of which the model gives these `rows`: logits of labels or numbers, to which those of the simple method that it
+    /// corrects are added.
+    pub fn loss<I>(&self, batch: &[&Example<I>], smoothing: f64, rows: Tensor<2>) -> Result<Loss> {
+        let (shape, device) = (rows.dims(), rows.device());
+        let tensor = |numbers: Vec<f32>| Tensor::<2>::from_data(TensorData::new(numbers, shape), &device);
+        let bases: Vec<f32> = batch.iter().flat_map(|example| example.base.iter().copied()).collect();
+        let rows = if bases.is_empty() { rows } else { rows + tensor(bases) };
+        let right = tensor(batch.iter().flat_map(|example| self.certain(example.goal)).collect());
         if let Self::Number { .. } = self {
-            let error = squared_error(&numbers)?;
+            let error = (rows - right).square().sum();
             return Ok(Loss { plain: error.clone().detach(), smoothed: error });
         }
-        if batch.iter().any(|example| !example.base.is_empty()) {
-            let logits = forward()?;
-            let ([count, outputs], device) = (logits.dims(), logits.device());
-            let base: Vec<f32> = batch.iter().flat_map(|example| example.base.iter().copied()).collect();
-            let base = Tensor::from_data(TensorData::new(base, [count, outputs]), &device);
-            let wanted =
-                (0..count * outputs).map(|n| f32::from(u8::from(classes[n / outputs] as usize == n % outputs)));
-            let wanted = Tensor::<2>::from_data(TensorData::new(wanted.collect::<Vec<_>>(), [count, outputs]), &device);
-            let losses = log_softmax(logits + base, 1).neg();
-            let plain = (losses.clone() * wanted).sum();
-            let smoothed = plain.clone() * (1.0 - smoothing) + losses.sum() * (smoothing / outputs as f64);
-            return Ok(Loss { plain: plain.detach(), smoothed });
-        }
-        let CrossEntropyLoss { plain, smoothed } = cross_entropy(&classes)?;
-        Ok(Loss { plain, smoothed })
+        let losses = log_softmax(rows, 1).neg();
+        let plain = (losses.clone() * right).sum();
+        let smoothed = plain.clone() * (1.0 - smoothing) + losses.sum() * (smoothing / shape[1] as f64);
+        Ok(Loss { plain: plain.detach(), smoothed })
     }
 
     /// The answers in what the model gave for one example: all labels, the likeliest first, or the number.
@@ -431,47 +406,27 @@ pub fn outputs<R: Sync, S: Sync>(
     Ok(all)
 }
 
+/// The simple method that a run has in a file of its folder, as one that corrects it must.
+pub fn stored_base<B>(
+    folder: &RunFolder,
+    name: &str,
+    corrects: bool,
+    load: impl FnOnce() -> Result<B>,
+) -> Result<Option<B>> {
+    let path = folder.path().join(name);
+    if path.exists() {
+        return load().map(Some);
+    }
+    if corrects {
+        bail!("{} is missing; the run folder is incomplete", path.display());
+    }
+    Ok(None)
+}
+
 /// What a model gave, corrected: the sum of its rows and those of a simple method.
 pub fn joined(mut rows: Vec<Vec<f32>>, base: impl Iterator<Item = Vec<f32>>) -> Vec<Vec<f32>> {
     rows.iter_mut().zip(base).for_each(|(row, base)| row.iter_mut().zip(base).for_each(|(x, y)| *x += y));
     rows
-}
-
-/// The data of a task whose examples have a length, those that are too long left out.
-pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
-    all: Vec<T::Example>,
-    mut development: Vec<T::Example>,
-    held_out: Vec<T::Text>,
-    config: &Config<T::Settings>,
-    fingerprint: impl Fn(&T::Example, &mut Sha256),
-) -> Result<Data<T>> {
-    let length = |example: &T::Example| T::size(example).1;
-    let (most, own) =
-        config.common().files.map_or((usize::MAX, false), |files| (files.max_tokens, files.development.is_some()));
-    let count = all.len();
-    let longest = all.iter().map(length).max().unwrap_or(0);
-    let mut train: Vec<T::Example> = all.into_iter().filter(|example| length(example) <= most).collect();
-    if train.is_empty() {
-        bail!(
-            "all training {} have more than {} {}, the longest {longest}: take them in with --set max_tokens={longest}",
-            T::EXAMPLES,
-            most,
-            T::LENGTH
-        );
-    }
-    development.retain(|example| length(example) <= most);
-    let mut development = evenly(&development, DEVELOPMENT);
-    let mut hash = Sha256::new();
-    train.iter().for_each(|example| fingerprint(example, &mut hash));
-    let (too_long, sha256) = (count - train.len(), hex(&hash.finalize()));
-    if config.common().base && !own && development.len() < FEWEST {
-        // Too few to tell whether corrections are any good. What the simple method says of examples without them serves as well.
-        let (more, rest): (Vec<_>, Vec<_>) = train.into_iter().enumerate().partition(|(n, _)| n % 4 == 3);
-        development.extend(more.into_iter().map(|(_, example)| example));
-        train = rest.into_iter().map(|(_, example)| example).collect();
-    }
-    let train = Shuffled::new(train, T::size, config.training.batch_size, config.training.seed);
-    Ok(Data { train, development, held_out, too_long, longest, sha256 })
 }
 
 fn path(folder: &RunFolder) -> PathBuf {

@@ -9,12 +9,12 @@ mod model;
 
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use burn::tensor::Device;
 use longspan::models::Seq2Seq;
-use sha2::{Digest, Sha256};
+use sha2::Digest;
 
-use super::feed::Shuffled;
+use super::feed::{self, DEVELOPMENT, Shuffled};
 use super::lines;
 use super::memory;
 use super::scores::ErrorRates;
@@ -25,7 +25,6 @@ use super::tokens::{Kind, Tokenizer};
 use super::workers::Workers;
 use crate::run::config::{self, PairsSettings};
 use crate::run::folder::RunFolder;
-use crate::run::seal::hex;
 use crate::run::write::write_atomic;
 use crate::terminal::notes::note;
 use example::{Example, Pair};
@@ -33,10 +32,7 @@ use example::{Example, Pair};
 type Config = config::Config<PairsSettings>;
 type Answering<'a> = task::Answering<'a, PairsSettings>;
 
-/// Development examples behind the second loss curve: enough for two digits, few enough to cost little.
-const DEVELOPMENT: usize = 512;
-
-/// Their tokens, where they are long: a checkpoint should wait a second for them, not a minute.
+/// Tokens of development examples, where they are long: a checkpoint should wait a second for them, not a minute.
 const DEVELOPMENT_TOKENS: usize = 100_000;
 
 /// The tokenizers of a run on pairs.
@@ -231,22 +227,11 @@ impl Pairs {
 
     /// Examples as ids.
     fn encode(&self, split: Split<Example>, config: &Config) -> Result<Data<Self>> {
-        let fits = |pair: &Pair| pair.source.len().max(pair.target.len()) <= config.task.files.max_tokens;
-        let all = self.ids(&split.train, &config.data_name())?;
-        let train: Vec<Pair> = all.iter().filter(|pair| fits(pair)).cloned().collect();
         let tokens = |pair: &Pair| pair.source.len().max(pair.target.len());
-        let longest = all.iter().map(tokens).max().unwrap_or(0);
-        if train.is_empty() {
-            let shortest = all.iter().map(tokens).min().unwrap_or(0);
-            bail!(
-                "every training pair has more than {} tokens; the shortest has {shortest}, the longest {longest}: take them in \
-                 with --set max_tokens={longest}",
-                config.task.files.max_tokens
-            );
-        }
+        let train = self.ids(&split.train, &config.data_name())?;
         let of = config.task.files.development.as_deref().map_or(config.data_name(), lines::name);
         let mut development = self.ids(&split.development, &of)?;
-        development.retain(fits);
+        development.retain(|pair| tokens(pair) <= config.task.files.max_tokens);
         let mut total = 0;
         let few = development.iter().take(DEVELOPMENT).take_while(|pair| {
             total += Self::size(pair).0 + Self::size(pair).1;
@@ -255,10 +240,15 @@ impl Pairs {
         // One at least: without development examples nothing warns of overfitting.
         let few = few.count().max(1);
         development.truncate(few);
-        check_memory(train.iter().chain(&development), config)?;
-        let (too_long, sha256) = (all.len() - train.len(), fingerprint(&train));
-        let train = Shuffled::new(train, Self::size, config.training.batch_size, config.training.seed);
-        Ok(Data { train, development, held_out: split.held_out, too_long, longest, sha256 })
+        let data: Data<Self> =
+            feed::data(train, development, split.held_out, config, tokens, |Pair { source, target }, hash| {
+                for ids in [source, target] {
+                    hash.update((ids.len() as u64).to_le_bytes());
+                    ids.iter().for_each(|id| hash.update(id.to_le_bytes()));
+                }
+            })?;
+        check_memory(data.train.examples().iter().chain(&data.development), config)?;
+        Ok(data)
     }
 
     /// Examples as ids; `name` says where they come from.
@@ -289,17 +279,4 @@ fn check_memory<'a>(pairs: impl Iterator<Item = &'a Pair>, config: &Config) -> R
     }
     let help = format!("leave longer ones out with --set max_tokens={room}, or lower workers, d_model or d_ff");
     memory::check(workers * bytes(largest), what, &help)
-}
-
-fn fingerprint(pairs: &[Pair]) -> String {
-    let mut hash = Sha256::new();
-    for pair in pairs {
-        for ids in [&pair.source, &pair.target] {
-            hash.update((ids.len() as u64).to_le_bytes());
-            for id in ids {
-                hash.update(id.to_le_bytes());
-            }
-        }
-    }
-    hex(&hash.finalize())
 }

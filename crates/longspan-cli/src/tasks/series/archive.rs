@@ -10,6 +10,7 @@ use crate::run::config::LabelKind;
 use crate::tasks::lines;
 use crate::tasks::table::dates::Dates;
 use crate::tasks::table::value;
+use crate::terminal::notes::note;
 
 /// A series from a line of a `.tsv`: the label, then values at the times 0, 1, 2, …. Missing ones at the end are padding.
 pub fn from_columns(text: &str, line: usize) -> Result<Series, String> {
@@ -232,21 +233,26 @@ fn timed_points(text: &str) -> Result<Channel<'_>, String> {
 
 /// Series from a `.tsf`: attributes of a series, with colons between them, then its values.
 pub fn forecasting(text: &str, name: &str) -> Result<Found> {
-    let (mut attributes, mut frequency, mut begun) = (Vec::new(), String::new(), false);
+    let (mut attributes, mut frequency, mut begun) = (Vec::new(), (0.0, 0.0), false);
     let mut found = Vec::new();
     for (line, number) in text.lines().zip(1..) {
         let (line, wrong) = (line.trim(), lines::in_line(name, number));
         if line.is_empty() || line.starts_with(['#', '%']) {
         } else if let Some(words) = line.strip_prefix('@') {
-            let words: Vec<&str> = words.split_whitespace().collect();
-            match words[..] {
+            let words = words.to_lowercase();
+            match words.split_whitespace().collect::<Vec<_>>()[..] {
                 ["attribute", title, kind, ..] => attributes.push((title.to_string(), kind == "date")),
-                ["frequency", word, ..] => frequency = word.to_lowercase(),
+                ["frequency", word, ..] => {
+                    if step_of(word).is_none() {
+                        note(format_args!("{name}: @frequency {word} is not known; points are counted, without dates"));
+                    }
+                    frequency = step_of(word).unwrap_or_default();
+                }
                 ["data", ..] => begun = true,
                 _ => {}
             }
         } else if begun {
-            found.push(from_monash(line, &attributes, &frequency, number).map_err(wrong)?);
+            found.push(from_monash(line, &attributes, frequency, number).map_err(wrong)?);
         } else {
             return Err(wrong("a series before the line @data; put the lines that begin with @ first".to_string()));
         }
@@ -254,7 +260,39 @@ pub fn forecasting(text: &str, name: &str) -> Result<Found> {
     Ok(Found { series: found, ..Found::default() })
 }
 
-fn from_monash(text: &str, attributes: &[(String, bool)], frequency: &str, line: usize) -> Result<Series, String> {
+/// The months and the seconds from a point to the next one.
+fn step_of(frequency: &str) -> Option<(f64, f64)> {
+    Some(match frequency {
+        "yearly" => (12.0, 0.0),
+        "quarterly" => (3.0, 0.0),
+        "monthly" => (1.0, 0.0),
+        "weekly" => (0.0, 604_800.0),
+        "daily" => (0.0, 86_400.0),
+        "hourly" => (0.0, 3600.0),
+        "half_hourly" => (0.0, 1800.0),
+        "minutely" => (0.0, 60.0),
+        "secondly" => (0.0, 1.0),
+        other => {
+            let (count, unit) = other.split_once('_')?;
+            let seconds = match unit.trim_end_matches('s') {
+                "second" => 1.0,
+                "minute" => 60.0,
+                "hour" => 3600.0,
+                "day" => 86_400.0,
+                "week" => 604_800.0,
+                _ => return None,
+            };
+            (0.0, seconds * count.parse::<f64>().ok().filter(|count| *count > 0.0)?)
+        }
+    })
+}
+
+fn from_monash(
+    text: &str,
+    attributes: &[(String, bool)],
+    (months, seconds): (f64, f64),
+    line: usize,
+) -> Result<Series, String> {
     let fields: Vec<&str> = text.split(':').collect();
     let (Some(values), true) = (fields.last(), fields.len() == attributes.len() + 1) else {
         return Err(format!(
@@ -268,22 +306,6 @@ fn from_monash(text: &str, attributes: &[(String, bool)], frequency: &str, line:
     let names: Vec<&str> =
         attributes.iter().zip(&fields).filter(|((_, date), _)| !date).map(|(_, text)| text.trim()).collect();
     let start = attributes.iter().zip(&fields).find(|((_, date), _)| *date).map(|(_, text)| text.trim());
-    let (months, seconds) = match frequency {
-        "yearly" => (12.0, 0.0),
-        "quarterly" => (3.0, 0.0),
-        "monthly" => (1.0, 0.0),
-        "weekly" => (0.0, 604_800.0),
-        "daily" => (0.0, 86_400.0),
-        "hourly" => (0.0, 3600.0),
-        "half_hourly" => (0.0, 1800.0),
-        "minutely" => (0.0, 60.0),
-        "secondly" => (0.0, 1.0),
-        other => match other.split_once('_').and_then(|(count, unit)| Some((count.parse::<f64>().ok()?, unit))) {
-            Some((count, unit)) if unit.starts_with("minute") => (0.0, 60.0 * count),
-            Some((count, unit)) if unit.starts_with("second") => (0.0, count),
-            _ => (0.0, 0.0),
-        },
-    };
     let dates = match start {
         Some(text) if months + seconds > 0.0 => {
             let dates = Dates::starting(text, months > 0.0)
@@ -302,16 +324,24 @@ fn from_monash(text: &str, attributes: &[(String, bool)], frequency: &str, line:
 /// Series from an `.arff`: a row of values and a label, or several rows in quotes, with `\n` between channels.
 pub fn attributes(text: &str, name: &str) -> Result<Found> {
     let (mut begun, mut named, mut numbers) = (false, false, false);
-    let mut found = Vec::new();
+    let (mut found, mut classes) = (Vec::new(), 0);
     for (line, number) in text.lines().zip(1..) {
         let (line, wrong) = (line.trim(), lines::in_line(name, number));
         let lower = line.to_lowercase();
         if line.is_empty() || line.starts_with('%') || lower.starts_with("@relation") || lower.starts_with("@end") {
         } else if lower.starts_with("@data") {
             begun = true;
+            if classes > usize::from(named) {
+                return Err(wrong(
+                    "an attribute before the last one has names in braces, and the last one is the label; put the label last, and leave \
+                     other names out"
+                        .into(),
+                ));
+            }
         } else if lower.starts_with("@attribute") {
             // The last one says what labels are.
             named = line.ends_with('}');
+            classes += usize::from(named);
             numbers = !named && (lower.ends_with("numeric") || lower.ends_with("real"));
         } else if begun {
             found.push(from_attributes(line, number).map_err(wrong)?);

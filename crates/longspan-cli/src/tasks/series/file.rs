@@ -15,7 +15,8 @@ use crate::run::config::LabelKind;
 use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
-use crate::tasks::table::columns::{Roles, time_text};
+use crate::tasks::split::composed;
+use crate::tasks::table::columns::{Roles, counts_rows, named_id, time_text};
 use crate::tasks::table::dates::Dates;
 use crate::tasks::table::{Form, Row, Table, is_missing, json, value};
 use crate::tasks::task::Asked;
@@ -145,9 +146,13 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
     let count = |holds: fn(&Series) -> bool| all.iter().filter(|one| holds(one)).count();
     let missing = |one: &Series| one.values.iter().filter(|value| value.is_nan()).count();
     if let (true, Some(one)) = (refuse, all.iter().find(|one| missing(one) > 0)) {
+        let place = one.values.iter().position(|value| value.is_nan()).unwrap_or(0);
+        let channel = one.names.get(place % one.width).map_or(String::new(), |name| format!(" of `{name}`"));
         bail!(
-            "{name}, line {}: values are missing; fill them in, or take them as they are with --set missing=mask",
-            one.line
+            "{name}, line {}: the series that begins here has no value{channel} at the time {}; fill in what is missing, or take it as it \
+             is with --set missing=mask",
+            one.line,
+            one.time(one.times[place / one.width])
         );
     }
     match count(|one| one.backwards) {
@@ -173,7 +178,7 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
 pub fn asked(path: &Path, reading: &Reading<'_>, check: impl Fn(&Series) -> Result<()>) -> Result<Option<Vec<Asked>>> {
     // Of standard input, objects are answered one by one as they come; anything else is a whole file.
     let one_by_one = if lines::is_standard_input(path) {
-        let line = lines::first_line_of_standard_input()?;
+        let line = lines::first_line(path)?;
         line.is_empty() || line.trim_start().starts_with('{') && holds_series(&line)
     } else {
         ["jsonl", "ndjson"].contains(&lines::ending(path).as_str())
@@ -185,6 +190,11 @@ pub fn asked(path: &Path, reading: &Reading<'_>, check: impl Fn(&Series) -> Resu
     let all = read(path, reading, false, "what is known of the channel")?.series;
     all.iter().try_for_each(|one| check(one).map_err(lines::in_line(&name, one.line)))?;
     Ok(Some(all.into_iter().map(|one| Asked { line: one.line, text: String::new(), series: Some(one) }).collect()))
+}
+
+/// What is asked but for empty lines between series.
+pub fn not_empty(asked: &[Asked]) -> impl Iterator<Item = &Asked> {
+    asked.iter().filter(|one| one.series.is_some() || !one.text.trim().is_empty())
 }
 
 /// The series in the contents of a file whose name has this end; `name` is its name in errors.
@@ -267,9 +277,6 @@ pub fn dates_of(texts: &[&str], reading: &Reading<'_>) -> Result<Option<Arc<Date
 
 /// A series in each object.
 fn from_lines(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
-    if let Some(known) = reading.columns.and_then(|columns| columns.known.first()) {
-        bail!("{name}: --known {known} names a column, and series in JSON have none; give a table");
-    }
     // Dates are of one format in all series.
     let mut texts: Vec<String> = Vec::new();
     json::each(text, name, |value, _| {
@@ -347,7 +354,7 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
     }
     let text = |key: &str| match &value[key] {
         Value::Null => Ok(None),
-        Value::String(text) => Ok(Some(text.trim().to_owned())),
+        Value::String(text) => Ok(Some(composed(text).into_owned())),
         text @ (Value::Number(_) | Value::Bool(_)) => Ok(Some(text.to_string())),
         _ => Err(format!("the {key} is neither text nor number")),
     };
@@ -386,6 +393,8 @@ fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
     let one_hot = categories(table, columns, reading)?;
     let (table, columns) = one_hot.as_ref().map_or((table, columns), |(table, columns)| (table, columns));
     let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
+    let pointed = table.with_points(&[&roles.time[..], roles.label.as_slice()].concat());
+    let table = pointed.as_ref().unwrap_or(table);
     let texts: Vec<Option<String>> = (0..table.rows.len()).map(|row| time_text(table, &roles.time, row)).collect();
     let some: Vec<&str> = texts.iter().flatten().map(String::as_str).filter(|_| !roles.time.is_empty()).collect();
     let dates = dates_of(&some, reading).map_err(|problem| anyhow!("{name}: {problem}"))?;
@@ -404,14 +413,21 @@ fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
     if !known.is_empty() && known.iter().all(|known| *known) {
         bail!("{}: --known names all channels; leave out those that are to be predicted", table.at_header());
     }
-    let mut places: HashMap<String, usize> = HashMap::new();
+    let mut places: HashMap<Vec<String>, usize> = HashMap::new();
     let mut found: Vec<(usize, String, Vec<Point>, Option<String>)> = Vec::new();
     let title =
         |places: &[usize]| places.iter().map(|place| table.header[*place].as_str()).collect::<Vec<_>>().join(",");
     for (n, row) in table.rows.iter().enumerate() {
         let id: Vec<String> = roles.id.iter().map(|place| cell(row, *place)).collect();
-        let place = *places.entry(id.join(" ")).or_insert_with_key(|id| {
-            found.push((row.line, id.clone(), Vec::new(), None));
+        if id.iter().any(String::is_empty) {
+            let ids = title(&roles.id);
+            return Err(row.wrong(
+                name,
+                format_args!("the column `{ids}` is empty; say which series the row is of, or leave it out"),
+            ));
+        }
+        let place = *places.entry(id).or_insert_with_key(|id| {
+            found.push((row.line, id.join(","), Vec::new(), None));
             found.len() - 1
         });
         let (_, _, points, label) = &mut found[place];
@@ -419,7 +435,9 @@ fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
             _ if roles.time.is_empty() => points.len() as f64,
             (None, _) => return Err(row.wrong(name, format_args!("the column `{}` is empty; give a time, or leave the row out", title(&roles.time)))),
             (Some(text), Some(dates)) => dates.number(text).ok_or_else(|| {
-                row.wrong(name, format_args!("{text:?} in the column `{}` is no date as the others, such as {:?}", title(&roles.time), some[0]))
+                let others = || format!("no date as the others, such as {:?}", some[0]);
+                let problem = dates.off_calendar(text).map_or_else(others, |why| format!("not on the calendar: {why}"));
+                row.wrong(name, format_args!("{text:?} in the column `{}` is {problem}", title(&roles.time)))
             })?,
             (Some(text), None) => value(text).filter(|time| !time.is_nan()).ok_or_else(|| {
                 row.wrong(name, format_args!(
@@ -517,7 +535,7 @@ fn categories(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result
 fn cell(row: &Row, place: usize) -> String {
     match &row.cells[place] {
         Value::Null => String::new(),
-        Value::String(text) => text.trim().into(),
+        Value::String(text) => composed(text).into_owned(),
         other => other.to_string(),
     }
 }
@@ -527,10 +545,12 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     let is_number = |cell: &Option<String>| cell.as_ref().is_none_or(|text| value(text).is_some());
     let numbers = table.texts(place).filter(is_number).count();
     let title = &table.header[place];
-    let text = cell(row, place);
+    let text: String = cell(row, place).chars().take(60).collect();
     let is_written_otherwise = value(&text.replace([',', ' ', '_', '%', '$', '€'], "")).is_some();
     if is_written_otherwise || 2 * numbers >= table.rows.len() {
-        let help = if is_written_otherwise {
+        let help = if value(&text).is_some() {
+            "others of it have decimal commas; write all alike"
+        } else if is_written_otherwise {
             "write a point in numbers, such as 1234.5, and no commas, spaces or units"
         } else {
             "leave it empty if it is missing"
@@ -577,6 +597,9 @@ fn say_partly_known(name: &str, all: &[Series], known: &[bool]) {
 /// Series from a table with a series a row and a column for each time.
 fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<Found> {
     let name = &table.name;
+    if let Some(known) = columns.known.first() {
+        bail!("{name}: --known {known} names a channel, and with --wide a series has one; leave it out");
+    }
     let label = match &columns.label {
         Some(title) => Some(table.named(title, "--label")?),
         None => table.find("label").or(table.find("class")),
@@ -587,10 +610,11 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
         .or(columns.time.as_ref())
         .map(|title| table.named(title, "--id"))
         .transpose()?
-        .or(table.find("year"));
+        .or(table.find("year"))
+        .or(named_id(table));
     let chosen = columns.channels.iter().map(|title| table.named(title, "--channels")).collect::<Result<Vec<_>>>()?;
-    let free = (0..table.header.len())
-        .filter(|place| Some(*place) != label && Some(*place) != id && !table.header[*place].is_empty());
+    let free = (0..table.header.len()).filter(|place| Some(*place) != label && Some(*place) != id);
+    let free = free.filter(|place| !table.header[*place].is_empty() && !counts_rows(table, *place, label.is_some()));
     let is_number = |place: &usize| table.numbers(*place).is_ok();
     let (values, texts): (Vec<usize>, Vec<usize>) = free.partition(is_number);
     let values = if chosen.is_empty() { values } else { chosen };
@@ -628,13 +652,20 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
     if empty > 0 {
         note(format_args!("{name}: {empty} of {} series have no value at all and are left out", table.rows.len()));
     }
+    let used = |place: &usize| values.contains(place) || [id, label].contains(&Some(*place));
+    let unread: Vec<String> = (0..table.header.len())
+        .filter(|place| !used(place))
+        .map(|place| format!("`{}`", table.header[place]))
+        .collect();
+    let unread = if unread.is_empty() { String::new() } else { format!("; not read: {}", unread.join(", ")) };
     let said = format!(
-        "columns: a series a row, {} {} `{}` … `{}`{}",
+        "columns: a series a row, {} {} `{}` … `{}`{}{}{unread}",
         titles.len(),
         if counted { "values" } else { "times" },
         titles[0],
         titles[titles.len() - 1],
-        id.map_or(String::new(), |place| format!(", ids `{}`", table.header[place]))
+        id.map_or(String::new(), |place| format!(", ids `{}`", table.header[place])),
+        label.map_or(String::new(), |place| format!(", labels `{}`", table.header[place]))
     );
     Ok(Found { series: found, target: None, columns: Some((columns.clone(), said)) })
 }
@@ -708,6 +739,23 @@ mod tests {
         let (_, _, _, times) = say("year,quarter,x\n1959,4,1\n1960,1,2\n");
         assert_eq!(times, ["1959 Q4", "1960 Q1"]);
         assert_eq!(say("year,x\n1959,1\n1960,2\n").3, ["1959", "1960"]);
+        // Parts of times in columns of their own, and times with their unit.
+        for (text, first, last) in [
+            ("year,month,x\n1959,Nov,1\n1959,Dec,2\n", "1959-Nov", "1959-Dec"),
+            ("year,month,x\n1959.0,1.0,1\n1959.0,2.0,2\n", "1959-01", "1959-02"),
+            ("quarter,year,x\nQ4,1959,1\nQ1,1960,2\n", "1959 Q4", "1960 Q1"),
+            ("year,week,x\n2020,9,1\n2020,10,2\n", "2020-W09", "2020-W10"),
+            ("date,hr,x\n2020-01-31,22,1\n2020-01-31,23,2\n", "2020-01-31 22:00", "2020-01-31 23:00"),
+            (
+                "year,month,day,hour,minute,x\n2020,1,31,9,5,1\n2020,1,31,9,6,2\n",
+                "2020-01-31 09:05",
+                "2020-01-31 09:06",
+            ),
+            ("Time (s),x\n0.5,1\n0.7,2\n", "0.5", "0.7"),
+            ("time;x\n0,5;1\n1.000,25;2,5\n", "0.5", "1000.25"),
+        ] {
+            assert_eq!(say(text).3, [first, last], "{text}");
+        }
         assert_eq!(
             say(",0\n1821,269\n1822,321\n").2,
             [269.0, 321.0],
@@ -715,8 +763,28 @@ mod tests {
         );
         assert_eq!(say("date,x\n20230228,1\n20230301,2\n").3, ["20230228", "20230301"]);
         // Texts that tell rows of one time apart are ids; spaces around them count as nothing.
-        let (_, ids, ..) = say("shop,time,x\n a,0,1\nb ,0,2\na,1,3\nb,1,4\n");
-        assert_eq!(ids, [Some("a".into()), Some("b".into())]);
+        let (_, ids, ..) = say("shop,time,x\n é,0,1\nb ,0,2\ne\u{301},1,3\nb,1,4\n");
+        assert_eq!(ids, [Some("é".into()), Some("b".into())]);
+        // Several columns are one id together.
+        let columns = Columns { id: Some("a,b".into()), ..none() };
+        let (_, ids, values, _) = of_table("a,b,time,x\np q,r,0,1\np,q r,0,2\np q,r,1,3\n", columns).unwrap();
+        assert_eq!((ids, values), (vec![Some("p q,r".into()), Some("p,q r".into())], vec![1.0, 3.0]));
+        // Columns that number rows, whatever the file calls them, and columns without values are no channels.
+        let (said, ..) =
+            say("No.,date,row_number,x,notes\n7,2024-01-01,1,0.5,\n8,2024-01-02,2,0.7,\n9,2024-01-03,3,0.1,\n");
+        assert!(
+            said.contains(
+                "channels `x`; not read: `No.` (row numbers), `row_number` (row numbers), `notes` (nothing in it)"
+            ),
+            "{said}"
+        );
+        let counting: String = (0..10).map(|n| format!("{n},s,{},a\n", n + 4)).collect();
+        let counting = format!("time,id,entry,label\n{counting}");
+        assert!(say(&counting).0.contains("channels `entry`"), "it may be a count where no label is learned");
+        let labelled = Reading { labels: true, ..Reading::default() };
+        assert!(
+            parse(counting.as_bytes(), "csv", "f", &labelled).unwrap_err().to_string().contains("no column of values")
+        );
         // Columns that a person names, in any order, and a column without a name or values.
         let columns = Columns { id: Some("store".into()), channels: vec!["y".into(), "x".into()], ..none() };
         let (said, ids, values, _) = of_table("store,time,x,y,\n1,0,1,2,\n2,0,3,4,\n", columns).unwrap();
@@ -733,6 +801,10 @@ mod tests {
             (wide.1, wide.3),
             (vec![Some("a".into()), Some("c".into())], vec!["1990".to_string(), "1991".into()])
         );
+        let wide =
+            of_table("id,no,v1,v2,kind\n7,1,5,6,a\n8,2,7,8,b\n9,3,7,8,b\n", Columns { wide: true, ..none() }).unwrap();
+        assert_eq!((wide.1[0].as_deref(), wide.2), (Some("7"), vec![5.0, 6.0]));
+        assert!(wide.0.contains("2 values `v1` … `v2`, ids `id`; not read: `no`, `kind`"), "{}", wide.0);
         for (text, columns, part) in [
             ("time,Time,x\n0,0,1\n", none(), "f, line 1: `time`, `Time` may all be times; say which with --time"),
             ("time,x,x\n0,1,1\n", none(), "two columns are called `x`"),
@@ -764,6 +836,18 @@ mod tests {
             ),
             ("5,2\n3,4\n", none(), "no column of times is known among `column 1`, `column 2`"),
             ("date,x\n01/02/2024,1\n02/03/2024,2\n", none(), "--dates '%d/%m/%Y'"),
+            (
+                "id,time,x\na,0,1\na,1,1\n,1,2\n",
+                none(),
+                "f, line 4: the column `id` is empty; say which series the row is of",
+            ),
+            (
+                "time;x\n0;1,5\n1;1.25\n",
+                none(),
+                "f, line 3: \"1.25\" in the column `x` is no number; others of it have decimal commas",
+            ),
+            ("time x\n0 1\n", none(), "columns have commas, semicolons, tabs or bars between them, not spaces"),
+            ("land,1990,1991\na,1,2\n", none(), "a column a time, give --wide"),
             (
                 "date,x\n2024-01-01,1\nsoon,2\n",
                 none(),
@@ -848,6 +932,19 @@ mod tests {
         let found = of(monthly, "tsf").unwrap();
         let one = &found.series[0];
         assert_eq!((one.id.as_deref(), one.time(one.times[2])), (Some("T1"), "1980-01-30 00-00-00".into()));
+        for (frequency, third) in [("6_hours", "1979-11-30 12-00-00"), ("fortnightly", "2")] {
+            let other = monthly
+                .replace("monthly", frequency)
+                .replace("@attribute", "@Attribute")
+                .replace("date", "Date")
+                .replace("@data", "@Data");
+            let found = of(&other, "tsf").unwrap();
+            assert_eq!(found.series[0].time(found.series[0].times[2]), third);
+        }
+        let error = of("@relation x\n@attribute c {1,2}\n@attribute a numeric\n@data\n1,0.5\n", "arff")
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("f, line 4: an attribute before the last one has names in braces"), "{error}");
         let rows = of("@relation x\n@attribute a numeric\n@attribute c {1,2}\n@data\n0.5,?,2,1\n", "arff").unwrap();
         assert_eq!(
             (rows.series[0].times.len(), rows.series[0].label.as_deref(), rows.target),

@@ -13,7 +13,7 @@ use serde_json::json;
 use sha2::Digest;
 
 use super::attention;
-use super::feed::Shuffled;
+use super::feed::{self, Shuffled};
 use super::labels::{self, Goal, Scores, Target};
 use super::lines;
 use super::simple::Simple;
@@ -21,6 +21,7 @@ use super::simple::kernels::{Grid, Kernels, nearest};
 use super::split::{self, Split, evenly};
 use super::stack::{self, stacked};
 use super::task::{self, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
+use crate::run::columns::Columns;
 use crate::run::config::{self, Files, Missing, ModelSettings, SeriesSettings};
 use crate::run::folder::RunFolder;
 use crate::terminal::notes::note;
@@ -74,7 +75,7 @@ impl Task for SeriesTask {
             &Reading { columns: Some(&config.task.files.columns), labels: true, ..Reading::default() },
         )?;
         config.task.labels.target = config.task.labels.target.or(found.target);
-        settle(config.data_name(), &mut config.task.files, found);
+        settle(config.data_name(), &mut config.task.files, found)?;
         let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
         let name = config.data_name();
         let target = Target::of(labels, &mut config.task.labels.target, &name, Self::EXAMPLES)?;
@@ -99,12 +100,9 @@ impl Task for SeriesTask {
     }
 
     fn load(folder: &RunFolder, config: &Config) -> Result<Self> {
-        let (scaling, target, path) = (Scaling::load(folder)?, Target::load(folder)?, folder.path().join(KERNELS));
+        let (scaling, target) = (Scaling::load(folder)?, Target::load(folder)?);
         let load = || Kernels::load(folder, KERNELS, scaling.channels(), target.outputs());
-        let kernels = path.exists().then(load).transpose()?;
-        if kernels.is_none() && config.task.stack.base {
-            bail!("{} is missing; the run folder is incomplete", path.display());
-        }
+        let kernels = labels::stored_base(folder, KERNELS, config.task.stack.base, load)?;
         Ok(Self { scaling, target, kernels, learned: Vec::new(), goals: Vec::new() })
     }
 
@@ -136,13 +134,7 @@ impl Task for SeriesTask {
     fn loss(&self, model: &SeriesModel, batch: &[&Example], smoothing: f64, device: &Device) -> Result<Loss> {
         let (values, times, lengths) =
             padded(batch.iter().map(|example| &example.input), self.scaling.inputs(), device);
-        self.target.loss(
-            batch,
-            smoothing,
-            || model.forward(values.clone(), times.clone(), &lengths),
-            |classes| model.loss(values.clone(), times.clone(), &lengths, classes, smoothing),
-            |numbers| model.squared_error(values.clone(), times.clone(), &lengths, numbers),
-        )
+        self.target.loss(batch, smoothing, model.forward(values, times, &lengths)?)
     }
 
     fn measure(&self) -> &'static str {
@@ -240,12 +232,17 @@ pub fn times(model: &ModelSettings, scaling: &Scaling) -> String {
     }
 }
 
-/// Keeps what was found in a table, and says it.
-pub fn settle(name: String, files: &mut Files, found: Found) {
+/// Keeps what was found in a table, and says it. Of any other file a person can name no columns.
+pub fn settle(name: String, files: &mut Files, found: Found) -> Result<()> {
     if let Some((columns, said)) = found.columns {
         note(format_args!("{name}: {said}"));
         files.columns = columns;
+    } else if (Columns { dates: None, ..files.columns.clone() }) != Columns::default() {
+        bail!(
+            "{name}: it is no table, so it has no columns that flags such as --time and --channels could name; leave them out"
+        );
     }
+    Ok(())
 }
 
 /// Reads the series that the settings name, by use; the main file's are taken out of what was found.
@@ -294,7 +291,7 @@ impl Predict for SeriesTask {
             Ok((read, points))
         };
         let (all, points): (Vec<Series>, Vec<Points>) =
-            asked.iter().map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
+            file::not_empty(asked).map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
         let rows = self.outputs(model, &all, &points, how)?;
         let told = |(one, row): (&Series, &Vec<f32>)| {
             let answers = self.target.answers(row);
@@ -353,11 +350,12 @@ impl SeriesTask {
             self.target.examples(all, |one| one.label.as_deref().unwrap_or_default(), points, base)
         };
         let (train, development) = (examples(&split.train, &bases[0])?, examples(&split.development, &bases[1])?);
-        labels::data(
+        feed::data(
             train,
             development,
             split.held_out,
             config,
+            |example: &Example| example.input.1.len(),
             |Example { input: (values, times), goal, .. }, hash| {
                 hash.update((times.len() as u64).to_le_bytes());
                 goal.hash(hash);

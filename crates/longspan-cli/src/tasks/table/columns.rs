@@ -7,7 +7,7 @@ use anyhow::{Result, anyhow, bail};
 use serde_json::Value;
 
 use super::dates::Dates;
-use super::{Form, Row, Table, text};
+use super::{Form, Row, Table, text, value};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::task::Asked;
@@ -18,8 +18,31 @@ use crate::terminal::samples::visible;
 const TIMES: [&str; 8] = ["time", "date", "datetime", "timestamp", "ds", "date_time", "datestamp", "t"];
 
 /// of columns that are a part of a time, from the longest on,
-const PARTS: [&str; 12] =
-    ["year", "quarter", "month", "week", "day", "hour", "minute", "second", "weekday", "dayofweek", "period", "yr"];
+const PARTS: [&str; 13] = [
+    "year",
+    "quarter",
+    "month",
+    "week",
+    "day",
+    "hour",
+    "hr",
+    "minute",
+    "second",
+    "weekday",
+    "dayofweek",
+    "period",
+    "yr",
+];
+
+/// the parts of a day,
+const CLOCK: [&[&str]; 3] = [&["hour", "hr"], &["minute"], &["second"]];
+
+/// months as their names begin,
+const MONTHS: [&str; 12] = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"];
+
+/// units in names of times,
+const UNITS: [&str; 14] =
+    ["s", "sec", "seconds", "ms", "us", "ns", "min", "minutes", "h", "hours", "d", "days", "utc", "unix"];
 
 /// of those that say which series a row is of,
 const IDS: [&str; 14] = [
@@ -42,8 +65,12 @@ const IDS: [&str; 14] = [
 /// of labels of series,
 const LABELS: [&str; 2] = ["label", "class"];
 
-/// and of numbers of rows.
+/// of numbers of rows,
 const INDICES: [&str; 7] = ["index", "rownames", "row", "obs", "observation", "column 1", ""];
+
+/// and words in names of columns that may number rows.
+const NUMBERS: [&str; 12] =
+    ["row", "no", "nr", "num", "number", "idx", "index", "rec", "record", "seq", "line", "rowid"];
 
 /// Rows from which it is guessed what a column holds.
 const SOME: usize = 200;
@@ -72,8 +99,8 @@ impl Roles {
             }
             names.split(',').map(|name| table.named(name.trim(), flag)).collect()
         };
-        let channels =
-            columns.channels.iter().map(|name| table.named(name, "--channels")).collect::<Result<Vec<_>>>()?;
+        let flag = if soft { "the run's channel" } else { "--channels" };
+        let channels = columns.channels.iter().map(|name| table.named(name, flag)).collect::<Result<Vec<_>>>()?;
         let label = match &columns.label {
             Some(name) if table.find(name).is_some() || !soft => Some(table.named(name, "--label")?),
             _ => only(table, &LABELS, &channels),
@@ -91,9 +118,9 @@ impl Roles {
             let index = INDICES.contains(&title.as_str()) || title.starts_with("unnamed:");
             let why = if !is_free(&taken, place) {
                 continue;
-            } else if title.is_empty() && table.texts(place).all(|text| text.is_none()) {
+            } else if table.texts(place).all(|text| text.is_none()) && !columns.has_known(title) {
                 "nothing in it"
-            } else if index && is_row_numbers(table, place) {
+            } else if index && is_row_numbers(table, place) || counts_rows(table, place, labels) {
                 "row numbers"
             } else if PARTS.contains(&title.as_str()) && !time.is_empty() {
                 "a part of the time"
@@ -270,10 +297,42 @@ fn holds_numbers(table: &Table, place: usize) -> bool {
     table.numbers(place).is_ok()
 }
 
+/// Whether a column holds numbers, as parts of times are, or months or quarters by their names.
+fn holds_parts(table: &Table, place: usize) -> bool {
+    let is_named = |text: &String| {
+        let text = text.to_lowercase();
+        let month = MONTHS.iter().any(|month| text.starts_with(month)) && text.chars().all(char::is_alphabetic);
+        month || text.strip_prefix('q').is_some_and(|number| ["1", "2", "3", "4"].contains(&number))
+    };
+    holds_numbers(table, place) || some(table, place).iter().all(is_named)
+}
+
+/// Whether a name in small letters is that of a time and its unit, such as `time (s)` or `timestamp_ms`.
+fn is_measured_time(title: &str) -> bool {
+    let mut words = title.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
+    words.next().is_some_and(|word| TIMES.contains(&word))
+        && words.next().is_some_and(|word| UNITS.contains(&word))
+        && words.next().is_none()
+}
+
 /// Whether whole numbers in a column count up.
 fn is_row_numbers(table: &Table, place: usize) -> bool {
     let Ok(numbers) = table.numbers(place) else { return false };
     numbers.iter().all(|number| number.fract() == 0.0) && numbers.windows(2).all(|pair| pair[1] > pair[0])
+}
+
+/// Whether they count up by one, from row to row, and the name says so; or whatever the name, if they would tell `labels` by which the rows
+/// are sorted.
+pub fn counts_rows(table: &Table, place: usize, labels: bool) -> bool {
+    let title = table.header[place].to_lowercase();
+    let named = title.split(|c: char| !c.is_alphanumeric()).any(|word| NUMBERS.contains(&word));
+    let steps = |all: Vec<f64>| all.windows(2).all(|pair| pair[1] - pair[0] == 1.0);
+    (named || labels && table.rows.len() >= 10) && table.rows.len() > 2 && table.numbers(place).is_ok_and(steps)
+}
+
+/// The one column whose name says that it tells series apart.
+pub fn named_id(table: &Table) -> Option<usize> {
+    only(table, &IDS, &[])
 }
 
 /// Whether no two rows have the same there.
@@ -290,9 +349,19 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         let names: Vec<String> = found.iter().map(|place| format!("`{}`", table.header[*place])).collect();
         anyhow!("{}: {} may all be times; say which with --time", table.at_header(), names.join(", "))
     };
-    let strong: Vec<usize> = free.iter().copied().filter(|place| TIMES.contains(&lower(*place).as_str())).collect();
+    let part = |names: &[&str]| {
+        free.iter().copied().find(|place| names.contains(&lower(*place).as_str()) && holds_parts(table, *place))
+    };
+    // A day, whose hours stand in columns of their own.
+    let with_hours = |day: usize| {
+        let whole = some(table, day).iter().all(|text| !text.contains(':'));
+        let hours = CLOCK.into_iter().map_while(part).filter(|_| whole && !is_different(table, day));
+        std::iter::once(day).chain(hours).collect()
+    };
+    let is_time = |place: &usize| TIMES.contains(&lower(*place).as_str()) || is_measured_time(&lower(*place));
+    let strong: Vec<usize> = free.iter().copied().filter(is_time).collect();
     match strong[..] {
-        [one] => return Ok(vec![one]),
+        [one] => return Ok(with_hours(one)),
         [a, b] => {
             // A day and a time of the day.
             let clock = |place| some(table, place).iter().all(|text| text.contains(':') && text.len() <= 12);
@@ -312,17 +381,16 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     let dated: Vec<usize> =
         free.iter().copied().filter(|place| speaks_of_time(*place) && holds_dates(table, *place)).collect();
     match dated[..] {
-        [one] => return Ok(vec![one]),
+        [one] => return Ok(with_hours(one)),
         [] => {}
         _ => return Err(asked(&dated)),
     }
-    // From the year to the hour, as far as there are columns without a gap.
-    let part = |name: &str| free.iter().copied().find(|place| lower(*place) == name && holds_numbers(table, *place));
-    if let Some(year) = part("year") {
-        if let (Some(quarter), None) = (part("quarter"), part("month")) {
-            return Ok(vec![year, quarter]);
+    // From the year to the second, as far as there are columns without a gap.
+    if let Some(year) = part(&["year"]) {
+        if let (Some(of_year), None) = (part(&["quarter"]).or(part(&["week"])), part(&["month"])) {
+            return Ok(vec![year, of_year]);
         }
-        let parts = ["month", "day", "hour"].into_iter().map_while(part);
+        let parts = [&["month"][..], &["day"]].into_iter().chain(CLOCK).map_while(part);
         return Ok(std::iter::once(year).chain(parts).collect());
     }
     let numbered = |names: &[&str]| {
@@ -342,32 +410,44 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         return Ok(vec![one]);
     }
     let texts = table.rows.is_empty() || !free.iter().any(|place| holds_numbers(table, *place));
+    let times = free.iter().filter(|place| value(&table.header[**place]).is_some_and(f64::is_finite)).count();
+    let help = match &table.header[..] {
+        [one] if one.contains(' ') => "; columns have commas, semicolons, tabs or bars between them, not spaces",
+        all if 2 * times > all.len() => "; if a row is a whole series, and a column a time, give --wide",
+        _ if texts => "; labelled texts are learned with --labelled",
+        _ => "",
+    };
     bail!(
-        "{}: no column of times is known among {}; name it with --time NAME, or count the rows with --time row{}",
+        "{}: no column of times is known among {}; name it with --time NAME, or count the rows with --time row{help}",
         table.at_header(),
-        table.titles(),
-        if texts { "; labelled texts are learned with --labelled" } else { "" }
+        table.titles()
     )
 }
 
 /// The text of a time that several columns are together.
 pub fn time_text(table: &Table, places: &[usize], row: usize) -> Option<String> {
     let cells: Vec<String> = places.iter().map(|place| text(&table.rows[row].cells[*place])).collect::<Option<_>>()?;
-    let is = |place: usize, name: &str| table.header[place].to_lowercase() == name;
-    match (places, &cells[..]) {
-        ([year, second], [y, q]) if is(*year, "year") && is(*second, "quarter") => {
-            Some(format!("{y} Q{}", q.trim_start_matches(['Q', 'q'])))
+    let is = |n: usize, names: &[&str]| {
+        places.get(n).is_some_and(|place| names.contains(&table.header[*place].to_lowercase().as_str()))
+    };
+    // Whole numbers may be written as 7.0, beside missing ones.
+    let two = |part: &String| format!("{:0>2}", part.strip_suffix(".0").unwrap_or(part));
+    let clock = |parts: &[String]| match parts {
+        [hour] => format!("{}:00", two(hour)),
+        _ => parts.iter().map(two).collect::<Vec<_>>().join(":"),
+    };
+    let year = cells.first().map(|year| year.strip_suffix(".0").unwrap_or(year)).filter(|_| is(0, &["year"]));
+    Some(match (year, &cells[..]) {
+        (Some(year), [_, quarter]) if is(1, &["quarter"]) => {
+            format!("{year} Q{}", two(quarter).trim_start_matches(['0', 'Q', 'q']))
         }
-        ([year, ..], [y, rest @ ..]) if is(*year, "year") && !rest.is_empty() => {
-            // A year, a month, a day, and the hour of it.
-            let parts: Vec<String> = rest.iter().map(|part| format!("{part:0>2}")).collect();
-            Some(match &parts[..] {
-                [month, day, hour] => format!("{y}-{month}-{day} {hour}:00"),
-                _ => format!("{y}-{}", parts.join("-")),
-            })
-        }
-        _ => Some(cells.join(" ")),
-    }
+        (Some(year), [_, week]) if is(1, &["week"]) => format!("{year}-W{}", two(week)),
+        (Some(year), [_, month]) => format!("{year}-{}", two(month)),
+        (Some(year), [_, month, day]) => format!("{year}-{}-{}", two(month), two(day)),
+        (Some(year), [_, month, day, rest @ ..]) => format!("{year}-{}-{} {}", two(month), two(day), clock(rest)),
+        (None, [day, rest @ ..]) if is(1, CLOCK[0]) => format!("{day} {}", clock(rest)),
+        _ => cells.join(" "),
+    })
 }
 
 /// A column of texts that says which series a row is of, where times come again otherwise.
@@ -434,15 +514,23 @@ impl TextColumn {
         title == self.key || self.names.contains(&title.as_str())
     }
 
-    /// The texts of a file that is a table by its name, each with its line; `None` of any other file, whose lines are texts. Of tabs
-    /// without names the first column.
+    /// The texts of a file that is a table by its name or its first line, each with its line; `None` of any other file, whose lines are
+    /// texts. Of tabs without names the first column.
     pub fn asked(&self, path: &Path, wanted: Option<&String>) -> Result<Option<Vec<Asked>>> {
         let (ending, name) = (lines::ending(path), lines::name(path));
-        if lines::is_standard_input(path) {
-            let Some(title) = self.title_in(&lines::first_line_of_standard_input()?, wanted) else { return Ok(None) };
-            note(format_args!("{name}: read as a table, of which the column `{title}` is predicted for"));
-        } else if !["csv", "tsv", "json", "jsonl", "ndjson"].contains(&ending.as_str()) {
-            return Ok(None);
+        if !["csv", "tsv", "json", "jsonl", "ndjson"].contains(&ending.as_str()) {
+            let line = lines::first_line(path)?;
+            match self.title_in(&line, wanted) {
+                Some(title) => {
+                    note(format_args!("{name}: read as a table, of which the column `{title}` is predicted for"))
+                }
+                None if line.contains('\t') => {
+                    note(format_args!(
+                        "{name}: read as columns with tabs between them, of which the first is predicted for"
+                    ));
+                }
+                None => return Ok(None),
+            }
         }
         let bytes = lines::read(path)?;
         let text = lines::text(&bytes, &name)?;

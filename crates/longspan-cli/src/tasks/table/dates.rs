@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use jiff::civil::DateTime;
+use jiff::civil::{DateTime, Weekday};
 use jiff::fmt::strtime::{self, BrokenDownTime};
 use jiff::tz::Offset;
 use jiff::{SignedDuration, Timestamp};
@@ -26,30 +26,35 @@ pub struct Dates {
 pub enum Calendar {
     /// Seconds since 1970.
     Seconds,
-    /// Months since the year 0: all dates are on one day of the month, 31 for its last, at one second of the day.
+    /// Months since the year 0: all dates are on one day of the month, or its last where it is shorter, at one second of the day.
     Months { day: i8, second: i64 },
 }
 
 /// Days, as people write them,
 const DAYS: &str = "%Y-%m-%d|%Y/%m/%d|%Y.%m.%d|%Y%m%d|%d.%m.%Y|%d.%m.%y|%d/%m/%Y|%m/%d/%Y|%d-%m-%Y|%m-%d-%Y|%d/%m/%y|%m/%d/%y|\
-                    %b %d %Y|%b %d, %Y|%b-%d-%Y|%B %d %Y|%B %d, %Y|%d %b %Y|%d-%b-%Y|%d-%b-%y|%d %b %y|%d %B %Y|%a, %d %b %Y";
+                    %d-%m-%y|%m-%d-%y|%y/%m/%d|%y-%m-%d|%y.%m.%d|\
+                    %b %d %Y|%b %d, %Y|%b-%d-%Y|%B %d %Y|%B %d, %Y|%d %b %Y|%d-%b-%Y|%d-%b-%y|%d %b %y|%d %B %Y|%Y-%b-%d|%a, %d %b %Y|%a, %b %d, %Y";
 
-/// months and quarters,
-const MONTHS: &str =
-    "%Y-%m|%Y/%m|%Y %b|%Y-%b|%Y %B|%b %Y|%B %Y|%b-%Y|%b-%y|%b %y|%m/%Y|%YM%m|%Y-M%m|%Y Q%q|%YQ%q|%Y-Q%q|Q%q %Y|Q%q-%Y";
+/// months, quarters and weeks,
+const MONTHS: &str = "%Y-%m|%Y/%m|%Y %b|%Y-%b|%Y %B|%b %Y|%B %Y|%b-%Y|%b-%y|%b %y|%m/%Y|%YM%m|%Y-M%m|%Y Q%q|%YQ%q|%Y-Q%q|Q%q %Y|Q%q-%Y|\
+                      %Y-%B|%G-W%V-%u|%G-W%V|%GW%V";
 
 /// times of the day after a day and a space or a T,
 const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H-%M-%S|%H%M%S|%I:%M %p|%I:%M:%S %p";
 
-/// and time zones after them.
+/// time zones after them,
 const ZONES: &str = "|Z|%:z|%z|%:::z| %:z| %z| UTC";
+
+/// dates that look like numbers, by their length.
+const NUMBERS: [(usize, &str); 5] =
+    [(8, "%Y%m%d"), (6, "%Y%m"), (7, "%Y.%m"), (12, "%Y%m%d%H%M"), (14, "%Y%m%d%H%M%S")];
 
 /// Texts that are tried for the way in which a format prints.
 const SOME: usize = 500;
 
 impl Dates {
     /// The dates that all these texts are, in `wanted` where a person said how they are written; `None` where they are numbers or no
-    /// dates at all. Whole numbers are dates where all are like `20230227`.
+    /// dates at all. Numbers are dates where all are like `20230227`, `202302` or `2023.02`.
     pub fn of(texts: &[&str], wanted: Option<&str>) -> Result<Option<Self>, String> {
         let Some(first) = texts.first().copied().filter(|_| wanted != Some("number")) else { return Ok(None) };
         let candidates = match wanted {
@@ -60,14 +65,14 @@ impl Dates {
             }
             Some(format) => vec![format.to_string()],
             None if texts.iter().all(|text| text.parse::<f64>().is_ok()) => {
-                let plausible = |text: &&str| {
-                    text.len() == 8
-                        && parse("%Y%m%d", text).is_some_and(|(date, _)| (1700..2200).contains(&date.year()))
+                let are_dates = |(length, format): &(usize, &str)| {
+                    let year = |text: &&str| parse(format, text).map(|(date, _)| date.year());
+                    texts.iter().all(|text| {
+                        text.len() == *length && year(text).is_some_and(|year| (1700..2200).contains(&year))
+                    })
                 };
-                if !texts.iter().all(plausible) {
-                    return Ok(None);
-                }
-                vec!["%Y%m%d".into()]
+                let Some((_, format)) = NUMBERS.iter().find(|form| are_dates(form)) else { return Ok(None) };
+                vec![format.to_string()]
             }
             None => formats().into_iter().filter(|format| parse(format, first).is_some()).collect(),
         };
@@ -77,14 +82,25 @@ impl Dates {
         if most == 0 {
             return Ok(None);
         }
-        let candidates: Vec<String> =
+        let mut candidates: Vec<String> =
             candidates.into_iter().zip(counts).filter(|(_, count)| *count == most).map(|(format, _)| format).collect();
+        // Two digits of a year stand first or last: where only one of both brings the dates into an order, it is that.
+        let year_first = |format: &String| format.starts_with("%y");
+        let in_order = |format: &&String| {
+            let dates: Vec<_> =
+                texts[..most].iter().filter_map(|text| parse(format, text)).map(|(date, _)| date).collect();
+            dates.is_sorted() || dates.iter().rev().is_sorted()
+        };
+        let ordered: BTreeSet<bool> = candidates.iter().filter(in_order).map(year_first).collect();
+        if let (Some(first), 1) = (ordered.first(), ordered.len()) {
+            candidates.retain(|format| year_first(format) == *first);
+        }
         // The same texts as other days: the day and the month change places.
         let best = &candidates[0];
         for other in &candidates[1..] {
             if let Some(text) = texts[..most].iter().find(|text| parse(best, text) != parse(other, text)) {
                 return Err(format!(
-                    "{text:?} may be two days (%d is the day, %m the month); say which with --dates '{best}' or --dates '{other}'"
+                    "{text:?} may be two days (%d is the day, %m the month, %y the year); say which with --dates '{best}' or --dates '{other}'"
                 ));
             }
         }
@@ -150,6 +166,19 @@ impl Dates {
         }
     }
 
+    /// Whether a number on the calendar is a Saturday or a Sunday.
+    pub fn is_weekend(&self, number: f64) -> bool {
+        self.date(number).is_some_and(|date| [Weekday::Saturday, Weekday::Sunday].contains(&date.weekday()))
+    }
+
+    /// Why a text that is a date in this format has no number; `None` where it is no such date.
+    pub fn off_calendar(&self, text: &str) -> Option<String> {
+        let Calendar::Months { day, .. } = self.calendar else { return None };
+        let day = if day == 31 { "the last day".into() } else { format!("day {day}") };
+        parse(&self.format, text)
+            .map(|_| format!("dates count in months here, on {day} of each at one time of the day"))
+    }
+
     /// The calendar in words.
     pub fn counted(&self) -> &'static str {
         match self.calendar {
@@ -160,16 +189,17 @@ impl Dates {
 }
 
 impl Calendar {
-    /// Months, where all dates are on one day of the month at one time, in more than one month.
+    /// Months, where all dates are on one day of the month, as far as months have it, at one time, in more than one month.
     fn of(dates: &[(DateTime, Option<Offset>)]) -> Self {
-        let days: BTreeSet<i8> = dates.iter().map(|(date, _)| date.day()).collect();
         let last = dates.iter().all(|(date, _)| date.day() == date.days_in_month());
+        let day = if last { 31 } else { dates.iter().map(|(date, _)| date.day()).max().unwrap_or(1) };
+        let alike = dates.iter().all(|(date, _)| date.day() == day.min(date.days_in_month()));
         let times: BTreeSet<i64> = dates.iter().map(|(date, _)| seconds(*date)).collect();
         let months: BTreeSet<(i16, i8)> = dates.iter().map(|(date, _)| (date.year(), date.month())).collect();
         let whole = dates.iter().all(|(date, _)| date.subsec_nanosecond() == 0);
-        match (days.first(), times.first()) {
-            (Some(day), Some(second)) if whole && months.len() > 1 && times.len() == 1 && (days.len() == 1 || last) => {
-                Self::Months { day: if last { 31 } else { *day }, second: *second }
+        match times.first() {
+            Some(second) if whole && months.len() > 1 && times.len() == 1 && alike => {
+                Self::Months { day, second: *second }
             }
             _ => Self::Seconds,
         }
@@ -198,10 +228,14 @@ fn seconds(date: DateTime) -> i64 {
 fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
     // A quarter is read where a month would stand.
     let mut found = strtime::parse(format.replace("%q", "%m"), text.trim()).ok()?;
-    let month = found.month().unwrap_or(1);
-    let month = if format.contains("%q") { (month <= 4).then_some(3 * month - 2)? } else { month };
-    found.set_month(Some(month)).ok()?;
-    found.set_day(Some(found.day().unwrap_or(1))).ok()?;
+    if found.iso_week().or(found.monday_based_week()).or(found.sunday_based_week()).is_some() {
+        found.set_weekday(Some(found.weekday().unwrap_or(Weekday::Monday)));
+    } else if found.day_of_year().is_none() {
+        let month = found.month().unwrap_or(1);
+        let month = if format.contains("%q") { (month <= 4).then_some(3 * month - 2)? } else { month };
+        found.set_month(Some(month)).ok()?;
+        found.set_day(Some(found.day().unwrap_or(1))).ok()?;
+    }
     let (date, offset) = (found.to_datetime().ok()?, found.offset());
     (1000..=9999).contains(&date.year()).then_some((date, offset))
 }
@@ -213,14 +247,15 @@ fn print(format: &str, date: DateTime, offset: i32) -> Option<String> {
     broken.to_string(format).ok()
 }
 
-/// A format with numbers padded or not, and with fractions as long as in a text.
+/// A format with numbers padded or not, names of months in capitals or not, and with fractions as long as in a text.
 fn variants(format: &str, text: &str) -> Vec<String> {
     let fraction = text.rsplit_once('.').map_or(0, |(_, end)| end.bytes().take_while(u8::is_ascii_digit).count());
     let format = format.replace("%.f", &format!("%.{fraction}f"));
-    let bare = |codes: &&[&str]| {
-        codes.iter().fold(format.clone(), |format, code| format.replace(&format!("%{code}"), &format!("%-{code}")))
+    let with = |codes: &[&str], flag| {
+        codes.iter().fold(format.clone(), |format, code| format.replace(&format!("%{code}"), &format!("%{flag}{code}")))
     };
-    [&[][..], &["d"], &["m"], &["d", "m"], &["H", "I"], &["d", "m", "H", "I"]].iter().map(bare).collect()
+    let bare = [&[][..], &["d"], &["m"], &["d", "m"], &["H", "I"], &["d", "m", "H", "I"]].map(|codes| with(codes, "-"));
+    bare.into_iter().chain([with(&["b", "B"], "^")]).collect()
 }
 
 /// How many texts a format prints as they stand.
@@ -254,6 +289,9 @@ mod tests {
             (["2001-01-01", "2002-01-01", "2003-01-01"], "2004-01-01"),
             (["2023-02-26", "2023-02-27", "2023-02-28"], "2023-03-01"),
             (["20230226", "20230227", "20230228"], "20230301"),
+            (["202210", "202211", "202212"], "202301"),
+            (["2022.10", "2022.11", "2022.12"], "2023.01"),
+            (["202302282200", "202302282300", "202303010000"], "202303010100"),
             (["2012/1/9", "2012/1/10", "2012/1/11"], "2012/1/12"),
             (["29.02.2024", "01.03.2024", "02.03.2024"], "03.03.2024"),
             (["12/30/2023", "12/31/2023", "01/01/2024"], "01/02/2024"),
@@ -272,6 +310,11 @@ mod tests {
                 "1970-01-01 00:04:40.045",
             ),
             (["1/31/24 1:00 PM", "1/31/24 2:00 PM", "1/31/24 3:00 PM"], "1/31/24 4:00 PM"),
+            (["2023-12-30", "2024-01-30", "2024-02-29"], "2024-03-30"),
+            (["OCT-1999", "NOV-1999", "DEC-1999"], "JAN-2000"),
+            (["2020-W51", "2020-W52", "2020-W53"], "2021-W01"),
+            (["20/02/28", "20/02/29", "20/03/01"], "20/03/02"),
+            (["28.02.20", "29.02.20", "01.03.20"], "02.03.20"),
         ] {
             let dates = of(&texts);
             let numbers = texts.map(|text| dates.number(text).unwrap_or_else(|| panic!("{text}: {dates:?}")));
@@ -287,11 +330,26 @@ mod tests {
         let at = |text: &str| of(&[text]).number(text);
         assert_eq!(at("2024-02-29T12:00:00+01:00"), Some(1_709_204_400.0));
         assert_eq!(at("1970-01-02"), Some(86400.0));
+        let ends = of(&["2023-12-31", "2024-01-31", "2024-02-29"]);
+        assert_eq!((ends.number("2024-02-28"), ends.off_calendar("soon")), (None, None));
+        assert!(ends.off_calendar("2024-02-28").unwrap().contains("on the last day of each"));
+        let weekend =
+            ["2024-03-01", "2024-03-02", "2024-03-03", "2024-03-04"].map(|day| of(&[day]).is_weekend(at(day).unwrap()));
+        assert_eq!(weekend, [false, true, true, false]);
     }
 
     #[test]
     fn numbers_are_none_and_what_may_be_two_days_is_asked_about() {
-        for texts in [&["1", "2"][..], &["1949", "1950"], &["20230227", "20231300"], &["1.5"], &["a", "b"], &[]] {
+        for texts in [
+            &["1", "2"][..],
+            &["1949", "1950"],
+            &["20230227", "20231300"],
+            &["202312", "202313"],
+            &["2023.12", "2023.13"],
+            &["1.5"],
+            &["a", "b"],
+            &[],
+        ] {
             assert_eq!(Dates::of(texts, None).unwrap(), None, "{texts:?}");
         }
         let error = Dates::of(&["01/02/2024", "05/06/2024"], None).unwrap_err();
@@ -299,6 +357,13 @@ mod tests {
             error.contains("\"01/02/2024\"") && error.contains("--dates '%d/%m/%Y' or --dates '%m/%d/%Y'"),
             "{error}"
         );
+        // One order of the year is as good as the other.
+        let error = Dates::of(&["20/01/31", "05/06/11", "07/08/29"], None).unwrap_err();
+        assert!(error.contains("--dates '%d/%m/%y' or --dates '%y/%m/%d'"), "{error}");
+        let week = |format, text: &str| Dates::of(&[text], Some(format)).unwrap().unwrap().number(text);
+        assert_eq!(week("%Y-%j", "1970-032"), Some(31.0 * 86400.0));
+        assert_eq!(week("%G-W%V", "1970-W02"), Some(4.0 * 86400.0));
+        assert_eq!(week("%Y/%W", "1970/01"), Some(4.0 * 86400.0));
         assert_eq!(
             Dates::of(&["01/02/2024", "05/06/2024"], Some("%m/%d/%Y")).unwrap().unwrap().number("01/02/2024"),
             Some(1_704_153_600.0)

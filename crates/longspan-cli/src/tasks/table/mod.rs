@@ -10,13 +10,15 @@ use anyhow::{Result, anyhow, bail};
 use csv::{ReaderBuilder, Terminator};
 use serde_json::Value;
 
+use super::split::composed;
+
 /// What stands for a missing value, beside an empty field.
 const MISSING: [&str; 17] = [
     "?", "NaN", "nan", "-nan", "NAN", "NA", "na", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "None", "-", ".",
 ];
 
 /// A table.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Table {
     /// The file's name in errors.
     pub name: String,
@@ -65,7 +67,12 @@ impl Form {
 
 /// The first line with anything in it that is no comment.
 fn first_line(text: &str) -> &str {
-    text.lines().find(|line| !line.trim().is_empty() && !line.starts_with(['#', '%'])).unwrap_or_default()
+    text.lines().find(|line| !line.trim().is_empty() && !is_comment(line)).unwrap_or_default()
+}
+
+/// Whether a line before the header is none of the table: a comment, or the delimiter for a spreadsheet, `sep=;`.
+fn is_comment(line: &str) -> bool {
+    line.starts_with(['#', '%']) || line.trim_end().len() == 5 && line.to_lowercase().starts_with("sep=")
 }
 
 impl Table {
@@ -182,6 +189,14 @@ impl Table {
             table.rows.push(Row { line, cells });
             Ok(())
         })?;
+        if let [Row { line, cells }] = &table.rows[..]
+            && cells.iter().all(Value::is_object)
+            && !cells.is_empty()
+        {
+            bail!(
+                "{name}, line {line}: an object for each column; write one for each row, as pandas' to_json(orient=\"records\") does"
+            );
+        }
         let width = table.header.len();
         table.rows.iter_mut().for_each(|row| row.cells.resize(width, Value::Null));
         Ok((!table.rows.is_empty()).then_some(table))
@@ -229,6 +244,23 @@ impl Table {
         let numbers = self.rows.iter().map(|row| number(&row.cells[place], comma).ok_or(row));
         numbers.collect()
     }
+
+    /// The same with points in those of these columns that hold numbers with decimal commas, if any does: times and labels are read as
+    /// numbers later.
+    pub fn with_points(&self, places: &[usize]) -> Option<Self> {
+        // Where three digits follow each comma, they may be thousands.
+        let is_decimal = |text: String| text.split_once(',').is_some_and(|(_, fraction)| fraction.len() != 3);
+        let is_clear = |place: usize| self.commas && self.texts(place).flatten().any(is_decimal);
+        let found = |place: &usize| Some((*place, self.numbers(*place).ok().filter(|_| is_clear(*place))?));
+        let columns: Vec<(usize, Vec<f64>)> = places.iter().filter_map(found).collect();
+        let mut pointed = (!columns.is_empty()).then(|| self.clone())?;
+        for (place, numbers) in columns {
+            for (row, number) in pointed.rows.iter_mut().zip(numbers) {
+                row.cells[place] = if number.is_nan() { Value::Null } else { Value::String(number.to_string()) };
+            }
+        }
+        Some(pointed)
+    }
 }
 
 impl Row {
@@ -249,7 +281,7 @@ pub fn text(cell: &Value) -> Option<String> {
     match cell {
         Value::Null => None,
         Value::String(text) if is_missing(text) => None,
-        Value::String(text) => Some(text.trim().into()),
+        Value::String(text) => Some(composed(text).into_owned()),
         other => Some(other.to_string()),
     }
 }
@@ -260,11 +292,20 @@ fn number(cell: &Value, comma: bool) -> Option<f64> {
         Value::Null => Some(f64::NAN),
         Value::Bool(flag) => Some(f64::from(u8::from(*flag))),
         Value::Number(number) => number.as_f64(),
-        // 1.234,5 is a thousand and more.
-        Value::String(text) if comma => value(&text.replace('.', "").replace(',', ".")),
+        Value::String(text) if comma && !is_missing(text) => value(&with_point(text)?),
         Value::String(text) => value(text),
         Value::Array(_) | Value::Object(_) => None,
     }
+}
+
+/// A number with a decimal comma as one with a point: `1.234,5` is 1234.5. `None` where points do not stand between thousands.
+fn with_point(text: &str) -> Option<String> {
+    let (whole, fraction) = text.split_once(',').unwrap_or((text, ""));
+    let (first, thousands) = whole.split_once('.').map_or((whole, None), |(first, rest)| (first, Some(rest)));
+    let apart = thousands.is_none_or(|rest| rest.split('.').all(|three| three.len() == 3) && first.len() <= 4);
+    let digits = whole.replace('.', "");
+    let read = if fraction.is_empty() { digits } else { format!("{digits}.{fraction}") };
+    (apart && !fraction.contains('.')).then_some(read)
 }
 
 /// A finite number as text: NaN where it is missing, `None` where it is none.
@@ -275,7 +316,7 @@ pub fn value(text: &str) -> Option<f64> {
 /// All records but empty lines, and whether a comma may be a decimal point.
 fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
     // Comments before the header.
-    let comments = |line: &&str| form == Form::Csv && line.starts_with(['#', '%']);
+    let comments = |line: &&str| form == Form::Csv && is_comment(line);
     let skipped: usize = text.split_inclusive('\n').take_while(comments).map(str::len).sum();
     let first = first_line(text);
     let delimiter = if form == Form::Tabs { b'\t' } else { delimiter(first) };
@@ -391,6 +432,12 @@ mod tests {
         assert_eq!(numbers("x;y\n1,5;a\n1.234,5;b\n2;c\n", Form::Csv), Ok(vec![1.5, 1234.5, 2.0]));
         assert_eq!(numbers("x;y\n1.5;a\n", Form::Csv), Ok(vec![1.5]));
         assert_eq!(numbers("x,y\n\"1,5\",a\n", Form::Csv), Err(2));
+        assert_eq!(numbers("sep=;\r\nx;y\r\n1,5;a\r\n", Form::Csv), Ok(vec![1.5]));
+        // A point beside decimal commas stands between thousands alone.
+        assert_eq!(numbers("x;y\n-12.345.678,5;a\n1e3;b\n1,5e-1;c\n", Form::Csv), Ok(vec![-12_345_678.5, 1e3, 0.15]));
+        for wrong in ["1.25", "1,234.5", "1.2345,6", "12345.678,9"] {
+            assert_eq!(numbers(&format!("x;y\n1,5;a\n{wrong};b\n"), Form::Csv), Err(3), "{wrong}");
+        }
         assert_eq!(numbers("x\n1\ninf\n", Form::Csv), Err(3));
         assert!(numbers("x,y\nNA,1\n,2\n#N/A,3\nnull,4\n", Form::Csv).unwrap().iter().all(|number| number.is_nan()));
     }
@@ -405,8 +452,13 @@ mod tests {
             let error = read(text, Form::Csv).unwrap_err().to_string();
             assert!(error.contains(part), "{error}");
         }
-        let error = read("1\n", Form::Json).unwrap_err().to_string();
-        assert!(error.contains("x, line 1: 1 is not an object"), "{error}");
+        for (text, part) in [
+            ("1\n", "x, line 1: 1 is not an object"),
+            ("{\"a\": {\"0\": 1}, \"b\": {\"0\": 2}}", "x, line 1: an object for each column; write one for each row"),
+        ] {
+            let error = read(text, Form::Json).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
     }
 
     #[test]
@@ -418,6 +470,7 @@ mod tests {
             ("", " {\"a\": 1}", Form::Json),
             ("txt", "[{\"a\": 1}]", Form::Json),
             ("txt", "a,b\n", Form::Csv),
+            ("", "sep=;\r\na;b\n", Form::Csv),
             ("", "a, b\tc\n", Form::Tabs),
             ("", "one", Form::Tabs),
         ] {
