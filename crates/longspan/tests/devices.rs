@@ -7,7 +7,9 @@ mod support;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Gradients, Int, Tensor, TensorData};
-use longspan::attention::{Attention, AttentionConfig, AttentionMask, BiasConfig};
+use longspan::attention::{
+    Attention, AttentionConfig, AttentionMask, AttentionState, BiasConfig, MultiHeadAttentionConfig,
+};
 use longspan::checkpoint::{load_training, load_weights, save_training, save_weights};
 use longspan::generate::{GenerateOptions, TextOptions, beam_search, generate_text};
 use longspan::layers::clip_gradients;
@@ -130,7 +132,7 @@ fn losses_gradients_segments_and_steps() {
             let model = model.valid();
             let state = std::mem::take(&mut both[0].1);
             let mut state = model.restore(&model.store(&state).unwrap(), state.position()).unwrap();
-            let halves = [0, 1].map(|entry| state.select(&[entry], &device).unwrap());
+            let halves = [0, 1].map(|entry| state.select(&[entry]).unwrap());
             state = LanguageState::join(&[&halves[0], &halves[1]]).unwrap();
             let next = ids(TOKENS, &device);
             let mut rows = Vec::new();
@@ -308,6 +310,96 @@ fn masks_and_offsets() {
                         }
                     }
                 }
+            }
+        }
+    }
+}
+
+/// What lies on another device than the layer, or than what was made before: each an error, and no panic.
+#[test]
+fn tensors_of_another_device_are_errors() {
+    let flex = Device::flex();
+    let refused = |name: &str, call: &mut dyn FnMut() -> longspan::Result<()>| {
+        let answer = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call));
+        let error = answer.unwrap_or_else(|_| panic!("{name}: a panic")).expect_err(name).to_string();
+        assert!(error.contains("expected") && error.contains("got"), "{name}: {error}");
+    };
+    for (other_name, other) in devices() {
+        for (own, away) in [(&flex, &other), (&other, &flex)].map(|(own, away)| (own.clone(), away.clone())) {
+            for (own, away) in [
+                (own.clone(), away.clone()),
+                (own.clone().autodiff(), away.clone()),
+                (own.clone(), away.clone().autodiff()),
+                (own.autodiff(), away.autodiff()),
+            ] {
+                let heads = |device: &Device, tokens| Tensor::<4>::ones([1, 2, tokens, 4], device);
+                let rows = |device: &Device, tokens| Tensor::<3>::ones([1, tokens, 16], device);
+                let mask = AttentionMask::bidirectional();
+                for config in mechanisms() {
+                    let name = format!("{other_name}, {own:?}, {config:?}");
+                    let attention = config.init(2, 2, 4, &own).unwrap();
+                    let key = |device: &Device, tokens| Tensor::<4>::ones([1, 2, tokens, attention.key_dim()], device);
+                    // What learns nothing lies nowhere.
+                    let mut whole =
+                        || attention.forward(heads(&away, 3), key(&away, 3), heads(&away, 3), &mask).map(drop);
+                    if attention.num_params() == 0 {
+                        whole().unwrap()
+                    } else {
+                        refused(&name, &mut whole)
+                    }
+                    refused(&name, &mut || {
+                        attention.forward(heads(&own, 3), key(&away, 3), heads(&own, 3), &mask).map(drop)
+                    });
+                    let mut state = AttentionState::default();
+                    attention.step(heads(&own, 1), key(&own, 1), heads(&own, 1), &mut state).unwrap();
+                    let [own_state, mut away_state] = [&own, &away].map(|device| {
+                        let attention = on(&attention, config.init(2, 2, 4, device).unwrap());
+                        attention.restore(&attention.store(&state).unwrap(), device).unwrap()
+                    });
+                    for tokens in [1, 3] {
+                        let call = |device: &Device, state: &mut AttentionState| {
+                            attention.advance(heads(device, tokens), key(device, tokens), heads(device, tokens), state)
+                        };
+                        refused(&name, &mut || call(&away, &mut own_state.clone()).map(drop));
+                        // The kernels' own states are numbers, which lie on no device.
+                        if attention.store(&state).is_ok_and(|stored| !format!("{stored:?}").contains("Kernels")) {
+                            refused(&name, &mut || call(&own, &mut away_state).map(drop));
+                            refused(&name, &mut || AttentionState::join(&[&own_state, &away_state]).map(drop));
+                        }
+                    }
+                    if let Ok(memory) = attention.remember(key(&own, 3), heads(&own, 3), &mask) {
+                        refused(&name, &mut || attention.recall(heads(&away, 1), 0, &memory).map(drop));
+                    }
+                }
+                let name = format!("{other_name}, {own:?}");
+                for config in ["shaw", "kernelized", "softmax", "fourier"] {
+                    let attention = AttentionConfig::by_name(config).unwrap();
+                    let layer =
+                        MultiHeadAttentionConfig::new(16, 2).with_attention(attention.clone()).init(&own).unwrap();
+                    let block = block().encoder(&attention, &own).unwrap();
+                    let memory = layer.remember(rows(&own, 3), &mask).unwrap();
+                    let positions = Tensor::<3>::ones([1, 3, 1], &away);
+                    refused(&name, &mut || layer.self_attention(rows(&away, 3), &mask).map(drop));
+                    refused(&name, &mut || layer.cross_attention(rows(&own, 3), rows(&away, 3), &mask).map(drop));
+                    refused(&name, &mut || layer.step(rows(&away, 1), &mut AttentionState::default()).map(drop));
+                    refused(&name, &mut || layer.recall(rows(&away, 1), 0, &memory).map(drop));
+                    refused(&name, &mut || block.forward(rows(&away, 3), &mask).map(drop));
+                    if config == "fourier" {
+                        refused(&name, &mut || {
+                            layer.self_attention_at(rows(&own, 3), positions.clone(), &mask).map(drop)
+                        });
+                    }
+                    // A part of the layer that was moved alone.
+                    let mut moved = layer.clone();
+                    moved.attention = on(&layer.attention, attention.init(2, 2, 8, &away).unwrap());
+                    if !["kernelized", "softmax"].contains(&config) {
+                        refused(&name, &mut || moved.self_attention(rows(&own, 3), &mask).map(drop));
+                    }
+                }
+                let series = SeriesModelConfig::new(16, 3).with_block(block()).with_layers(1).init(&own).unwrap();
+                let times = |device: &Device| Tensor::<2>::ones([1, 3], device);
+                refused(&name, &mut || series.forward(rows(&away, 3), times(&away), &[3]).map(drop));
+                refused(&name, &mut || series.forward(rows(&own, 3), times(&away), &[3]).map(drop));
             }
         }
     }

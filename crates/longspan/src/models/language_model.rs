@@ -368,8 +368,8 @@ impl LanguageState {
     ///
     /// # Errors
     /// An index beyond the batch.
-    pub fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
-        let layers = self.layers.iter().map(|layer| layer.select(indices, device)).collect::<Result<_>>()?;
+    pub fn select(&self, indices: &[usize]) -> Result<Self> {
+        let layers = self.layers.iter().map(|layer| layer.select(indices)).collect::<Result<_>>()?;
         Ok(Self { layers, ..*self })
     }
 

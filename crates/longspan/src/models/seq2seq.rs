@@ -322,7 +322,7 @@ impl DecoderState {
         let expected = || format!("indices below {batch}");
         argument(indices.iter().all(|&i| i < batch), "seq2seq select", "indices", expected, || format!("{indices:?}"))?;
         let device = &self.memory.device;
-        let layers = self.layers.iter().map(|layer| layer.select(indices, device)).collect::<Result<_>>()?;
+        let layers = self.layers.iter().map(|layer| layer.select(indices)).collect::<Result<_>>()?;
         let sources: Vec<usize> = indices.iter().map(|&i| self.sources[i]).collect();
         // Beams of one source change places among themselves, and their memories are alike.
         let memory = if sources == self.sources {
