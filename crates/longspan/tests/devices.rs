@@ -255,6 +255,7 @@ fn sources_texts_and_series() {
                 let config = config.with_attention(vec![attention.clone()]).with_pooling(pooling);
                 let reference = config.init(&flex).unwrap();
                 let model = on(&reference, config.init(&device).unwrap());
+                assert_eq!(model.forward(Tensor::zeros([0, 0], &device), &[]).unwrap().dims(), [0, 3]);
                 let [found, expected] = [(&model, &device), (&reference, &flex)]
                     .map(|(model, device)| numbers(model.forward(ids(70, device), &[70, 5]).unwrap()));
                 assert_close(&format!("{name}: classes, {pooling:?}"), &found, &expected, 5e-5);

@@ -8,7 +8,7 @@ use longspan_kernels::Dims;
 use super::flex::{Operands, PrefixState, Settings, States};
 use super::state::{Inner, maker};
 use super::tensor::widen_type;
-use super::{AttentionState, Layer, TensorState, attend, check, check_by_kernel, dims_of, learned, place};
+use super::{AttentionState, Layer, TensorState, attend, check, check_by_kernel, dims_of, learned, meet, place};
 use crate::attention::AttentionMask;
 use crate::cpu::{from_flex, to_flex};
 use crate::error::{Error, Result, argument};
@@ -29,6 +29,14 @@ pub(crate) fn advance(
     state: &mut AttentionState,
 ) -> Result<Tensor<4>> {
     check(layer, &q, &k, &v)?;
+    let [queries, keys] = [&q, &k].map(|x| x.dims()[2]);
+    argument(
+        queries == keys,
+        layer.name(),
+        "tokens",
+        || format!("{queries} keys, as many as queries"),
+        || keys.to_string(),
+    )?;
     if kernels_take(layer, &q, state, true) {
         return in_kernels(layer, q, k, v, state);
     }
@@ -57,12 +65,9 @@ pub(crate) fn step(
     if q.dims()[0] == 0 {
         return Ok(Tensor::zeros(dims_of(&q, &v).out(), (&q.device(), q.dtype())));
     }
-    if kernels_take(layer, &q, state, !q.device().is_autodiff()) {
-        return if q.device().is_autodiff() {
-            in_kernels(layer, q, k, v, state)
-        } else {
-            step_in_kernels(layer, q, k, v, state)
-        };
+    let trains = trains(layer, &q);
+    if kernels_take(layer, &q, state, !trains) {
+        return if trains { in_kernels(layer, q, k, v, state) } else { step_in_kernels(layer, q, k, v, state) };
     }
     let (out, next) = in_tensors(layer, q, k, v, state)?;
     *state = next;
@@ -74,7 +79,7 @@ pub(crate) fn step(
 pub(crate) fn check_step(layer: &dyn Layer, x: &Tensor<3>, state: &AttentionState) -> Result<()> {
     layer.ready()?;
     let dims = layer.heads().dims(x.dims()[0], 1, 1);
-    if kernels_take(layer, x, state, !x.device().is_autodiff()) {
+    if kernels_take(layer, x, state, !trains(layer, x)) {
         let learned = super::flat(layer, place(x))?;
         let plain = |x: Tensor<1>| if x.device().is_autodiff() { x.inner() } else { x };
         let learned = learned.map(|x| to_flex(plain(x))).transpose()?;
@@ -87,6 +92,11 @@ pub(crate) fn check_step(layer: &dyn Layer, x: &Tensor<3>, state: &AttentionStat
         };
     }
     check_tensors(layer, dims, place(x), state).map(drop)
+}
+
+/// Whether gradients are followed through tokens of a layer: theirs, or those of what it has learned.
+fn trains<const D: usize>(layer: &dyn Layer, x: &Tensor<D>) -> bool {
+    x.device().is_autodiff() || layer.parameters().iter().any(|learned| learned.device().is_autodiff())
 }
 
 /// Whether the kernels take tokens after this state: what took its first tokens takes all others, too.
@@ -154,7 +164,7 @@ fn check_tensors(
     state: &AttentionState,
 ) -> Result<AttentionMask> {
     let Dims { batch, heads, kv_heads, value_dim, .. } = dims;
-    let elsewhere = state.device().is_some_and(|own| own != device);
+    let elsewhere = state.device().is_some_and(|own| !meet(&own, &device));
     if elsewhere || state.inner.is_some() && state.made_by != maker(layer) {
         return Err(foreign_state(layer));
     }

@@ -188,9 +188,15 @@ pub(crate) fn in_tensors(
     Ok(Tensor::cat(outputs.collect(), 2))
 }
 
-/// The device, without autodiff, and the number type of a tensor.
+/// The device and the number type of a tensor.
 pub(crate) fn place<const D: usize>(x: &Tensor<D>) -> (Device, DType) {
-    (x.device().inner(), x.dtype())
+    (x.device(), x.dtype())
+}
+
+/// Whether tensors of these devices can be in one operation: with autodiff or without, but under one strategy of gradient checkpointing.
+pub(crate) fn meet(one: &Device, other: &Device) -> bool {
+    let strategies = [one, other].map(Device::gradient_checkpointing_strategy);
+    one == other && (strategies[0] == strategies[1] || strategies.contains(&None))
 }
 
 /// All learned tensors.
@@ -204,7 +210,7 @@ pub(crate) fn learned(layer: &dyn Layer, called: (Device, DType)) -> Result<Vec<
         let got = || format!("{:?} queries, keys and values", called.1);
         argument(dtype == called.1, layer.name(), "number types", expected, got)?;
         let expected = || format!("{device:?} everywhere, like the layer's learned tensors; move one of them");
-        argument(device == called.0, layer.name(), "devices", expected, || format!("{:?}", called.0))?;
+        argument(meet(&device, &called.0), layer.name(), "devices", expected, || format!("{:?}", called.0))?;
     }
     Ok(all)
 }
@@ -247,9 +253,10 @@ pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<
     let dtypes = [q.dtype(), k.dtype(), v.dtype()];
     let expected = || format!("{:?} everywhere, like q", q.dtype());
     argument(dtypes.iter().all(|&dtype| dtype == q.dtype()), name, "number types", expected, || format!("{dtypes:?}"))?;
-    let devices = [q, k, v].map(|x| x.device().inner());
+    let devices = [q, k, v].map(Tensor::device);
     let expected = || format!("{:?} everywhere, like q", devices[0]);
-    argument(devices.iter().all(|device| *device == devices[0]), name, "devices", expected, || format!("{devices:?}"))
+    let alike = meet(&devices[0], &devices[1]) && meet(&devices[0], &devices[2]) && meet(&devices[1], &devices[2]);
+    argument(alike, name, "devices", expected, || format!("{devices:?}"))
 }
 
 /// The sizes of a call.

@@ -32,7 +32,7 @@ impl From<longspan_kernels::State<f32>> for AttentionState {
 }
 
 impl AttentionState {
-    /// Where it lies, if it is one of tensors, without autodiff.
+    /// Where it lies, if it is one of tensors.
     pub(super) fn device(&self) -> Option<Device> {
         match &self.inner {
             Some(Inner::Tensors(state)) => state.device(),
@@ -270,7 +270,11 @@ impl AttentionState {
         let name = layer.name();
         let expected = || format!("a state of {name}");
         argument(stored.mechanism == name, NAME, "mechanism", expected, || format!("one of {}", stored.mechanism))?;
-        if stored.options.is_some() && stored.options != fingerprint(layer) {
+        let options = match stored.form {
+            Form::Kernels { options, .. } => Some(options),
+            _ => stored.options,
+        };
+        if options.is_some() && options != fingerprint(layer) {
             return Err(foreign_state(layer));
         }
         let float = |x: &TensorData| matches!(x.dtype(), DType::F64 | DType::F32 | DType::F16 | DType::BF16);
@@ -353,13 +357,12 @@ impl TensorState {
         }
     }
 
-    /// Without autodiff.
     fn device(&self) -> Option<Device> {
         let first = match self {
             Self::Sums(sums) => sums.first(),
             Self::Past(past) => past.first(),
         };
-        first.map(|x| x.device().inner())
+        first.map(Tensor::device)
     }
 
     /// The tokens that sums count.

@@ -28,6 +28,9 @@ impl Pooling {
     /// One row for each sequence, `[batch, 1, d_model]`, of rows `[batch, tokens, d_model]`, of which the first `lengths[b]` count.
     pub(super) fn pool(self, x: Tensor<3>, lengths: &[usize], query: Option<&Param<Tensor<1>>>) -> Tensor<3> {
         let [batch, count, d_model] = x.dims();
+        if batch == 0 {
+            return Tensor::zeros([0, 1, d_model], (&x.device(), x.dtype()));
+        }
         let place = (x.device(), x.dtype());
         let by_row = |number: fn(Self, usize, usize) -> f32| {
             let numbers = lengths.iter().flat_map(|&n| (0..count).map(move |t| number(self, n, t))).collect::<Vec<_>>();
