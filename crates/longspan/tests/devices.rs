@@ -6,7 +6,7 @@ mod support;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::{Device, Gradients, Int, Tensor, TensorData};
+use burn::tensor::{Bool, Device, Distribution, Gradients, Int, Tensor, TensorData};
 use longspan::attention::{
     Attention, AttentionConfig, AttentionMask, AttentionState, BiasConfig, MultiHeadAttentionConfig,
 };
@@ -401,6 +401,72 @@ fn tensors_of_another_device_are_errors() {
                 let times = |device: &Device| Tensor::<2>::ones([1, 3], device);
                 refused(&name, &mut || series.forward(rows(&away, 3), times(&away), &[3]).map(drop));
                 refused(&name, &mut || series.forward(rows(&own, 3), times(&away), &[3]).map(drop));
+            }
+        }
+    }
+}
+
+/// Targets, tokens and masks that stay on the device: what lists give, NaN where a list would be an error.
+#[test]
+fn tensors_in_place_of_lists() {
+    let next = targets(TOKENS);
+    let numbered = |beyond: bool, device: &Device| {
+        let mut numbers: Vec<i64> = next.iter().map(|target| target.map_or(-100, i64::from)).collect();
+        numbers[3] = if beyond { VOCAB as i64 } else { numbers[3] };
+        Tensor::<2, Int>::from_data(TensorData::new(numbers, [2, TOKENS]), device)
+    };
+    for (name, device) in devices().into_iter().chain([("flex", Device::flex())]) {
+        let device = device.autodiff();
+        let model = language_model(AttentionConfig::shaw()).init(&device).unwrap();
+        let flex = Device::flex();
+        for smoothing in [0.0, 0.1] {
+            let run = |next: longspan::layers::Targets| {
+                let loss = model.loss(ids(TOKENS, &device), next, smoothing).unwrap();
+                let sums = [numbers(loss.plain.clone()), numbers(loss.smoothed.clone())].concat();
+                [sums, gradients_of(&model, &loss.smoothed.backward())].concat()
+            };
+            let expected = run(next.clone().into());
+            for place in [&device, &flex] {
+                assert_close(name, &run(numbered(false, place).into()), &expected, 1e-6);
+            }
+        }
+        let none = model.loss(ids(0, &device), Tensor::<2, Int>::zeros([2, 0], &device), 0.0).unwrap();
+        assert_eq!(numbers(none.smoothed), [0.0]);
+        assert!(model.loss(ids(4, &device), Tensor::<1, Int>::zeros([7], &device), 0.0).is_err());
+        let beyond = model.loss(ids(TOKENS, &device), numbered(true, &device), 0.0);
+        let outside = model.forward(ids(4, &device).add_scalar(VOCAB as i64));
+        if name == "flex" {
+            assert!(beyond.is_err() && outside.is_err());
+        } else {
+            assert!(numbers(beyond.unwrap().smoothed)[0].is_nan(), "{name}");
+            assert!(numbers(outside.unwrap()).iter().all(|x| x.is_nan()), "{name}");
+        }
+        let ignored: Vec<bool> = (0..20).map(|i| i % 3 == 1 || i > 15).collect();
+        let on_device = || Tensor::<2, Bool>::from_data(TensorData::new(ignored.clone(), [2, 10]), &device);
+        for config in mechanisms() {
+            let attention = MultiHeadAttentionConfig::new(16, 2).with_attention(config.clone()).init(&device).unwrap();
+            let x = Tensor::<3>::random([2, 10, 16], Distribution::Default, &device);
+            for start in [AttentionMask::causal(), AttentionMask::bidirectional()] {
+                let list = start.clone().with_padding(&ignored);
+                let tensor = start.clone().with_padding_mask(on_device()).unwrap();
+                for (list, tensor) in [
+                    (list.clone(), tensor.clone()),
+                    (list.clone().with_lengths(&[9, 4]), tensor.clone().with_lengths(&[9, 4])),
+                    (list.clone(), start.clone().with_padding(&ignored).with_padding_mask(on_device()).unwrap()),
+                ] {
+                    let [found, expected] =
+                        [&tensor, &list].map(|mask| attention.self_attention(x.clone(), mask).map(numbers));
+                    let name = format!("{name}, {config:?}, {tensor:?}");
+                    match (found, expected) {
+                        (Ok(found), Ok(expected)) => assert_close(&name, &found, &expected, 1e-6),
+                        (found, expected) => assert!(found.is_err() && expected.is_err(), "{name}"),
+                    }
+                }
+                for wrong in [tensor.clone().with_lengths(&[3]), tensor.with_padding(&[true])] {
+                    assert!(attention.self_attention(x.clone(), &wrong).is_err(), "{name}");
+                }
+                let short = start.with_padding_mask(on_device().narrow(1, 0, 9)).unwrap();
+                assert!(attention.self_attention(x.clone(), &short).is_err(), "{name}");
             }
         }
     }

@@ -204,6 +204,8 @@ fn a_second_key_mask_joins_the_first() {
     // What has no meaning together is refused.
     assert!(run(&mask().with_padding(&padding).with_lengths(&[3, 2, 1])).is_err());
     assert!(run(&mask().with_lengths(&[3, 2]).with_packed(&[4])).is_err());
+    // As many lengths as texts, beside a padding too.
+    assert!(run(&mask().with_padding(&padding).with_lengths(&[3])).is_err());
 }
 
 #[test]

@@ -294,6 +294,7 @@ impl Attention {
     /// Shapes that do not fit each other or the module, a mask of the wrong size, or one of packed sequences.
     pub fn remember(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<MemoryState> {
         let layer = self.layer();
+        let mask = &if backend::is_flex(&k) { mask.listed([k.dims()[0], k.dims()[2]])? } else { mask.clone() };
         let holds = !matches!(mask.keys, KeyMask::Packed { .. }) && mask.order == Order::Bidirectional;
         let expected = || "a bidirectional one, with a batch entry for each memory and without packed sequences".into();
         let got = || format!("{:?}, {:?}", mask.order, mask.keys);

@@ -123,7 +123,7 @@ pub(crate) fn attend(
     check(layer, &q, &k, &v)?;
     if is_flex(&q) {
         let parameters = flat(layer, place(&q))?;
-        return run(flex::Settings::new(layer.kernel(), mask.clone()), q, k, v, parameters);
+        return run(flex::Settings::new(layer.kernel(), mask.listed([q.dims()[0], k.dims()[2]])?), q, k, v, parameters);
     }
     in_tensors(layer, q, k, v, mask)
 }
@@ -269,6 +269,7 @@ pub(crate) fn dims_of(q: &Tensor<4>, v: &Tensor<4>) -> Dims {
 pub(crate) fn check_by_kernel(layer: &dyn Layer, dims: Dims, mask: &AttentionMask) -> Result<()> {
     let kernel = layer.kernel();
     let kernel: &dyn Kernel<f32> = &*kernel;
+    let mask = mask.unread([dims.batch, dims.keys]);
     // The numbers do not matter to the checks: one row of zeros is every row, and a part of them every learned tensor.
     let learned = kernel.parameters(&dims);
     let widths = [dims.head_dim, kernel.key_dim(&dims), dims.value_dim];

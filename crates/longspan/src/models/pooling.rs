@@ -54,10 +54,15 @@ impl Pooling {
 }
 
 /// The mask of sequences of these lengths in rows of `count` tokens.
-pub(super) fn mask(lengths: &[usize], [batch, count]: [usize; 2], causal: bool) -> Result<AttentionMask> {
+pub(super) fn mask(
+    lengths: &[usize],
+    [batch, count]: [usize; 2],
+    causal: bool,
+    device: &Device,
+) -> Result<AttentionMask> {
     let holds = lengths.len() == batch && lengths.iter().all(|n| (1..=count).contains(n));
     let expected = || format!("{batch} lengths from 1 to {count}");
     argument(holds, "pooling", "lengths", expected, || format!("{lengths:?}"))?;
     let mask = if causal { AttentionMask::causal() } else { AttentionMask::bidirectional() };
-    Ok(if lengths.iter().any(|&n| n < count) { mask.with_lengths(lengths) } else { mask })
+    Ok(if lengths.iter().any(|&n| n < count) { mask.with_lengths(lengths).on([batch, count], device) } else { mask })
 }
