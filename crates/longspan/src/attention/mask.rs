@@ -35,7 +35,7 @@ pub enum KeyMask {
 
 /// A mask of keys on a device. Made by [`AttentionMask::with_padding_mask`].
 #[derive(Debug, Clone)]
-pub struct DeviceMask(Tensor<2, Bool>);
+pub struct DeviceMask(Arc<Tensor<2, Bool>>);
 
 impl PartialEq for DeviceMask {
     /// Reads both back.
@@ -79,7 +79,7 @@ impl KeyMask {
             Self::Lengths(lengths) => all.map(|n| n % keys >= lengths[n / keys]).collect(),
             Self::Padding(ignored) => ignored.to_vec(),
             Self::OnDevice(DeviceMask(ignored)) => {
-                let ignored = ignored.clone().try_into_data().map_err(|error| Error::Device(error.to_string()))?;
+                let ignored = (**ignored).clone().try_into_data().map_err(|error| Error::Device(error.to_string()))?;
                 ignored.iter().collect()
             }
             Self::Together(masks) => {
@@ -98,7 +98,7 @@ impl KeyMask {
             }
             Self::OnDevice(DeviceMask(ignored)) => {
                 let indices = index_tensor(indices, &ignored.device());
-                Self::OnDevice(DeviceMask(ignored.clone().select(0, indices)))
+                Self::OnDevice(DeviceMask(Arc::new((**ignored).clone().select(0, indices))))
             }
             Self::Together(masks) => Self::Together(masks.iter().map(|mask| mask.select(indices, keys)).collect()),
         }
@@ -117,7 +117,7 @@ impl KeyMask {
                 let whole = || Tensor::from_data(TensorData::new(ignored.to_vec(), shape), device);
                 ignored.contains(&true).then(whole)
             }
-            Self::OnDevice(DeviceMask(ignored)) => Some(ignored.clone().to_device(device).reshape(shape)),
+            Self::OnDevice(DeviceMask(ignored)) => Some((**ignored).clone().to_device(device).reshape(shape)),
             Self::Together(masks) => {
                 masks.iter().filter_map(|mask| mask.ignored([batch, keys], device)).reduce(Tensor::bool_or)
             }
@@ -158,7 +158,7 @@ impl AttentionMask {
     /// A device that gives no truth values back.
     pub fn with_padding_mask(self, ignored: Tensor<2, Bool>) -> Result<Self> {
         let (dims, host) = (ignored.dims(), is_flex(&ignored.device()));
-        let mask = KeyMask::OnDevice(DeviceMask(ignored));
+        let mask = KeyMask::OnDevice(DeviceMask(Arc::new(ignored)));
         Ok(self.and(if host { KeyMask::Padding(mask.list(dims)?.into()) } else { mask }))
     }
 
@@ -182,7 +182,9 @@ impl AttentionMask {
     /// The same mask, made once for all layers on a device that has no kernels.
     pub(crate) fn on(self, [batch, keys]: [usize; 2], device: &Device) -> Self {
         match self.ignored(batch, keys, device).filter(|_| !is_flex(device)) {
-            Some(ignored) => Self { keys: KeyMask::OnDevice(DeviceMask(ignored.reshape([batch, keys]))), ..self },
+            Some(ignored) => {
+                Self { keys: KeyMask::OnDevice(DeviceMask(Arc::new(ignored.reshape([batch, keys])))), ..self }
+            }
             None => self,
         }
     }

@@ -15,7 +15,7 @@ pub enum Targets {
     /// On the host.
     List(Vec<Option<u32>>),
     /// On a device.
-    Tensor(Tensor<1, Int>),
+    Tensor(Box<Tensor<1, Int>>),
 }
 
 impl From<Vec<Option<u32>>> for Targets {
@@ -34,7 +34,8 @@ impl<const D: usize> From<Tensor<D, Int>> for Targets {
     fn from(targets: Tensor<D, Int>) -> Self {
         let count = targets.shape().num_elements();
         // Burn reads a size of 0 as that of the axis before.
-        Self::Tensor(if count == 0 { Tensor::zeros([0], &targets.device()) } else { targets.reshape([count]) })
+        let row = if count == 0 { Tensor::zeros([0], &targets.device()) } else { targets.reshape([count]) };
+        Self::Tensor(Box::new(row))
     }
 }
 
