@@ -293,7 +293,7 @@ fn states() {
             let Ok(mut state) = module.restore(&stored, &device) else { return false };
             let row = |width| Tensor::<4>::ones([1, 2, 1, width], &device);
             let _ = module.step(row(4), row(key_dim), row(4), &mut state);
-            let _ = state.select(&[0, 0], &device);
+            let _ = state.select(&[0, 0]);
             true
         });
     }

@@ -16,15 +16,16 @@
 //! Both carry a checksum in their metadata under `longspan`. Files from elsewhere need not have it.
 
 use std::collections::BTreeMap;
-use std::fmt::Display;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::Path;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter};
+use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use burn::tensor::kind::Basic;
-use burn::tensor::{Bool, Bytes, DType, Int, Tensor, TensorData};
+use burn::tensor::{Bytes, DType, TensorData};
+use burn_store::burn_pack::Tensor as PackTensor;
+pub use burn_store::{ApplyResult, KeyRemapper};
+use burn_store::{ModuleAdapter, ModuleSnapshot, PyTorchToBurnAdapter, bridge};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde::de::DeserializeOwned;
@@ -64,8 +65,7 @@ pub fn save_weights<M: Module>(path: impl AsRef<Path>, model: &M) -> Result<()> 
 /// # Errors
 /// As [`save_weights`], but for those of the disk.
 pub fn weights_to_bytes<M: Module>(path: impl AsRef<Path>, model: &M) -> Result<Vec<u8>> {
-    let parameters = Collected::of(model, path.as_ref())?;
-    serialized(path.as_ref(), parameters.tensors, BTreeMap::new(), None)
+    serialized(path.as_ref(), collected(model, path.as_ref())?.0, BTreeMap::new(), None)
 }
 
 /// Reads the weights at `path` into `model`, which must have the same parameters.
@@ -109,9 +109,9 @@ pub fn training_to_bytes<M: Module>(
 ) -> Result<Vec<u8>> {
     let path = path.as_ref();
     let broken = |problem| checkpoint(path, problem, BUG);
-    let parameters = Collected::of(model, path)?;
+    let (tensors, identities) = collected(model, path)?;
     let mut tensors: BTreeMap<String, Stored> =
-        parameters.tensors.into_iter().map(|(name, tensor)| (format!("model.{name}"), tensor)).collect();
+        tensors.into_iter().map(|(name, tensor)| (format!("model.{name}"), tensor)).collect();
     let record = optimizer.into_bytes().map_err(|error| broken(format!("the optimizer's record: {error}")))?;
     let record = Stored { dtype: Dtype::U8, shape: vec![record.len()], data: record };
     tensors.insert("optimizer".into(), record);
@@ -121,7 +121,7 @@ pub fn training_to_bytes<M: Module>(
         tensors.insert(format!("own.{n}"), Stored { dtype, shape: shape.to_vec(), data });
     }
     let progress = serde_json::to_value(progress).map_err(|error| broken(format!("the progress: {error}")))?;
-    serialized(path, tensors, parameters.identities, Some(progress))
+    serialized(path, tensors, identities, Some(progress))
 }
 
 /// Reads what [`save_training`] wrote into a model and an optimizer made from the same configurations: these, the
@@ -149,9 +149,7 @@ pub fn load_training<M: Module, P: DeserializeOwned>(
     let weights = tensors.iter().filter_map(|(name, view)| Some((name.strip_prefix("model.")?, view))).collect();
     let model = restore(path, weights, &footnote.parameters, true, model)?;
     let own = (0..).map_while(|n| tensors.tensor(&format!("own.{n}")).ok()).map(|view| {
-        let dtype = [DType::F64, DType::F32, DType::F16, DType::BF16]
-            .into_iter()
-            .find(|&dtype| stored_dtype(dtype) == Some(view.dtype()));
+        let dtype = FLOATS.into_iter().find(|&dtype| stored_dtype(dtype) == Some(view.dtype()));
         let dtype = dtype.ok_or_else(|| foreign(format!("numbers of type {:?}", view.dtype())))?;
         Ok(TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype))
     });
@@ -193,94 +191,25 @@ struct Stored {
     data: Bytes,
 }
 
-/// The parameters of a module by name.
-struct Collected<'a> {
-    names: Names,
-    path: &'a Path,
-    tensors: BTreeMap<String, Stored>,
-    identities: BTreeMap<String, u64>,
-    error: Option<Error>,
-}
-
-impl<'a> Collected<'a> {
-    fn of<M: Module>(model: &M, path: &'a Path) -> Result<Self> {
-        let mut collected =
-            Self { names: Names::default(), path, tensors: BTreeMap::new(), identities: BTreeMap::new(), error: None };
-        model.visit(&mut collected);
-        match collected.error.take() {
-            None => Ok(collected),
-            Some(error) => Err(error),
-        }
+/// The parameters of a module by name, and their ids.
+fn collected<M: Module>(model: &M, path: &Path) -> Result<(BTreeMap<String, Stored>, BTreeMap<String, u64>)> {
+    let (mut tensors, mut identities) = (BTreeMap::new(), BTreeMap::new());
+    for tensor in model.collect(None, None, true) {
+        let (name, id) = (tensor.name.clone(), tensor.param_id);
+        let dtype = stored_dtype(tensor.dtype).ok_or_else(|| {
+            let problem = format!("{name} holds {:?}, which safetensors cannot", tensor.dtype);
+            checkpoint(path, problem, "cast the model to f32, f64, f16 or bf16 first")
+        })?;
+        let data = bridge::into_data(tensor).map_err(|error| Error::Device(error.to_string()))?;
+        let shape = data.shape().to_vec();
+        let data = match dtype {
+            Dtype::BOOL => Bytes::from_elems(data.iter::<bool>().map(u8::from).collect()),
+            _ => data.into_bytes(),
+        };
+        identities.extend(id.map(|id| (name.clone(), id)));
+        tensors.insert(name, Stored { dtype, shape, data });
     }
-
-    fn keep(&mut self, id: ParamId, data: Result<TensorData, impl Display>) {
-        let name = self.names.current();
-        let stored = data.map_err(|error| Error::Device(error.to_string())).and_then(|data| {
-            let dtype = stored_dtype(data.dtype()).ok_or_else(|| {
-                let problem = format!("{name} holds {:?}, which safetensors cannot", data.dtype());
-                checkpoint(self.path, problem, "cast the model to f32, f64, f16 or bf16 first")
-            })?;
-            let (bytes, shape) = match dtype {
-                Dtype::BOOL => (Bytes::from_elems(data.iter::<bool>().map(u8::from).collect()), data.shape().to_vec()),
-                _ => {
-                    let (bytes, shape, _) = data.into_parts();
-                    (bytes, shape.to_vec())
-                }
-            };
-            Ok(Stored { dtype, shape, data: bytes })
-        });
-        match stored {
-            Ok(stored) => {
-                self.identities.insert(name.clone(), id.val());
-                self.tensors.insert(name, stored);
-            }
-            Err(error) => self.error = self.error.take().or(Some(error)),
-        }
-    }
-}
-
-impl ModuleVisitor for Collected<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.keep(param.id, param.val().try_into_data());
-    }
-
-    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.keep(param.id, param.val().try_into_data());
-    }
-
-    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.keep(param.id, param.val().try_into_data());
-    }
-
-    fn enter_module(&mut self, name: &str, container_type: &str) {
-        self.names.enter(name, container_type);
-    }
-
-    fn exit_module(&mut self, _name: &str, container_type: &str) {
-        self.names.exit(container_type);
-    }
-}
-
-/// The name of the current parameter: the fields that lead to it, without names of enum variants.
-#[derive(Default)]
-struct Names(Vec<String>);
-
-impl Names {
-    fn enter(&mut self, name: &str, container_type: &str) {
-        if !container_type.starts_with("Enum:") {
-            self.0.push(name.into());
-        }
-    }
-
-    fn exit(&mut self, container_type: &str) {
-        if !container_type.starts_with("Enum:") {
-            self.0.pop();
-        }
-    }
-
-    fn current(&self) -> String {
-        self.0.join(".")
-    }
+    Ok((tensors, identities))
 }
 
 fn stored_dtype(dtype: DType) -> Option<Dtype> {
@@ -370,117 +299,178 @@ fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<(SafeTensors<'a>, Option<Fo
     Ok((tensors, Some(footnote)))
 }
 
-/// Puts stored tensors, and identities where there are any, into a module.
+/// Puts stored tensors, and identities where there are any, into a module. `whole`: a checksum has shown that the numbers are those that
+/// were saved, whatever they are.
 fn restore<M: Module>(
     path: &Path,
-    tensors: BTreeMap<&str, TensorView<'_>>,
+    mut tensors: BTreeMap<&str, TensorView<'_>>,
     identities: &BTreeMap<String, u64>,
     whole: bool,
     model: M,
 ) -> Result<M> {
-    let mut restorer = Restorer { names: Names::default(), path, tensors, identities, whole, error: None };
-    let model = model.map(&mut restorer);
-    if let Some(error) = restorer.error {
-        return Err(error);
+    let own = model.collect(None, None, true).into_iter().map(|own| {
+        let name = own.name;
+        let missing = || differs(path, format!("it holds no tensor {name}"));
+        let view = tensors.remove(name.as_str()).ok_or_else(missing)?;
+        let data = data(path, &name, &view, &own.shape, own.dtype, whole)?;
+        let id = identities.get(&name).copied();
+        Ok(bridge::from_data(data, name, id))
+    });
+    let own = own.collect::<Result<_>>()?;
+    if let Some((name, _)) = tensors.first_key_value() {
+        return Err(differs(path, format!("it holds {name}, which the model does not have")));
     }
-    match restorer.tensors.first_key_value() {
-        None => Ok(model),
-        Some((name, _)) => Err(restorer.differs(format!("it holds {name}, which the model does not have"))),
+    Ok(applied(path, model, own, None)?.0)
+}
+
+fn applied<M: Module>(
+    path: &Path,
+    mut model: M,
+    tensors: Vec<PackTensor>,
+    adapter: Option<Box<dyn ModuleAdapter>>,
+) -> Result<(M, ApplyResult)> {
+    let result = model.apply(tensors, None, adapter, true);
+    match result.errors.first() {
+        None => Ok((model, result)),
+        Some(error) => Err(differs(path, error.to_string())),
     }
 }
 
-struct Restorer<'a> {
-    names: Names,
-    path: &'a Path,
-    /// Those not yet restored.
-    tensors: BTreeMap<&'a str, TensorView<'a>>,
-    identities: &'a BTreeMap<String, u64>,
-    /// Whether a checksum has shown that the numbers are those that were saved, whatever they are.
+fn differs(path: &Path, problem: String) -> Error {
+    checkpoint(path, problem, "its configuration belongs to another model; use the one it was trained with")
+}
+
+/// The stored tensor in the place of one of this shape and type.
+fn data(
+    path: &Path,
+    name: &str,
+    view: &TensorView<'_>,
+    shape: &[usize],
+    dtype: DType,
     whole: bool,
-    error: Option<Error>,
+) -> Result<TensorData> {
+    // Backends have integers of their own.
+    let integers = if dtype.is_int() || dtype.is_uint() { &INTEGERS[..] } else { &[] };
+    let stored = integers.iter().chain([&dtype]).find(|&&dtype| stored_dtype(dtype) == Some(view.dtype()));
+    let (Some(&stored), true) = (stored, view.shape() == shape) else {
+        let found = format!("{:?} of {:?}", view.shape(), view.dtype());
+        return Err(differs(path, format!("{name} is {found}, the model wants {shape:?} of {dtype:?}")));
+    };
+    let finite = match view.dtype() {
+        Dtype::F32 => view.data().as_chunks().0.iter().all(|&x| f32::from_le_bytes(x).is_finite()),
+        Dtype::F64 => view.data().as_chunks().0.iter().all(|&x| f64::from_le_bytes(x).is_finite()),
+        _ => true,
+    };
+    if !whole && !finite {
+        return Err(checkpoint(path, format!("{name} holds NaN or infinity"), DAMAGED));
+    }
+    if view.dtype() == Dtype::BOOL {
+        return Ok(TensorData::new(view.data().iter().map(|&x| x != 0).collect::<Vec<_>>(), shape));
+    }
+    let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, stored);
+    data.try_cast(dtype).map_err(|error| differs(path, format!("{name}: {error}")))
 }
 
-impl Restorer<'_> {
-    fn differs(&self, problem: String) -> Error {
-        checkpoint(self.path, problem, "its configuration belongs to another model; use the one it was trained with")
-    }
-
-    /// The stored tensor in the place of one of these sizes.
-    fn data(&mut self, shape: &[usize], dtype: DType) -> Result<TensorData> {
-        let name = self.names.current();
-        let view =
-            self.tensors.remove(name.as_str()).ok_or_else(|| self.differs(format!("it holds no tensor {name}")))?;
-        // Backends have integers of their own.
-        let integers = if dtype.is_int() || dtype.is_uint() { &INTEGERS[..] } else { &[] };
-        let stored = integers.iter().chain([&dtype]).find(|&&dtype| stored_dtype(dtype) == Some(view.dtype()));
-        let (Some(&stored), true) = (stored, view.shape() == shape) else {
-            return Err(self.differs(format!(
-                "{name} is {:?} of {:?}, the model wants {shape:?} of {dtype:?}",
-                view.shape(),
-                view.dtype()
-            )));
-        };
-        let finite = match view.dtype() {
-            Dtype::F32 => view.data().as_chunks().0.iter().all(|&x| f32::from_le_bytes(x).is_finite()),
-            Dtype::F64 => view.data().as_chunks().0.iter().all(|&x| f64::from_le_bytes(x).is_finite()),
-            _ => true,
-        };
-        if !self.whole && !finite {
-            return Err(checkpoint(self.path, format!("{name} holds NaN or infinity"), DAMAGED));
-        }
-        if view.dtype() == Dtype::BOOL {
-            return Ok(TensorData::new(view.data().iter().map(|&x| x != 0).collect::<Vec<_>>(), shape));
-        }
-        let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, stored);
-        data.try_cast(dtype).map_err(|error| self.differs(format!("{name}: {error}")))
-    }
-
-    fn restored<const D: usize, K: Basic>(
-        &mut self,
-        param: Param<Tensor<D, K>>,
-        set: impl FnOnce(&Tensor<D, K>, Tensor<D, K>) -> Tensor<D, K>,
-    ) -> Param<Tensor<D, K>>
-    where
-        Tensor<D, K>: Parameter,
-    {
-        if self.error.is_some() {
-            return param;
-        }
-        let (id, old, mapper) = param.consume();
-        let id = self.identities.get(&self.names.current()).map_or(id, |&known| ParamId::from(known));
-        let value = match self.data(&old.dims(), old.dtype()) {
-            Ok(data) => set(&old, Tensor::from_data(data, (&old.device(), old.dtype()))),
-            Err(error) => {
-                self.error = Some(error);
-                old
-            }
-        };
-        Param::from_mapped_value(id, value, mapper)
-    }
-}
+/// The types of other numbers.
+const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 
 /// The types of integers that a file may hold.
 const INTEGERS: [DType; 8] =
     [DType::I64, DType::I32, DType::I16, DType::I8, DType::U64, DType::U32, DType::U16, DType::U8];
 
-impl ModuleMapper for Restorer<'_> {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        self.restored(param, |old, new| new.set_require_grad(old.is_require_grad()))
+/// Reads a safetensors file of PyTorch's layout into `model`: weights of linear layers are transposed, numbers converted to the model's type.
+/// `names` turns the file's names into the model's ([`pytorch_names`] knows some). The rows of what is one tensor here may be several there,
+/// `NAME.0.weight`, `NAME.1.weight` and so on; a layer without a bias there has one of 0 here. What neither side has stands in the result.
+///
+/// ```no_run
+/// use burn::tensor::Device;
+/// use longspan::checkpoint::{import_weights, pytorch_names};
+/// use longspan::models::LanguageModelConfig;
+///
+/// # fn main() -> longspan::Result<()> {
+/// let model = LanguageModelConfig::new(32_000).init(&Device::flex())?;
+/// let (model, result) = import_weights("model.safetensors", model, &pytorch_names())?;
+/// println!("kept as they were: {:?}, left in the file: {:?}", result.missing, result.unused);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// A file that cannot be read or is no safetensors file, and tensors of other shapes than the model's.
+pub fn import_weights<M: Module>(path: impl AsRef<Path>, model: M, names: &KeyRemapper) -> Result<(M, ApplyResult)> {
+    let path = path.as_ref();
+    let bytes = read(path)?;
+    let (tensors, _) = parse(path, &bytes)?;
+    let own = model.collect(None, None, true).into_iter().map(|own| (own.name.clone(), own));
+    let own: BTreeMap<String, PackTensor> = own.collect();
+    let mut parts = BTreeMap::<String, BTreeMap<usize, TensorData>>::new();
+    for (name, view) in tensors.iter() {
+        let all = FLOATS.iter().chain(&INTEGERS);
+        let Some(&dtype) = all.into_iter().find(|&&dtype| stored_dtype(dtype) == Some(view.dtype())) else { continue };
+        let data = TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype);
+        let renamed = names.remap(vec![bridge::from_data(data, name.into(), None)]).0.remove(0);
+        let (name, part) = match part_of(&renamed.name) {
+            Some((whole, part)) if own.contains_key(&whole) => (whole, part),
+            _ => (renamed.name.clone(), 0),
+        };
+        let data = bridge::into_data(renamed).map_err(|error| differs(path, error.to_string()))?;
+        let data = own.get(&name).map_or(data.clone(), |own| data.convert_dtype(own.dtype));
+        parts.entry(name).or_default().insert(part, data);
     }
+    let joined = |(name, parts): (&String, &BTreeMap<usize, TensorData>)| {
+        let parts: Vec<&TensorData> = parts.values().collect();
+        let mut shape = parts[0].shape().to_vec();
+        if parts.len() > 1 {
+            let alike = parts.iter().all(|part| !part.shape().is_empty() && part.shape()[1..] == shape[1..]);
+            if !alike {
+                return Err(differs(path, format!("the parts of {name} have rows of different widths")));
+            }
+            shape[0] = parts.iter().map(|part| part.shape()[0]).sum();
+        }
+        let bytes = parts.iter().flat_map(|part| part.as_bytes()).copied().collect();
+        Ok(bridge::from_data(TensorData::from_bytes_vec(bytes, shape, parts[0].dtype()), name.clone(), None))
+    };
+    let mut tensors = parts.iter().map(joined).collect::<Result<Vec<_>>>()?;
+    for (name, own) in &own {
+        let weight = name.strip_suffix("bias").map(|layer| format!("{layer}weight"));
+        if !parts.contains_key(name) && weight.is_some_and(|weight| parts.contains_key(&weight)) {
+            let zeros = TensorData::zeros::<f32, _>(own.shape.clone()).convert_dtype(own.dtype);
+            tensors.push(bridge::from_data(zeros, name.clone(), None));
+        }
+    }
+    applied(path, model, tensors, Some(Box::new(PyTorchToBurnAdapter)))
+}
 
-    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        self.restored(param, |_, new| new)
-    }
+/// `NAME.weight` and 2 of `NAME.2.weight`.
+fn part_of(name: &str) -> Option<(String, usize)> {
+    let (layer, leaf) = name.rsplit_once('.')?;
+    let (layer, part) = layer.rsplit_once('.')?;
+    Some((format!("{layer}.{leaf}"), part.parse().ok()?))
+}
 
-    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-        self.restored(param, |_, new| new)
-    }
-
-    fn enter_module(&mut self, name: &str, container_type: &str) {
-        self.names.enter(name, container_type);
-    }
-
-    fn exit_module(&mut self, _name: &str, container_type: &str) {
-        self.names.exit(container_type);
-    }
+/// The names of PyTorch's `nn.MultiheadAttention` and `nn.TransformerEncoder`, and of Hugging Face's models that are built as Llama is, for
+/// [`import_weights`] into a [`MultiHeadAttention`](crate::attention::MultiHeadAttention) or a
+/// [`LanguageModel`](crate::models::LanguageModel). Further patterns can be added to them.
+pub fn pytorch_names() -> KeyRemapper {
+    let names = [
+        (r"^model\.embed_tokens\.", "embedding."),
+        (r"^model\.norm\.", "norm."),
+        (r"^lm_head\.", "output."),
+        (r"^(?:model\.)?layers\.", "blocks."),
+        (r"\.self_attn\.", ".attention."),
+        (r"(^|\.)in_proj_(weight|bias)$", "${1}query_key_value.$2"),
+        (r"(^|\.)q_proj\.", "${1}query_key_value.0."),
+        (r"(^|\.)k_proj\.", "${1}query_key_value.1."),
+        (r"(^|\.)v_proj\.", "${1}query_key_value.2."),
+        (r"(^|\.)o(?:ut)?_proj\.", "${1}output."),
+        (r"\.mlp\.gate_proj\.", ".feed_forward.inner.0."),
+        (r"\.mlp\.up_proj\.", ".feed_forward.inner.1."),
+        (r"\.linear1\.", ".feed_forward.inner."),
+        (r"\.(?:mlp\.down_proj|linear2)\.", ".feed_forward.outer."),
+        (r"\.(?:input_layernorm|norm1)\.", ".attention_norm."),
+        (r"\.(?:post_attention_layernorm|norm2)\.", ".feed_forward_norm."),
+        (r"norm\.weight$", "norm.gamma"),
+        (r"norm\.bias$", "norm.beta"),
+    ];
+    KeyRemapper::from_patterns(names.to_vec()).expect("patterns that a test compiles")
 }

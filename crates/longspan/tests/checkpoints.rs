@@ -3,11 +3,15 @@
 use std::fs;
 use std::path::Path;
 
-use burn::module::Module;
+use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use longspan::checkpoint::{load_training, load_weights, save_training, save_weights, write_atomically};
-use longspan::models::{BlockConfig, Seq2Seq, Seq2SeqConfig};
+use longspan::attention::AttentionConfig;
+use longspan::checkpoint::{
+    import_weights, load_training, load_weights, pytorch_names, save_training, save_weights, write_atomically,
+};
+use longspan::layers::{Activation, NormKind};
+use longspan::models::{BlockConfig, LanguageModelConfig, Seq2Seq, Seq2SeqConfig};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 
@@ -220,4 +224,112 @@ fn a_failed_write_leaves_the_old_file() {
     write_atomically(&path, b"new").unwrap();
     assert_eq!(fs::read(&path).unwrap(), b"new");
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
+
+/// A model as Hugging Face and as PyTorch would write it: rows for columns, parts of a layer apart, no biases where there are none.
+#[test]
+fn files_of_other_names_and_layouts_give_the_same_model() {
+    let device = Device::flex();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let block = BlockConfig::new().with_d_model(8).with_heads(4).with_kv_heads(Some(2)).with_d_ff(12).with_dropout(0.0);
+    let llama = block.clone().with_norm_kind(NormKind::Rms).with_activation(Activation::Silu).with_gated(true);
+    let model = |block: &BlockConfig| {
+        let softmax = vec![AttentionConfig::softmax()];
+        let config = LanguageModelConfig::new(7).with_block(block.clone()).with_layers(2).with_tied(false);
+        config.with_attention(softmax).init(&device).unwrap()
+    };
+    // Columns `from..to` of a weight as rows, or entries of a bias.
+    let part = |view: &TensorView<'_>, [from, to]: [usize; 2]| -> (Vec<usize>, Vec<u8>) {
+        let columns = *view.shape().last().unwrap();
+        let rows: Vec<&[u8]> = view.data().chunks(4 * columns).collect();
+        let part = (from..to).flat_map(|c| rows.iter().flat_map(move |row| row[4 * c..][..4].to_vec())).collect();
+        (if view.shape().len() == 1 { vec![to - from] } else { vec![to - from, rows.len()] }, part)
+    };
+    let as_llama: &[(&str, &str)] = &[
+        ("blocks.", "model.layers."),
+        (".attention.query_key_value.", ".self_attn.?_proj."),
+        (".attention.output.", ".self_attn.o_proj."),
+        (".feed_forward.inner.", ".mlp.?_proj."),
+        (".feed_forward.outer.", ".mlp.down_proj."),
+        ("attention_norm.gamma", "input_layernorm.weight"),
+        ("feed_forward_norm.gamma", "post_attention_layernorm.weight"),
+        ("embedding.", "model.embed_tokens."),
+        ("output.", "lm_head."),
+        ("norm.gamma", "model.norm.weight"),
+    ];
+    let as_torch: &[(&str, &str)] = &[
+        ("blocks.", "layers."),
+        (".attention.query_key_value.", ".self_attn.in_proj_"),
+        (".attention.output.", ".self_attn.out_proj."),
+        (".feed_forward.inner.", ".linear1."),
+        (".feed_forward.outer.", ".linear2."),
+        ("attention_norm.", "norm1."),
+        ("feed_forward_norm.", "norm2."),
+        ("output.", "lm_head."),
+        ("gamma", "weight"),
+        ("beta", "bias"),
+    ];
+    for (block, names) in [(&llama, as_llama), (&block, as_torch)] {
+        let (source, llama) = (model(block), names == as_llama);
+        save_weights(&path, &source).unwrap();
+        let bytes = fs::read(&path).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let mut other = Vec::new();
+        for (own, view) in file.iter() {
+            let name = names.iter().fold(own.to_owned(), |name, (from, to)| name.replace(from, to));
+            let columns = *view.shape().last().unwrap();
+            let parts = match name.contains('?') {
+                true if name.contains("attn") => vec![("q", [0, 8]), ("k", [8, 12]), ("v", [12, 16])],
+                true => vec![("gate", [0, 12]), ("up", [12, 24])],
+                false => vec![("", [0, columns])],
+            };
+            // Llama has no biases but those of queries, keys and values, if it has these.
+            if llama && own.ends_with("bias") && !own.contains("query_key_value") {
+                continue;
+            }
+            for (letter, range) in parts {
+                let (shape, numbers) = if own.contains("embedding") {
+                    (view.shape().to_vec(), view.data().to_vec())
+                } else {
+                    part(&view, range)
+                };
+                other.push((name.replace('?', letter), shape, numbers));
+            }
+        }
+        let views = other.iter().map(|(name, shape, numbers)| {
+            (name.clone(), TensorView::new(safetensors::Dtype::F32, shape.clone(), numbers).unwrap())
+        });
+        fs::write(&path, safetensors::serialize(views.collect::<Vec<_>>(), None).unwrap()).unwrap();
+        let (found, result) = import_weights(&path, model(block), &pytorch_names()).unwrap();
+        assert_eq!((result.missing, result.unused), (Vec::new(), Vec::<String>::new()), "{llama}");
+        let mut expected = source;
+        if llama {
+            let zero = |linear: &mut burn::nn::Linear| {
+                linear.bias = linear.bias.take().map(|bias| Param::from_tensor(bias.val() * 0.0));
+            };
+            expected.blocks.iter_mut().for_each(|block| {
+                zero(&mut block.attention.output);
+                zero(&mut block.feed_forward.inner);
+                zero(&mut block.feed_forward.outer);
+            });
+            expected.output.as_mut().map(zero);
+        }
+        let tokens = Tensor::<2, Int>::from_data([[1, 2, 3, 4, 5, 6]], &device);
+        let [found, expected] = [found, expected].map(|model| bits(model.forward(tokens.clone()).unwrap()));
+        assert_eq!(found, expected, "{llama}");
+        // Doubles take the numbers too, and another width is an error.
+        let wide = model(block).map(&mut Doubles);
+        let (wide, _) = import_weights(&path, wide, &pytorch_names()).unwrap();
+        assert_eq!(wide.forward(tokens).unwrap().dtype(), burn::tensor::DType::F64);
+        assert!(import_weights(&path, model(&block.clone().with_d_ff(16)), &pytorch_names()).is_err());
+    }
+}
+
+struct Doubles;
+
+impl ModuleMapper for Doubles {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|x| x.cast(burn::tensor::FloatDType::F64))
+    }
 }

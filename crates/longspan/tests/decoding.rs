@@ -114,7 +114,7 @@ fn norms_activations_and_gates_step_as_they_train_and_recomputing_changes_no_gra
     let gates = 4 * (24 * 40 + 40) + of_attention;
     assert_eq!(kept.num_params() - plain.num_params(), gates - 12 * 24, "ten gates, and no norm's beta");
     let gradient = |model: &Seq2Seq| {
-        let next = TARGET.iter().map(|&id| Some(id as u32)).collect();
+        let next: Vec<_> = TARGET.iter().map(|&id| Some(id as u32)).collect();
         let source = ids(&SOURCE, [3, 5]).autodiff();
         let loss = model.loss(source, &LENGTHS, ids(&TARGET, [3, 6]).autodiff(), next, 0.1).unwrap();
         let gradients = loss.smoothed.backward();

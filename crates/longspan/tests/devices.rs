@@ -6,8 +6,10 @@ mod support;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::{Device, Gradients, Int, Tensor, TensorData};
-use longspan::attention::{Attention, AttentionConfig, AttentionMask, BiasConfig};
+use burn::tensor::{Bool, Device, Distribution, Gradients, Int, Tensor, TensorData};
+use longspan::attention::{
+    Attention, AttentionConfig, AttentionMask, AttentionState, BiasConfig, MultiHeadAttentionConfig,
+};
 use longspan::checkpoint::{load_training, load_weights, save_training, save_weights};
 use longspan::generate::{GenerateOptions, TextOptions, beam_search, generate_text};
 use longspan::layers::clip_gradients;
@@ -130,7 +132,7 @@ fn losses_gradients_segments_and_steps() {
             let model = model.valid();
             let state = std::mem::take(&mut both[0].1);
             let mut state = model.restore(&model.store(&state).unwrap(), state.position()).unwrap();
-            let halves = [0, 1].map(|entry| state.select(&[entry], &device).unwrap());
+            let halves = [0, 1].map(|entry| state.select(&[entry]).unwrap());
             state = LanguageState::join(&[&halves[0], &halves[1]]).unwrap();
             let next = ids(TOKENS, &device);
             let mut rows = Vec::new();
@@ -253,6 +255,7 @@ fn sources_texts_and_series() {
                 let config = config.with_attention(vec![attention.clone()]).with_pooling(pooling);
                 let reference = config.init(&flex).unwrap();
                 let model = on(&reference, config.init(&device).unwrap());
+                assert_eq!(model.forward(Tensor::zeros([0, 0], &device), &[]).unwrap().dims(), [0, 3]);
                 let [found, expected] = [(&model, &device), (&reference, &flex)]
                     .map(|(model, device)| numbers(model.forward(ids(70, device), &[70, 5]).unwrap()));
                 assert_close(&format!("{name}: classes, {pooling:?}"), &found, &expected, 5e-5);
@@ -308,6 +311,162 @@ fn masks_and_offsets() {
                         }
                     }
                 }
+            }
+        }
+    }
+}
+
+/// What lies on another device than the layer, or than what was made before: each an error, and no panic.
+#[test]
+fn tensors_of_another_device_are_errors() {
+    let flex = Device::flex();
+    let refused = |name: &str, call: &mut dyn FnMut() -> longspan::Result<()>| {
+        let answer = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call));
+        let error = answer.unwrap_or_else(|_| panic!("{name}: a panic")).expect_err(name).to_string();
+        assert!(error.contains("expected") && error.contains("got"), "{name}: {error}");
+    };
+    for (other_name, other) in devices() {
+        for (own, away) in [(&flex, &other), (&other, &flex)].map(|(own, away)| (own.clone(), away.clone())) {
+            for (own, away) in [
+                (own.clone(), away.clone()),
+                (own.clone().autodiff(), away.clone()),
+                (own.clone(), away.clone().autodiff()),
+                (own.autodiff(), away.autodiff()),
+            ] {
+                let heads = |device: &Device, tokens| Tensor::<4>::ones([1, 2, tokens, 4], device);
+                let rows = |device: &Device, tokens| Tensor::<3>::ones([1, tokens, 16], device);
+                let mask = AttentionMask::bidirectional();
+                for config in mechanisms() {
+                    let name = format!("{other_name}, {own:?}, {config:?}");
+                    let attention = config.init(2, 2, 4, &own).unwrap();
+                    let key = |device: &Device, tokens| Tensor::<4>::ones([1, 2, tokens, attention.key_dim()], device);
+                    // What learns nothing lies nowhere.
+                    let mut whole =
+                        || attention.forward(heads(&away, 3), key(&away, 3), heads(&away, 3), &mask).map(drop);
+                    if attention.num_params() == 0 {
+                        whole().unwrap()
+                    } else {
+                        refused(&name, &mut whole)
+                    }
+                    refused(&name, &mut || {
+                        attention.forward(heads(&own, 3), key(&away, 3), heads(&own, 3), &mask).map(drop)
+                    });
+                    let mut state = AttentionState::default();
+                    attention.step(heads(&own, 1), key(&own, 1), heads(&own, 1), &mut state).unwrap();
+                    let [own_state, mut away_state] = [&own, &away].map(|device| {
+                        let attention = on(&attention, config.init(2, 2, 4, device).unwrap());
+                        attention.restore(&attention.store(&state).unwrap(), device).unwrap()
+                    });
+                    for tokens in [1, 3] {
+                        let call = |device: &Device, state: &mut AttentionState| {
+                            attention.advance(heads(device, tokens), key(device, tokens), heads(device, tokens), state)
+                        };
+                        refused(&name, &mut || call(&away, &mut own_state.clone()).map(drop));
+                        // The kernels' own states are numbers, which lie on no device.
+                        if attention.store(&state).is_ok_and(|stored| !format!("{stored:?}").contains("Kernels")) {
+                            refused(&name, &mut || call(&own, &mut away_state).map(drop));
+                            refused(&name, &mut || AttentionState::join(&[&own_state, &away_state]).map(drop));
+                        }
+                    }
+                    if let Ok(memory) = attention.remember(key(&own, 3), heads(&own, 3), &mask) {
+                        refused(&name, &mut || attention.recall(heads(&away, 1), 0, &memory).map(drop));
+                    }
+                }
+                let name = format!("{other_name}, {own:?}");
+                for config in ["shaw", "kernelized", "softmax", "fourier"] {
+                    let attention = AttentionConfig::by_name(config).unwrap();
+                    let layer =
+                        MultiHeadAttentionConfig::new(16, 2).with_attention(attention.clone()).init(&own).unwrap();
+                    let block = block().encoder(&attention, &own).unwrap();
+                    let memory = layer.remember(rows(&own, 3), &mask).unwrap();
+                    let positions = Tensor::<3>::ones([1, 3, 1], &away);
+                    refused(&name, &mut || layer.self_attention(rows(&away, 3), &mask).map(drop));
+                    refused(&name, &mut || layer.cross_attention(rows(&own, 3), rows(&away, 3), &mask).map(drop));
+                    refused(&name, &mut || layer.step(rows(&away, 1), &mut AttentionState::default()).map(drop));
+                    refused(&name, &mut || layer.recall(rows(&away, 1), 0, &memory).map(drop));
+                    refused(&name, &mut || block.forward(rows(&away, 3), &mask).map(drop));
+                    if config == "fourier" {
+                        refused(&name, &mut || {
+                            layer.self_attention_at(rows(&own, 3), positions.clone(), &mask).map(drop)
+                        });
+                    }
+                    // A part of the layer that was moved alone.
+                    let mut moved = layer.clone();
+                    moved.attention = on(&layer.attention, attention.init(2, 2, 8, &away).unwrap());
+                    if !["kernelized", "softmax"].contains(&config) {
+                        refused(&name, &mut || moved.self_attention(rows(&own, 3), &mask).map(drop));
+                    }
+                }
+                let series = SeriesModelConfig::new(16, 3).with_block(block()).with_layers(1).init(&own).unwrap();
+                let times = |device: &Device| Tensor::<2>::ones([1, 3], device);
+                refused(&name, &mut || series.forward(rows(&away, 3), times(&away), &[3]).map(drop));
+                refused(&name, &mut || series.forward(rows(&own, 3), times(&away), &[3]).map(drop));
+            }
+        }
+    }
+}
+
+/// Targets, tokens and masks that stay on the device: what lists give, NaN where a list would be an error.
+#[test]
+fn tensors_in_place_of_lists() {
+    let next = targets(TOKENS);
+    let numbered = |beyond: bool, device: &Device| {
+        let mut numbers: Vec<i64> = next.iter().map(|target| target.map_or(-100, i64::from)).collect();
+        numbers[3] = if beyond { VOCAB as i64 } else { numbers[3] };
+        Tensor::<2, Int>::from_data(TensorData::new(numbers, [2, TOKENS]), device)
+    };
+    for (name, device) in devices().into_iter().chain([("flex", Device::flex())]) {
+        let device = device.autodiff();
+        let model = language_model(AttentionConfig::shaw()).init(&device).unwrap();
+        let flex = Device::flex();
+        for smoothing in [0.0, 0.1] {
+            let run = |next: longspan::layers::Targets| {
+                let loss = model.loss(ids(TOKENS, &device), next, smoothing).unwrap();
+                let sums = [numbers(loss.plain.clone()), numbers(loss.smoothed.clone())].concat();
+                [sums, gradients_of(&model, &loss.smoothed.backward())].concat()
+            };
+            let expected = run(next.clone().into());
+            for place in [&device, &flex] {
+                assert_close(name, &run(numbered(false, place).into()), &expected, 1e-6);
+            }
+        }
+        let none = model.loss(ids(0, &device), Tensor::<2, Int>::zeros([2, 0], &device), 0.0).unwrap();
+        assert_eq!(numbers(none.smoothed), [0.0]);
+        assert!(model.loss(ids(4, &device), Tensor::<1, Int>::zeros([7], &device), 0.0).is_err());
+        let beyond = model.loss(ids(TOKENS, &device), numbered(true, &device), 0.0);
+        let outside = model.forward(ids(4, &device).add_scalar(VOCAB as i64));
+        if name == "flex" {
+            assert!(beyond.is_err() && outside.is_err());
+        } else {
+            assert!(numbers(beyond.unwrap().smoothed)[0].is_nan(), "{name}");
+            assert!(numbers(outside.unwrap()).iter().all(|x| x.is_nan()), "{name}");
+        }
+        let ignored: Vec<bool> = (0..20).map(|i| i % 3 == 1 || i > 15).collect();
+        let on_device = || Tensor::<2, Bool>::from_data(TensorData::new(ignored.clone(), [2, 10]), &device);
+        for config in mechanisms() {
+            let attention = MultiHeadAttentionConfig::new(16, 2).with_attention(config.clone()).init(&device).unwrap();
+            let x = Tensor::<3>::random([2, 10, 16], Distribution::Default, &device);
+            for start in [AttentionMask::causal(), AttentionMask::bidirectional()] {
+                let list = start.clone().with_padding(&ignored);
+                let tensor = start.clone().with_padding_mask(on_device()).unwrap();
+                for (list, tensor) in [
+                    (list.clone(), tensor.clone()),
+                    (list.clone().with_lengths(&[9, 4]), tensor.clone().with_lengths(&[9, 4])),
+                    (list.clone(), start.clone().with_padding(&ignored).with_padding_mask(on_device()).unwrap()),
+                ] {
+                    let [found, expected] =
+                        [&tensor, &list].map(|mask| attention.self_attention(x.clone(), mask).map(numbers));
+                    let name = format!("{name}, {config:?}, {tensor:?}");
+                    match (found, expected) {
+                        (Ok(found), Ok(expected)) => assert_close(&name, &found, &expected, 1e-6),
+                        (found, expected) => assert!(found.is_err() && expected.is_err(), "{name}"),
+                    }
+                }
+                for wrong in [tensor.clone().with_lengths(&[3]), tensor.with_padding(&[true])] {
+                    assert!(attention.self_attention(x.clone(), &wrong).is_err(), "{name}");
+                }
+                let short = start.with_padding_mask(on_device().narrow(1, 0, 9)).unwrap();
+                assert!(attention.self_attention(x.clone(), &short).is_err(), "{name}");
             }
         }
     }

@@ -187,7 +187,7 @@ fn states_are_selected_joined_and_stored_to_the_bit() {
                 numbers(model.advance(part(9, TOKENS, &device), &mut state).unwrap())
             };
             let expected = rest(&state);
-            let one = |b: usize| state.select(&[b], &device).unwrap();
+            let one = |b: usize| state.select(&[b]).unwrap();
             let joined = LanguageState::join(&[&one(0), &one(1), &one(2)]).unwrap();
             assert_eq!(rest(&joined), expected, "{name}: joined");
             let stored: Vec<_> = model.store(&state).unwrap().into_iter().map(StoredState::into_parts).collect();

@@ -4,7 +4,7 @@ use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use longspan::attention::{
-    Attention, AttentionConfig, AttentionMask, AttentionState, MultiHeadAttentionConfig, StoredState,
+    Attention, AttentionConfig, AttentionMask, AttentionState, MultiHeadAttentionConfig, ShawOptions, StoredState,
 };
 use longspan::checkpoint::{load_weights, save_weights};
 use longspan::generate::{GenerateOptions, TextOptions, generate_text, greedy};
@@ -122,6 +122,47 @@ fn states_of_other_models_are_refused() {
     assert!(two.step(x.clone(), &mut state).unwrap_err().to_string().contains("2 key/value heads"));
     assert!(two.attention.restore(&stored, &device).unwrap_err().to_string().contains("2 key/value heads"));
     assert!(four.step(x, &mut state).is_ok());
+
+    // Other options in the kernels' own form.
+    let [three, five] =
+        [3, 5].map(|radius| AttentionConfig::from(ShawOptions::default().with_radius(radius)).init(2, 2, 4, &device));
+    let x = || Tensor::<4>::ones([1, 2, 1, 4], &device);
+    let mut state = AttentionState::default();
+    let three = three.unwrap();
+    three.step(x(), x(), x(), &mut state).unwrap();
+    let stored = three.store(&state).unwrap();
+    assert!(five.unwrap().restore(&stored, &device).unwrap_err().to_string().contains("options"));
+}
+
+/// Inputs without autodiff to a layer that trains: the rows that inputs with it get, with gradients of what the layer has learned.
+#[test]
+fn plain_inputs_reach_what_a_training_layer_has_learned() {
+    let (device, training) = (Device::flex(), Device::flex().autodiff());
+    for name in AttentionConfig::NAMES {
+        let attention = AttentionConfig::by_name(name).unwrap().init(2, 2, 4, &training).unwrap();
+        let run = |device: &Device| {
+            let x = |tokens: usize, width: usize| {
+                let numbers: Vec<f32> = (0..2 * tokens * width).map(|i| (i as f32 * 0.7).sin()).collect();
+                Tensor::<4>::from_data(TensorData::new(numbers, [1, 2, tokens, width]), device)
+            };
+            let mut state = AttentionState::default();
+            let [q, k, v] = [x(4, 4), x(4, attention.key_dim()), x(4, 4)];
+            let part = |x: &Tensor<4>, from, count| x.clone().narrow(2, from, count);
+            let rows: Vec<_> = (0..2)
+                .map(|t| attention.step(part(&q, t, 1), part(&k, t, 1), part(&v, t, 1), &mut state).unwrap())
+                .collect();
+            let last = attention.advance(part(&q, 2, 2), part(&k, 2, 2), part(&v, 2, 2), &mut state).unwrap();
+            let all = Tensor::cat(rows.into_iter().map(|row| row * 1.0).chain([last * 1.0]).collect(), 2);
+            let found = numbers(all.clone());
+            let trained = attention.num_params() > 0;
+            assert!(!trained || all.device().is_autodiff(), "{name}");
+            let gradients = trained.then(|| GradientsParams::from_grads(all.sum().backward(), &attention));
+            (found, gradients.map(|gradients| gradients.len()))
+        };
+        let [(plain, of_plain), (training, of_training)] = [&device, &training].map(run);
+        assert!(plain.iter().zip(&training).all(|(a, b)| (a - b).abs() < 1e-5), "{name}");
+        assert_eq!(of_plain, of_training, "{name}");
+    }
 }
 
 #[test]
@@ -163,6 +204,8 @@ fn a_second_key_mask_joins_the_first() {
     // What has no meaning together is refused.
     assert!(run(&mask().with_padding(&padding).with_lengths(&[3, 2, 1])).is_err());
     assert!(run(&mask().with_lengths(&[3, 2]).with_packed(&[4])).is_err());
+    // As many lengths as texts, beside a padding too.
+    assert!(run(&mask().with_padding(&padding).with_lengths(&[3])).is_err());
 }
 
 #[test]
@@ -273,6 +316,21 @@ fn what_does_not_fit_a_layer_is_an_error_and_no_panic() {
     errors.extend([layer(x(8), 4), dropout(x(8), 1.0).map(drop), dropout(x(8), f64::NAN).map(drop)]);
     let residual = After { dropout: 0.0, residual: Some(x(4)) };
     errors.push(linear(x(8), weight(), None, Activation::Identity, residual).map(drop));
+    // Burn mixes no strategies of gradient checkpointing.
+    let training = Device::flex().autodiff();
+    let [trained, lean] = [training.clone(), training.gradient_checkpointing()].map(|device| {
+        let attention = MultiHeadAttentionConfig::new(8, 2).init(&device).unwrap();
+        (attention, Tensor::<3>::ones([1, 2, 8], &device))
+    });
+    errors.push(trained.0.self_attention(lean.1.clone(), &mask).map(drop));
+    errors.push(lean.0.self_attention(trained.1.clone(), &mask).map(drop));
+    let heads = |x: Tensor<3>| x.reshape([1, 2, 2, 4]);
+    let (q, k) = (heads(trained.1.clone()), heads(lean.1));
+    errors.push(trained.0.attention.forward(q.clone(), k.clone(), k.clone(), &mask).map(drop));
+    errors.push(trained.0.attention.forward(k.clone(), k.clone(), k, &mask).map(drop));
+    // As many keys as queries.
+    let more = Tensor::cat(vec![q.clone(), q.clone()], 2);
+    errors.push(trained.0.attention.advance(q, more.clone(), more, &mut AttentionState::default()).map(drop));
     for (n, error) in errors.into_iter().enumerate() {
         let error = error.expect_err(&n.to_string()).to_string();
         assert!(error.contains("expected") && error.contains("got"), "{n}: {error}");
@@ -670,10 +728,9 @@ fn no_entries_of_a_state_are_a_state_of_none() {
             let model = model(&[attention], &device);
             let mut state = LanguageState::default();
             model.step(&[1, 2], &mut state).unwrap();
-            let mut none = state.select(&[], &device).unwrap();
+            let mut none = state.select(&[]).unwrap();
             assert_eq!(model.step(&[], &mut none).unwrap().dims(), [0, 11], "{attention}");
-            // The device of another context is not asked.
-            let mut one = state.select(&[1], &Device::flex()).unwrap();
+            let mut one = state.select(&[1]).unwrap();
             model.step(&[1], &mut one).unwrap();
         }
     }

@@ -54,7 +54,7 @@ fn ids(from: usize, count: usize, device: &Device) -> (Tensor<2, Int>, Vec<Optio
     let token = |b: usize, t: usize| (t * t + 3 * t + t / 7 + 5 * b) % VOCAB;
     let rows = |first: usize| (0..BATCH).flat_map(move |b| (first..first + count).map(move |t| token(b, t)));
     let ids: Vec<i64> = rows(from).map(|id| id as i64).collect();
-    let next = rows(from + 1).map(|id| Some(id as u32)).collect();
+    let next: Vec<_> = rows(from + 1).map(|id| Some(id as u32)).collect();
     (Tensor::from_data(TensorData::new(ids, [BATCH, count]), device), next)
 }
 

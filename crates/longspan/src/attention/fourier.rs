@@ -184,7 +184,7 @@ impl FourierAttention {
         mask: &AttentionMask,
     ) -> Result<Tensor<4>> {
         let positions = [query_positions, key_positions];
-        self.check_positions(&positions, [&q, &k].map(|x| (x.dims()[0], x.dims()[2])), q.dtype(), mask)?;
+        self.check_positions(&positions, [&q, &k].map(|x| (x.dims()[0], x.dims()[2])), backend::place(&q), mask)?;
         backend::attend(&self.placed(positions), q, k, v, mask)
     }
 
@@ -207,7 +207,7 @@ impl FourierAttention {
         state: &mut AttentionState,
     ) -> Result<Tensor<4>> {
         let tokens = [&q, &k].map(|x| (x.dims()[0], x.dims()[2]));
-        self.check_positions(&positions, tokens, q.dtype(), &AttentionMask::causal())?;
+        self.check_positions(&positions, tokens, backend::place(&q), &AttentionMask::causal())?;
         let expected =
             || "a tensor on the CPU backend without autodiff; elsewhere, forward_at over the whole sequence".into();
         let got = || format!("one on {:?}", q.device());
@@ -221,16 +221,17 @@ impl FourierAttention {
         &self,
         positions: &[Tensor<3>; 2],
         tokens: [(usize, usize); 2],
-        dtype: DType,
+        place: (Device, DType),
         mask: &AttentionMask,
     ) -> Result<()> {
         let axes = self.a.val().dims()[2];
         for ((name, positions), (batch, tokens)) in
             ["query positions", "key positions"].into_iter().zip(positions).zip(tokens)
         {
-            let holds = positions.dims() == [batch, tokens, axes] && positions.dtype() == dtype;
-            let got = || format!("{:?} of {:?}", positions.dims(), positions.dtype());
-            argument(holds, Layer::name(self), name, || format!("[{batch}, {tokens}, {axes}] of {dtype:?}"), got)?;
+            let holds = positions.dims() == [batch, tokens, axes] && backend::place(positions) == place;
+            let expected = || format!("[{batch}, {tokens}, {axes}] on {place:?}");
+            let got = || format!("{:?} on {:?}", positions.dims(), backend::place(positions));
+            argument(holds, Layer::name(self), name, expected, got)?;
         }
         let expected = || "no packed sequences where positions are given; each sequence in its own batch entry".into();
         let got = || "packed sequences".into();

@@ -6,6 +6,7 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use longspan_kernels::{Keys, Mask, Order};
 
 use super::index_tensor;
+use crate::cpu::is_flex;
 use crate::error::{Error, Result};
 
 /// Which keys take part.
@@ -18,6 +19,8 @@ pub enum KeyMask {
     Lengths(Arc<[usize]>),
     /// Those whose entry is `false`; `[batch, keys]`, row-major. `true` means *ignored*, as in PyTorch.
     Padding(Arc<[bool]>),
+    /// [`Padding`](Self::Padding) on a device other than the CPU, `[batch, keys]`, which is not read back.
+    OnDevice(DeviceMask),
     /// Several sequences packed end to end on the token axis, each attending to itself; the batch must be 1. Both lists
     /// are cumulative, `[0, end of the first, …, number of tokens]`, and equally long (`cu_seqlens`).
     Packed {
@@ -26,7 +29,22 @@ pub enum KeyMask {
         /// Boundaries on the key axis.
         keys: Arc<[usize]>,
     },
+    /// Those that take part in each of these.
+    Together(Arc<[KeyMask]>),
 }
+
+/// A mask of keys on a device. Made by [`AttentionMask::with_padding_mask`].
+#[derive(Debug, Clone)]
+pub struct DeviceMask(Arc<Tensor<2, Bool>>);
+
+impl PartialEq for DeviceMask {
+    /// Reads both back.
+    fn eq(&self, other: &Self) -> bool {
+        self.0.to_data() == other.0.to_data()
+    }
+}
+
+impl Eq for DeviceMask {}
 
 /// What a query sees. Cheap to clone.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -38,6 +56,73 @@ pub struct AttentionMask {
     pub offset: isize,
     /// Which keys take part.
     pub keys: KeyMask,
+}
+
+impl KeyMask {
+    /// Whether it is one of so many texts and keys.
+    fn fits(&self, [batch, keys]: [usize; 2]) -> bool {
+        match self {
+            Self::All => true,
+            Self::Lengths(lengths) => lengths.len() == batch && lengths.iter().all(|&length| length <= keys),
+            Self::Padding(ignored) => ignored.len() == batch * keys,
+            Self::OnDevice(DeviceMask(ignored)) => ignored.dims() == [batch, keys],
+            Self::Packed { .. } => false,
+            Self::Together(masks) => masks.iter().all(|mask| mask.fits([batch, keys])),
+        }
+    }
+
+    /// Whether each key is ignored, of a mask that [fits](Self::fits).
+    fn list(&self, [batch, keys]: [usize; 2]) -> Result<Vec<bool>> {
+        let all = 0..batch * keys;
+        Ok(match self {
+            Self::All | Self::Packed { .. } => vec![false; all.len()],
+            Self::Lengths(lengths) => all.map(|n| n % keys >= lengths[n / keys]).collect(),
+            Self::Padding(ignored) => ignored.to_vec(),
+            Self::OnDevice(DeviceMask(ignored)) => {
+                let ignored = (**ignored).clone().try_into_data().map_err(|error| Error::Device(error.to_string()))?;
+                ignored.iter().collect()
+            }
+            Self::Together(masks) => {
+                let lists = masks.iter().map(|mask| mask.list([batch, keys])).collect::<Result<Vec<_>>>()?;
+                all.map(|n| lists.iter().any(|list| list[n])).collect()
+            }
+        })
+    }
+
+    fn select(&self, indices: &[usize], keys: usize) -> Self {
+        match self {
+            Self::All | Self::Packed { .. } => self.clone(),
+            Self::Lengths(lengths) => Self::Lengths(indices.iter().map(|&b| lengths[b]).collect()),
+            Self::Padding(ignored) => {
+                Self::Padding(indices.iter().flat_map(|&b| &ignored[b * keys..][..keys]).copied().collect())
+            }
+            Self::OnDevice(DeviceMask(ignored)) => {
+                let indices = index_tensor(indices, &ignored.device());
+                Self::OnDevice(DeviceMask(Arc::new((**ignored).clone().select(0, indices))))
+            }
+            Self::Together(masks) => Self::Together(masks.iter().map(|mask| mask.select(indices, keys)).collect()),
+        }
+    }
+
+    fn ignored(&self, [batch, keys]: [usize; 2], device: &Device) -> Option<Tensor<4, Bool>> {
+        let shape = [batch, 1, keys, 1];
+        match self {
+            Self::All | Self::Packed { .. } => None,
+            Self::Lengths(lengths) => lengths.iter().any(|&n| n < keys).then(|| {
+                let lengths = index_tensor(lengths, device).reshape([batch, 1, 1, 1]).expand(shape);
+                let places = Tensor::<1, Int>::arange(0..keys as i64, device).reshape([1, 1, keys, 1]).expand(shape);
+                places.greater_equal(lengths)
+            }),
+            Self::Padding(ignored) => {
+                let whole = || Tensor::from_data(TensorData::new(ignored.to_vec(), shape), device);
+                ignored.contains(&true).then(whole)
+            }
+            Self::OnDevice(DeviceMask(ignored)) => Some((**ignored).clone().to_device(device).reshape(shape)),
+            Self::Together(masks) => {
+                masks.iter().filter_map(|mask| mask.ignored([batch, keys], device)).reduce(Tensor::bool_or)
+            }
+        }
+    }
 }
 
 impl AttentionMask {
@@ -67,34 +152,48 @@ impl AttentionMask {
     }
 
     /// [`with_padding`](Self::with_padding) of a tensor, `[batch, keys]`, as Burn's `generate_padding_mask` gives: `true` where a key is
-    /// padding.
+    /// padding. It is read on the CPU backend alone.
     ///
     /// # Errors
     /// A device that gives no truth values back.
     pub fn with_padding_mask(self, ignored: Tensor<2, Bool>) -> Result<Self> {
-        let ignored = ignored.try_into_data().map_err(|error| Error::Device(error.to_string()))?;
-        Ok(self.with_padding(&ignored.iter().collect::<Vec<bool>>()))
+        let (dims, host) = (ignored.dims(), is_flex(&ignored.device()));
+        let mask = KeyMask::OnDevice(DeviceMask(Arc::new(ignored)));
+        Ok(self.and(if host { KeyMask::Padding(mask.list(dims)?.into()) } else { mask }))
     }
 
-    /// With both key masks. What does not fit together becomes a padding that no call takes.
+    /// The same mask as the kernels read it, of so many texts and keys.
+    pub(crate) fn listed(&self, dims: [usize; 2]) -> Result<Self> {
+        let keys = match &self.keys {
+            KeyMask::OnDevice(_) | KeyMask::Together(_) if self.keys.fits(dims) => {
+                KeyMask::Padding(self.keys.list(dims)?.into())
+            }
+            keys => keys.clone(),
+        };
+        Ok(Self { keys, ..*self })
+    }
+
+    /// The same mask where its sizes alone count, for kernels that read lists.
+    pub(crate) fn unread(&self, dims: [usize; 2]) -> Self {
+        let fits = matches!(self.keys, KeyMask::OnDevice(_) | KeyMask::Together(_)) && self.keys.fits(dims);
+        Self { keys: if fits { KeyMask::All } else { self.keys.clone() }, ..*self }
+    }
+
+    /// The same mask, made once for all layers on a device that has no kernels.
+    pub(crate) fn on(self, [batch, keys]: [usize; 2], device: &Device) -> Self {
+        match self.ignored(batch, keys, device).filter(|_| !is_flex(device)) {
+            Some(ignored) => {
+                Self { keys: KeyMask::OnDevice(DeviceMask(Arc::new(ignored.reshape([batch, keys])))), ..self }
+            }
+            None => self,
+        }
+    }
+
+    /// With both key masks.
     fn and(self, other: KeyMask) -> Self {
-        let keys = match (&self.keys, &other) {
-            (KeyMask::All, _) => other,
-            (KeyMask::Lengths(a), KeyMask::Lengths(b)) if a.len() == b.len() => {
-                KeyMask::Lengths(a.iter().zip(&**b).map(|(&a, &b)| a.min(b)).collect())
-            }
-            (KeyMask::Padding(a), KeyMask::Padding(b)) if a.len() == b.len() => {
-                KeyMask::Padding(a.iter().zip(&**b).map(|(a, b)| a | b).collect())
-            }
-            (KeyMask::Lengths(lengths), KeyMask::Padding(ignored))
-            | (KeyMask::Padding(ignored), KeyMask::Lengths(lengths))
-                if !lengths.is_empty() && ignored.len().is_multiple_of(lengths.len()) =>
-            {
-                let keys = ignored.len() / lengths.len();
-                let beyond = |n: usize| n % keys.max(1) >= lengths[n / keys.max(1)];
-                KeyMask::Padding(ignored.iter().enumerate().map(|(n, &ignored)| ignored || beyond(n)).collect())
-            }
-            _ => KeyMask::Padding([].into()),
+        let keys = match &self.keys {
+            KeyMask::All => other,
+            one => KeyMask::Together([one.clone(), other].into()),
         };
         Self { keys, ..self }
     }
@@ -116,6 +215,8 @@ impl AttentionMask {
             KeyMask::All => Keys::All,
             KeyMask::Lengths(lengths) => Keys::Lengths(lengths),
             KeyMask::Padding(ignored) => Keys::Padding(ignored),
+            // Kernels read lists alone, and refuse one of no keys.
+            KeyMask::OnDevice(_) | KeyMask::Together(_) => Keys::Padding(&[]),
             KeyMask::Packed { queries, keys } => Keys::Packed { queries, keys },
         };
         Mask { order: self.order, offset: self.offset, keys }
@@ -123,30 +224,11 @@ impl AttentionMask {
 
     /// The mask of the batch entries `indices` over `keys` keys.
     pub(crate) fn select(&self, indices: &[usize], keys: usize) -> Self {
-        let keys = match &self.keys {
-            KeyMask::All | KeyMask::Packed { .. } => self.keys.clone(),
-            KeyMask::Lengths(lengths) => KeyMask::Lengths(indices.iter().map(|&b| lengths[b]).collect()),
-            KeyMask::Padding(ignored) => {
-                KeyMask::Padding(indices.iter().flat_map(|&b| &ignored[b * keys..][..keys]).copied().collect())
-            }
-        };
-        Self { keys, ..*self }
+        Self { keys: self.keys.select(indices, keys), ..*self }
     }
 
     /// Whether each key is ignored, `[batch, 1, keys, 1]`; `None` where none is.
     pub(crate) fn ignored(&self, batch: usize, keys: usize, device: &Device) -> Option<Tensor<4, Bool>> {
-        let shape = [batch, 1, keys, 1];
-        match &self.keys {
-            KeyMask::All | KeyMask::Packed { .. } => None,
-            KeyMask::Lengths(lengths) => lengths.iter().any(|&n| n < keys).then(|| {
-                let lengths = index_tensor(lengths, device).reshape([batch, 1, 1, 1]).expand(shape);
-                let places = Tensor::<1, Int>::arange(0..keys as i64, device).reshape([1, 1, keys, 1]).expand(shape);
-                places.greater_equal(lengths)
-            }),
-            KeyMask::Padding(ignored) => {
-                let whole = || Tensor::from_data(TensorData::new(ignored.to_vec(), shape), device);
-                ignored.contains(&true).then(whole)
-            }
-        }
+        self.keys.ignored([batch, keys], device)
     }
 }

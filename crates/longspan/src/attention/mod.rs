@@ -35,7 +35,7 @@ pub use heads::Heads;
 pub use kernelized::{
     KernelConfig, KernelizedAttention, KernelizedAttentionConfig, KernelizedOptions, RelativeConfig, ShawOptions,
 };
-pub use mask::{AttentionMask, KeyMask};
+pub use mask::{AttentionMask, DeviceMask, KeyMask};
 pub use multi_head::{MultiHeadAttention, MultiHeadAttentionConfig};
 pub use registry::{Attention, AttentionConfig, MemoryState};
 pub use softmax::{SoftmaxAttention, SoftmaxOptions, SoftmaxWindowOptions};

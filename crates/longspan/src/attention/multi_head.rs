@@ -133,9 +133,9 @@ impl MultiHeadAttention {
         let Attention::Fourier(fourier) = &self.attention else {
             return self.self_attention_in(x, mask, around);
         };
-        let ([batch, tokens, _], dtype) = (x.dims(), x.dtype());
+        let [batch, tokens, _] = x.dims();
         let both = [positions.clone(), positions];
-        fourier.check_positions(&both, [(batch, tokens); 2], dtype, mask)?;
+        fourier.check_positions(&both, [(batch, tokens); 2], backend::place(&x), mask)?;
         self.self_attention_by(&fourier.placed(both), x, mask, around)
     }
 
@@ -377,7 +377,7 @@ impl MultiHeadAttention {
     /// Checks that a memory takes queries made of `x`, before anything is computed.
     pub(crate) fn check_recall(&self, x: &Tensor<3>, first: usize, memory: &MemoryState) -> Result<()> {
         let ([batch, queries, _], Heads { heads, head_dim, .. }) = (x.dims(), self.heads);
-        self.attention.check_recall([batch, heads, queries, head_dim], first, memory)
+        self.attention.check_recall([batch, heads, queries, head_dim], backend::place(x), first, memory)
     }
 
     /// Heads of queries and of gates.

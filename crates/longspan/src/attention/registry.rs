@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::cpu::{FlexTensor, to_flex};
 use burn::config::Config;
 use burn::module::Module;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -294,6 +294,7 @@ impl Attention {
     /// Shapes that do not fit each other or the module, a mask of the wrong size, or one of packed sequences.
     pub fn remember(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<MemoryState> {
         let layer = self.layer();
+        let mask = &if backend::is_flex(&k) { mask.listed([k.dims()[0], k.dims()[2]])? } else { mask.clone() };
         let holds = !matches!(mask.keys, KeyMask::Packed { .. }) && mask.order == Order::Bidirectional;
         let expected = || "a bidirectional one, with a batch entry for each memory and without packed sequences".into();
         let got = || format!("{:?}, {:?}", mask.order, mask.keys);
@@ -301,6 +302,7 @@ impl Attention {
         let Heads { heads, head_dim, .. } = layer.heads();
         let q = Tensor::zeros([k.dims()[0], heads, 1, head_dim], (&k.device(), k.dtype()));
         backend::check(layer, &q, &k, &v)?;
+        backend::learned(layer, backend::place(&k))?;
         backend::check_by_kernel(layer, backend::dims_of(&q, &v), mask)?;
         // Nothing at all has no sums.
         let some = !v.dims().contains(&0);
@@ -320,7 +322,7 @@ impl Attention {
     /// # Errors
     /// Shapes that do not fit the memory.
     pub fn recall(&self, q: Tensor<4>, first: usize, memory: &MemoryState) -> Result<Tensor<4>> {
-        self.check_recall(q.dims(), first, memory)?;
+        self.check_recall(q.dims(), backend::place(&q), first, memory)?;
         match &memory.remembered {
             Remembered::Total(total) => Ok(total.recall(q, &self.layer().learned())),
             Remembered::Whole(whole) => {
@@ -334,7 +336,13 @@ impl Attention {
     }
 
     /// Checks that queries of this shape at the positions from `first` on fit a memory, before anything is computed.
-    pub(crate) fn check_recall(&self, q: [usize; 4], first: usize, memory: &MemoryState) -> Result<()> {
+    pub(crate) fn check_recall(
+        &self,
+        q: [usize; 4],
+        place: (Device, DType),
+        first: usize,
+        memory: &MemoryState,
+    ) -> Result<()> {
         let (layer, [batch, _, queries, _]) = (self.layer(), q);
         let (name, Heads { heads, kv_heads, head_dim }) = (layer.name(), layer.heads());
         let own = backend::maker(layer);
@@ -342,9 +350,10 @@ impl Attention {
         let kept = match &memory.remembered {
             Remembered::Total(total) => {
                 let [batch, kept_heads, _, kept_dim] = total.query();
-                let expected = || format!("[{batch}, {kept_heads}, queries, {kept_dim}]");
-                argument(q == [batch, kept_heads, queries, kept_dim], name, "q", expected, || format!("{q:?}"))?;
-                return Ok(());
+                let fits = q == [batch, kept_heads, queries, kept_dim] && total.takes(&place);
+                let expected = || format!("[{batch}, {kept_heads}, queries, {kept_dim}], where and as the memory is");
+                argument(fits, name, "q", expected, || format!("{q:?} on {place:?}"))?;
+                return backend::learned(layer, place).map(drop);
             }
             Remembered::Whole(whole) => {
                 let (k, v, mask) = whole.as_ref();

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use crate::cpu::FlexTensor;
-use burn::tensor::DType;
 use longspan_kernels::layers::{MultiHead, NormWeights, Projected, StepBuffers};
 use longspan_kernels::{Kernel, Mask, State};
 
@@ -33,7 +32,7 @@ impl StoredAttention {
         Ok(Self {
             heads: layer.heads(),
             kernel: layer.kernel(),
-            parameters: backend::flat(layer, DType::F32)?.map(taken),
+            parameters: backend::flat(layer, backend::place(&attention.query_key_value.weight.val()))?.map(taken),
             projection: StoredLayer::new(&attention.query_key_value),
             gated_norm: attention.gated_norm.as_ref().map(StoredGatedNorm::new),
             output: StoredLayer::new(&attention.output),

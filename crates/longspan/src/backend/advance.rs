@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use longspan_kernels::Dims;
 
 use super::flex::{Operands, PrefixState, Settings, States};
 use super::state::{Inner, maker};
 use super::tensor::widen_type;
-use super::{AttentionState, Layer, TensorState, attend, check, check_by_kernel, dims_of, learned};
+use super::{AttentionState, Layer, TensorState, attend, check, check_by_kernel, dims_of, learned, meet, place};
 use crate::attention::AttentionMask;
 use crate::cpu::{from_flex, to_flex};
 use crate::error::{Error, Result, argument};
@@ -29,6 +29,14 @@ pub(crate) fn advance(
     state: &mut AttentionState,
 ) -> Result<Tensor<4>> {
     check(layer, &q, &k, &v)?;
+    let [queries, keys] = [&q, &k].map(|x| x.dims()[2]);
+    argument(
+        queries == keys,
+        layer.name(),
+        "tokens",
+        || format!("{queries} keys, as many as queries"),
+        || keys.to_string(),
+    )?;
     if kernels_take(layer, &q, state, true) {
         return in_kernels(layer, q, k, v, state);
     }
@@ -57,12 +65,9 @@ pub(crate) fn step(
     if q.dims()[0] == 0 {
         return Ok(Tensor::zeros(dims_of(&q, &v).out(), (&q.device(), q.dtype())));
     }
-    if kernels_take(layer, &q, state, !q.device().is_autodiff()) {
-        return if q.device().is_autodiff() {
-            in_kernels(layer, q, k, v, state)
-        } else {
-            step_in_kernels(layer, q, k, v, state)
-        };
+    let trains = trains(layer, &q);
+    if kernels_take(layer, &q, state, !trains) {
+        return if trains { in_kernels(layer, q, k, v, state) } else { step_in_kernels(layer, q, k, v, state) };
     }
     let (out, next) = in_tensors(layer, q, k, v, state)?;
     *state = next;
@@ -74,8 +79,8 @@ pub(crate) fn step(
 pub(crate) fn check_step(layer: &dyn Layer, x: &Tensor<3>, state: &AttentionState) -> Result<()> {
     layer.ready()?;
     let dims = layer.heads().dims(x.dims()[0], 1, 1);
-    if kernels_take(layer, x, state, !x.device().is_autodiff()) {
-        let learned = super::flat(layer, x.dtype())?;
+    if kernels_take(layer, x, state, !trains(layer, x)) {
+        let learned = super::flat(layer, place(x))?;
         let plain = |x: Tensor<1>| if x.device().is_autodiff() { x.inner() } else { x };
         let learned = learned.map(|x| to_flex(plain(x))).transpose()?;
         return match &state.inner {
@@ -86,7 +91,12 @@ pub(crate) fn check_step(layer: &dyn Layer, x: &Tensor<3>, state: &AttentionStat
             None => check_by_kernel(layer, dims, &AttentionMask::causal()),
         };
     }
-    check_tensors(layer, dims, x.dtype(), state).map(drop)
+    check_tensors(layer, dims, place(x), state).map(drop)
+}
+
+/// Whether gradients are followed through tokens of a layer: theirs, or those of what it has learned.
+fn trains<const D: usize>(layer: &dyn Layer, x: &Tensor<D>) -> bool {
+    x.device().is_autodiff() || layer.parameters().iter().any(|learned| learned.device().is_autodiff())
 }
 
 /// Whether the kernels take tokens after this state: what took its first tokens takes all others, too.
@@ -113,7 +123,7 @@ fn in_tensors(
     state: &AttentionState,
 ) -> Result<(Tensor<4>, AttentionState)> {
     let dims = dims_of(&q, &v);
-    let mask = check_tensors(layer, dims, q.dtype(), state)?;
+    let mask = check_tensors(layer, dims, place(&q), state)?;
     if dims.out().contains(&0) {
         return Ok((Tensor::zeros(dims.out(), (&q.device(), q.dtype())), state.clone()));
     }
@@ -147,9 +157,15 @@ fn in_tensors(
 }
 
 /// Checks that a state in tensors takes the tokens of a call of these sizes. The mask of their attention to all tokens so far.
-fn check_tensors(layer: &dyn Layer, dims: Dims, dtype: DType, state: &AttentionState) -> Result<AttentionMask> {
+fn check_tensors(
+    layer: &dyn Layer,
+    dims: Dims,
+    (device, dtype): (Device, DType),
+    state: &AttentionState,
+) -> Result<AttentionMask> {
     let Dims { batch, heads, kv_heads, value_dim, .. } = dims;
-    if state.inner.is_some() && state.made_by != maker(layer) {
+    let elsewhere = state.device().is_some_and(|own| !meet(&own, &device));
+    if elsewhere || state.inner.is_some() && state.made_by != maker(layer) {
         return Err(foreign_state(layer));
     }
     let past = match (&state.inner, layer.sums()) {
@@ -159,7 +175,7 @@ fn check_tensors(layer: &dyn Layer, dims: Dims, dtype: DType, state: &AttentionS
                 move || format!("batch {batch}, {heads} heads, values of {dim} numbers of {dtype:?}")
             };
             let expected = ([batch, heads, value_dim], widen_type(dtype));
-            let got = (sums.shape(), sums.dtype().unwrap_or(expected.1));
+            let got = (sums.shape(), sums.first().map_or(expected.1, Tensor::dtype));
             argument(expected == got, layer.name(), "state", text(expected), text(got))?;
             0
         }
@@ -179,7 +195,7 @@ fn check_tensors(layer: &dyn Layer, dims: Dims, dtype: DType, state: &AttentionS
         _ => return Err(foreign_state(layer)),
     };
     let mask = AttentionMask::causal().with_offset(past as isize);
-    learned(layer, dtype)?;
+    learned(layer, (device, dtype))?;
     check_by_kernel(layer, Dims { keys: past + dims.keys, ..dims }, &mask)?;
     Ok(mask)
 }
@@ -192,7 +208,7 @@ fn in_kernels(
     v: Tensor<4>,
     state: &mut AttentionState,
 ) -> Result<Tensor<4>> {
-    let parameters = super::flat(layer, q.dtype())?;
+    let parameters = super::flat(layer, place(&q))?;
     let [batch, _, tokens, _] = q.dims();
     let states = states_of(layer, [batch, tokens], q.dtype(), state)?;
     let settings = Settings { states: Some(states.clone()), ..Settings::new(layer.kernel(), AttentionMask::causal()) };
@@ -226,7 +242,7 @@ fn step_in_kernels(
 ) -> Result<Tensor<4>> {
     let kernel = &*layer.kernel();
     let sizes = [k.dims()[0], k.dims()[1]];
-    let parameters = super::flat(layer, q.dtype())?.map(to_flex).transpose()?;
+    let parameters = super::flat(layer, place(&q))?.map(to_flex).transpose()?;
     let operands = Operands { q: to_flex(q)?, k: to_flex(k)?, v: to_flex(v)?, parameters }.with_adjacent_rows();
     if state.inner.is_none() {
         state.inner = Some(Inner::Kernels(Arc::new(PrefixState::empty(kernel, &operands)?)));

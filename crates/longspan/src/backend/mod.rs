@@ -122,8 +122,8 @@ pub(crate) fn attend(
 ) -> Result<Tensor<4>> {
     check(layer, &q, &k, &v)?;
     if is_flex(&q) {
-        let parameters = flat(layer, q.dtype())?;
-        return run(flex::Settings::new(layer.kernel(), mask.clone()), q, k, v, parameters);
+        let parameters = flat(layer, place(&q))?;
+        return run(flex::Settings::new(layer.kernel(), mask.listed([q.dims()[0], k.dims()[2]])?), q, k, v, parameters);
     }
     in_tensors(layer, q, k, v, mask)
 }
@@ -139,7 +139,7 @@ pub(crate) fn attend_between(
     outside: &Outside,
 ) -> Result<Tensor<4>> {
     check(layer, &q, &k, &v)?;
-    let parameters = flat(layer, q.dtype())?;
+    let parameters = flat(layer, place(&q))?;
     let mask = AttentionMask::bidirectional().with_offset(first as isize);
     let settings = flex::Settings { outside: Some(outside.clone()), ..flex::Settings::new(layer.kernel(), mask) };
     run(settings, q, k, v, parameters)
@@ -166,7 +166,7 @@ pub(crate) fn in_tensors(
     v: Tensor<4>,
     mask: &AttentionMask,
 ) -> Result<Tensor<4>> {
-    learned(layer, q.dtype())?;
+    learned(layer, place(&q))?;
     check_by_kernel(layer, dims_of(&q, &v), mask)?;
     let ([batch, heads, queries, _], [_, _, keys, value_dim]) = (q.dims(), v.dims());
     let nothing = |queries| Tensor::zeros([batch, heads, queries, value_dim], (&q.device(), q.dtype()));
@@ -188,24 +188,36 @@ pub(crate) fn in_tensors(
     Ok(Tensor::cat(outputs.collect(), 2))
 }
 
+/// The device and the number type of a tensor.
+pub(crate) fn place<const D: usize>(x: &Tensor<D>) -> (Device, DType) {
+    (x.device(), x.dtype())
+}
+
+/// Whether tensors of these devices can be in one operation: with autodiff or without, but under one strategy of gradient checkpointing.
+pub(crate) fn meet(one: &Device, other: &Device) -> bool {
+    let strategies = [one, other].map(Device::gradient_checkpointing_strategy);
+    one == other && (strategies[0] == strategies[1] || strategies.contains(&None))
+}
+
 /// All learned tensors.
 ///
 /// # Errors
-/// If they are not of the type that the layer is called with.
-fn learned(layer: &dyn Layer, dtype: DType) -> Result<Vec<Tensor<1>>> {
+/// If they are not of the device and the type that the layer is called with.
+pub(crate) fn learned(layer: &dyn Layer, called: (Device, DType)) -> Result<Vec<Tensor<1>>> {
     let all = layer.parameters();
-    for learned in &all {
-        let expected =
-            || format!("{:?} everywhere, like the layer's learned tensors; cast one of them", learned.dtype());
-        let got = || format!("{dtype:?} queries, keys and values");
-        argument(learned.dtype() == dtype, layer.name(), "number types", expected, got)?;
+    for (device, dtype) in all.iter().map(place) {
+        let expected = || format!("{dtype:?} everywhere, like the layer's learned tensors; cast one of them");
+        let got = || format!("{:?} queries, keys and values", called.1);
+        argument(dtype == called.1, layer.name(), "number types", expected, got)?;
+        let expected = || format!("{device:?} everywhere, like the layer's learned tensors; move one of them");
+        argument(meet(&device, &called.0), layer.name(), "devices", expected, || format!("{:?}", called.0))?;
     }
     Ok(all)
 }
 
 /// All [learned] tensors, concatenated.
-pub(crate) fn flat(layer: &dyn Layer, dtype: DType) -> Result<Option<Tensor<1>>> {
-    let mut all = learned(layer, dtype)?;
+pub(crate) fn flat(layer: &dyn Layer, called: (Device, DType)) -> Result<Option<Tensor<1>>> {
+    let mut all = learned(layer, called)?;
     Ok(if all.len() > 1 { Some(Tensor::cat(all, 0)) } else { all.pop() })
 }
 
@@ -241,9 +253,10 @@ pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<
     let dtypes = [q.dtype(), k.dtype(), v.dtype()];
     let expected = || format!("{:?} everywhere, like q", q.dtype());
     argument(dtypes.iter().all(|&dtype| dtype == q.dtype()), name, "number types", expected, || format!("{dtypes:?}"))?;
-    let devices = [q, k, v].map(|x| x.device().inner());
+    let devices = [q, k, v].map(Tensor::device);
     let expected = || format!("{:?} everywhere, like q", devices[0]);
-    argument(devices.iter().all(|device| *device == devices[0]), name, "devices", expected, || format!("{devices:?}"))
+    let alike = meet(&devices[0], &devices[1]) && meet(&devices[0], &devices[2]) && meet(&devices[1], &devices[2]);
+    argument(alike, name, "devices", expected, || format!("{devices:?}"))
 }
 
 /// The sizes of a call.
@@ -256,6 +269,7 @@ pub(crate) fn dims_of(q: &Tensor<4>, v: &Tensor<4>) -> Dims {
 pub(crate) fn check_by_kernel(layer: &dyn Layer, dims: Dims, mask: &AttentionMask) -> Result<()> {
     let kernel = layer.kernel();
     let kernel: &dyn Kernel<f32> = &*kernel;
+    let mask = mask.unread([dims.batch, dims.keys]);
     // The numbers do not matter to the checks: one row of zeros is every row, and a part of them every learned tensor.
     let learned = kernel.parameters(&dims);
     let widths = [dims.head_dim, kernel.key_dim(&dims), dims.value_dim];

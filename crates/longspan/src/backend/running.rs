@@ -1,6 +1,6 @@
 //! The state of kernelized attention in plain tensor operations.
 
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 use longspan_kernels::{FourierNormalizer, KernelizedAttention, RelativeMap};
 
 use super::feature_map::Learned;
@@ -63,9 +63,9 @@ impl Running {
         self.shape
     }
 
-    /// The type of its numbers.
-    pub(crate) fn dtype(&self) -> Option<DType> {
-        self.tensors.first().map(Tensor::dtype)
+    /// A tensor of its numbers.
+    pub(crate) fn first(&self) -> Option<&Tensor<4>> {
+        self.tensors.first()
     }
 
     /// Tokens so far, where the mechanism counts them; else 0.

@@ -8,7 +8,7 @@ use longspan_kernels::StateShape;
 use serde::{Deserialize, Serialize};
 
 use super::flex::PrefixState;
-use super::{Layer, Running, foreign_state};
+use super::{Layer, Running, foreign_state, place};
 use crate::attention::index_tensor;
 use crate::error::{Error, Result, argument};
 
@@ -32,6 +32,14 @@ impl From<longspan_kernels::State<f32>> for AttentionState {
 }
 
 impl AttentionState {
+    /// Where it lies, if it is one of tensors.
+    pub(super) fn device(&self) -> Option<Device> {
+        match &self.inner {
+            Some(Inner::Tensors(state)) => state.device(),
+            _ => None,
+        }
+    }
+
     /// Whether it is one of tensors, which autodiff may follow.
     pub(crate) fn is_followed(&self) -> bool {
         matches!(self.inner, Some(Inner::Tensors(_)))
@@ -170,7 +178,7 @@ impl AttentionState {
     ///
     /// # Errors
     /// An index beyond the batch.
-    pub fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
+    pub fn select(&self, indices: &[usize]) -> Result<Self> {
         let inner = match &self.inner {
             None => None,
             Some(Inner::Kernels(state)) => Some(Inner::Kernels(Arc::new(state.select(indices)?))),
@@ -178,7 +186,8 @@ impl AttentionState {
                 let batch = state.batch();
                 let holds = indices.iter().all(|&index| index < batch);
                 argument(holds, NAME, "indices", || format!("indices below {batch}"), || format!("{indices:?}"))?;
-                Some(Inner::Tensors(state.select(&index_tensor(indices, device))))
+                let device = state.device().unwrap_or_default();
+                Some(Inner::Tensors(state.select(&index_tensor(indices, &device))))
             }
         };
         Ok(Self { inner, made_by: self.made_by.clone() })
@@ -213,7 +222,7 @@ impl AttentionState {
             _ => None,
         });
         let mut own = own.collect::<Option<Vec<_>>>().ok_or_else(unlike)?;
-        let sizes = |x: &mut Tensor<4>| ([x.dims()[1], x.dims()[2], x.dims()[3]], x.dtype());
+        let sizes = |x: &mut Tensor<4>| ([x.dims()[1], x.dims()[2], x.dims()[3]], place(x));
         let alike: Vec<Vec<_>> = own.iter_mut().map(|one| one.tensors().into_iter().map(sizes).collect()).collect();
         let (made_by, batch) = (states[0].made_by.clone(), own.iter().map(TensorState::batch).sum());
         let uneven = own.iter().any(|one| one.counted() != own[0].counted());
@@ -261,7 +270,11 @@ impl AttentionState {
         let name = layer.name();
         let expected = || format!("a state of {name}");
         argument(stored.mechanism == name, NAME, "mechanism", expected, || format!("one of {}", stored.mechanism))?;
-        if stored.options.is_some() && stored.options != fingerprint(layer) {
+        let options = match stored.form {
+            Form::Kernels { options, .. } => Some(options),
+            _ => stored.options,
+        };
+        if options.is_some() && options != fingerprint(layer) {
             return Err(foreign_state(layer));
         }
         let float = |x: &TensorData| matches!(x.dtype(), DType::F64 | DType::F32 | DType::F16 | DType::BF16);
@@ -342,6 +355,14 @@ impl TensorState {
             Self::Sums(sums) => sums.shape()[0],
             Self::Past(past) => past[0].dims()[0],
         }
+    }
+
+    fn device(&self) -> Option<Device> {
+        let first = match self {
+            Self::Sums(sums) => sums.first(),
+            Self::Past(past) => past.first(),
+        };
+        first.map(Tensor::device)
     }
 
     /// The tokens that sums count.

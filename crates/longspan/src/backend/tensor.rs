@@ -611,6 +611,11 @@ impl Total {
         narrow_float(divide(sums, self.value_dim, options.normalize), dtype)
     }
 
+    /// Whether it answers queries on this device, of this type.
+    pub(crate) fn takes(&self, (device, dtype): &(Device, DType)) -> bool {
+        super::place(&self.sum) == (device.clone(), widen_type(*dtype))
+    }
+
     /// The shape of one query that it answers.
     pub(crate) fn query(&self) -> [usize; 4] {
         let [batch, heads, _, _] = self.sum.dims();

@@ -3,9 +3,41 @@
 use burn::nn::Linear;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::module::linear;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 
-use crate::error::{Result, argument};
+use crate::cpu::is_flex;
+use crate::error::{Error, Result, argument};
+
+/// What is right for each row: a list, `None` where a row does not count, or a tensor of any shape with as many entries, below 0 where a row
+/// does not count, as PyTorch's −100. A tensor on another device than the CPU stays there.
+#[derive(Debug, Clone)]
+pub enum Targets {
+    /// On the host.
+    List(Vec<Option<u32>>),
+    /// On a device.
+    Tensor(Box<Tensor<1, Int>>),
+}
+
+impl From<Vec<Option<u32>>> for Targets {
+    fn from(targets: Vec<Option<u32>>) -> Self {
+        Self::List(targets)
+    }
+}
+
+impl<T: AsRef<[u32]> + ?Sized> From<&T> for Targets {
+    fn from(targets: &T) -> Self {
+        Self::List(targets.as_ref().iter().copied().map(Some).collect())
+    }
+}
+
+impl<const D: usize> From<Tensor<D, Int>> for Targets {
+    fn from(targets: Tensor<D, Int>) -> Self {
+        let count = targets.shape().num_elements();
+        // Burn reads a size of 0 as that of the axis before.
+        let row = if count == 0 { Tensor::zeros([0], &targets.device()) } else { targets.reshape([count]) };
+        Self::Tensor(Box::new(row))
+    }
+}
 
 /// Sums of losses over the tokens that count, `[1]` each.
 #[derive(Debug, Clone)]
@@ -21,14 +53,15 @@ pub struct CrossEntropyLoss {
 /// backend no more than a piece of the logits is ever held, and gradients are formed beside the loss.
 ///
 /// # Shapes
-/// `x`: `[batch, tokens, width]`; `targets`: `batch·tokens`, `None` where a token does not count.
+/// `x`: `[batch, tokens, width]`; `targets`: `batch·tokens`.
 ///
 /// # Errors
-/// Rows of another width or number type than the layer's, not as many targets as tokens, targets from `V` on, `ε` outside [0, 1).
+/// Rows of another width or number type than the layer's, not as many targets as tokens, `ε` outside [0, 1), and targets from `V` on. In a
+/// tensor on another device than the CPU these make the loss NaN: nothing is read back.
 pub fn cross_entropy(
     x: Tensor<3>,
     output: &Linear,
-    targets: Vec<Option<u32>>,
+    targets: impl Into<Targets>,
     smoothing: f64,
 ) -> Result<CrossEntropyLoss> {
     const NAME: &str = "cross_entropy";
@@ -37,11 +70,14 @@ pub fn cross_entropy(
     if let Some(bias) = &output.bias {
         super::check_like(NAME, "bias", &bias.val(), [vocabulary], &x)?;
     }
+    let targets = targets.into().read(&output.weight.device())?;
     let (rows, got) = (batch * tokens, targets.len());
     argument(got == rows, NAME, "targets", || format!("{rows}, one a token"), || got.to_string())?;
-    let beyond = targets.iter().flatten().find(|&&target| target as usize >= vocabulary);
-    let expected = || format!("entries below {vocabulary}");
-    argument(beyond.is_none(), NAME, "targets", expected, || beyond.map_or(String::new(), u32::to_string))?;
+    if let Targets::List(targets) = &targets {
+        let beyond = targets.iter().flatten().find(|&&target| target as usize >= vocabulary);
+        let expected = || format!("entries below {vocabulary}");
+        argument(beyond.is_none(), NAME, "targets", expected, || beyond.map_or(String::new(), u32::to_string))?;
+    }
     let fits = (0.0..1.0).contains(&smoothing);
     argument(fits, NAME, "smoothing", || "a number in [0, 1)".into(), || smoothing.to_string())?;
     let x = super::reshape(x, [rows, width]);
@@ -49,7 +85,10 @@ pub fn cross_entropy(
         plain: if smoothing == 0.0 { smoothed.clone() } else { plain.detach() },
         smoothed,
     };
-    if super::flex::is_f32(&x) && super::flex::is_f32(&output.weight.val()) {
+    if let (Targets::List(targets), true, true) =
+        (&targets, super::flex::is_f32(&x), super::flex::is_f32(&output.weight.val()))
+    {
+        let targets = targets.clone();
         let both = fused::cross_entropy(x, output, targets, smoothing)?;
         return Ok(losses(both.clone().narrow(0, 0, 1), both.narrow(0, 1, 1)));
     }
@@ -59,15 +98,46 @@ pub fn cross_entropy(
         return Ok(losses(nothing.clone(), nothing));
     }
     let log_p = log_softmax(linear(x, output.weight.val(), output.bias.as_ref().map(|bias| bias.val())), 1);
-    let device = log_p.device();
-    let counted: Vec<f32> = targets.iter().map(|target| f32::from(u8::from(target.is_some()))).collect();
-    let counted = Tensor::<2>::from_data(TensorData::new(counted, [rows, 1]), (&device, log_p.dtype()));
-    let labels: Vec<i32> = targets.iter().map(|target| target.unwrap_or(0) as i32).collect();
-    let labels = Tensor::<2, burn::tensor::Int>::from_data(TensorData::new(labels, [rows, 1]), &device);
-    let plain = (log_p.clone().gather(1, labels) * counted.clone()).sum().neg();
-    let spread = (log_p.sum_dim(1).div_scalar(vocabulary as f64) * counted).sum().neg();
+    let labels = targets.on(&log_p.device()).reshape([rows, 1]);
+    let (ignored, beyond) = (labels.clone().lower_elem(0), labels.clone().greater_equal_elem(vocabulary as i64));
+    let own = log_p.clone().gather(1, labels.clamp(0, vocabulary as i64 - 1));
+    let plain = own.mask_fill(ignored.clone(), 0.0).mask_fill(beyond, f64::NAN).sum().neg();
+    let spread = log_p.sum_dim(1).div_scalar(vocabulary as f64).mask_fill(ignored, 0.0).sum().neg();
     let smoothed = plain.clone().mul_scalar(1.0 - smoothing) + spread.mul_scalar(smoothing);
     Ok(losses(plain, smoothed))
+}
+
+impl Targets {
+    fn len(&self) -> usize {
+        match self {
+            Self::List(targets) => targets.len(),
+            Self::Tensor(targets) => targets.dims()[0],
+        }
+    }
+
+    /// As a list where it lies on the CPU, or is for a layer there.
+    fn read(self, layer: &Device) -> Result<Self> {
+        match self {
+            Self::Tensor(targets) if is_flex(&targets.device()) || is_flex(layer) => {
+                let targets = targets.try_into_data().map_err(|error| Error::Device(error.to_string()))?;
+                // What no number of 32 bits holds is beyond every vocabulary.
+                let target = |target: i64| (target >= 0).then(|| u32::try_from(target).unwrap_or(u32::MAX));
+                Ok(Self::List(targets.iter::<i64>().map(target).collect()))
+            }
+            other => Ok(other),
+        }
+    }
+
+    fn on(self, device: &Device) -> Tensor<1, Int> {
+        match self {
+            Self::Tensor(targets) => targets.to_device(device),
+            Self::List(targets) => {
+                let numbers = targets.iter().map(|target| target.map_or(-1, |target| target as i32));
+                let count = targets.len();
+                Tensor::from_data(TensorData::new(numbers.collect::<Vec<_>>(), [count]), device)
+            }
+        }
+    }
 }
 
 mod fused {

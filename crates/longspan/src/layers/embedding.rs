@@ -3,6 +3,7 @@
 use burn::tensor::module::embedding as plain_embedding;
 use burn::tensor::{Int, Tensor};
 
+use crate::cpu::is_flex;
 use crate::error::{Error, Result, argument};
 
 /// `scale · weight[token] + positions[place]` for each token, as one operation on the CPU backend; the gradient of `weight` is summed in
@@ -13,7 +14,7 @@ use crate::error::{Error, Result, argument};
 /// `[batch, tokens, width]`.
 ///
 /// # Errors
-/// Tokens outside the vocabulary, positions of another shape.
+/// Positions of another shape, and tokens outside the vocabulary. On other devices than the CPU these give rows of NaN: nothing is read back.
 pub fn embedding(
     tokens: Tensor<2, Int>,
     weight: Tensor<2>,
@@ -27,16 +28,23 @@ pub fn embedding(
     if batch * count == 0 {
         return Ok(Tensor::zeros([batch, count, width], (&weight.device(), weight.dtype())));
     }
-    let ids = tokens.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")))?;
-    let beyond = ids.iter::<i64>().find(|&id| id < 0 || id >= vocabulary as i64);
-    let expected = || format!("entries below {vocabulary}");
-    argument(beyond.is_none(), "embedding", "tokens", expected, || beyond.map_or(String::new(), |id| id.to_string()))?;
-    if super::flex::is_f32(&weight) {
-        let rows: Tensor<2> = fused::embedding(ids.iter().collect(), weight, scale as f32, positions)?;
-        return Ok(rows.reshape([batch, count, width]));
+    let fused = super::flex::is_f32(&weight);
+    if fused || is_flex(&tokens.device()) {
+        let ids = tokens.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")))?;
+        let beyond = ids.iter::<i64>().find(|&id| id < 0 || id >= vocabulary as i64);
+        let (expected, got) =
+            (|| format!("entries below {vocabulary}"), || beyond.map_or(String::new(), |id| id.to_string()));
+        argument(beyond.is_none(), "embedding", "tokens", expected, got)?;
+        if fused {
+            let rows: Tensor<2> = fused::embedding(ids.iter().collect(), weight, scale as f32, positions)?;
+            return Ok(rows.reshape([batch, count, width]));
+        }
     }
     let tokens = tokens.to_device(&weight.device());
-    let rows = plain_embedding(weight, tokens).mul_scalar(scale);
+    let last = vocabulary as i64 - 1;
+    let outside = tokens.clone().lower_elem(0).bool_or(tokens.clone().greater_elem(last)).unsqueeze_dim::<3>(2);
+    let rows = plain_embedding(weight, tokens.clamp(0, last)).mul_scalar(scale);
+    let rows = rows.mask_fill(outside.expand([batch, count, width]), f64::NAN);
     Ok(match positions {
         Some(positions) => rows + positions.unsqueeze(),
         None => rows,

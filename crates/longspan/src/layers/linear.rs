@@ -5,6 +5,7 @@ use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::module::linear as plain_linear;
 use burn::tensor::{DType, Device, Tensor, activation as burn_activation};
 
+use crate::backend::{meet, place};
 use crate::error::{Result, argument};
 
 /// What a linear layer does to each of its sums.
@@ -87,8 +88,8 @@ pub(crate) fn check_rows<const D: usize, const E: usize>(
     learned: &Tensor<E>,
 ) -> Result<()> {
     let (width, dtype) = (learned.dims()[0], learned.dtype());
-    let [device, own] = [x.device().inner(), learned.device().inner()];
-    let alike = device == own && (x.dtype() == dtype || matches!(dtype, DType::QFloat(_)));
+    let [device, own] = [x.device(), learned.device()];
+    let alike = meet(&device, &own) && (x.dtype() == dtype || matches!(dtype, DType::QFloat(_)));
     let expected = || format!("rows of {width} numbers of {dtype:?} on {own:?}, as the layer has them");
     let got = || format!("{:?} of {:?} on {device:?}", x.dims(), x.dtype());
     argument(alike && x.dims()[D - 1] == width, operation, name, expected, got)
@@ -102,12 +103,11 @@ pub(crate) fn check_like<const D: usize, const E: usize>(
     shape: [usize; D],
     like: &Tensor<E>,
 ) -> Result<()> {
-    let [(dtype, device), (expected_dtype, expected_device)] =
-        [(x.dtype(), x.device().inner()), (like.dtype(), like.device().inner())];
+    let ((device, dtype), (expected_device, expected_dtype)) = (place(x), place(like));
     let alike = dtype == expected_dtype || [dtype, expected_dtype].iter().any(|x| matches!(x, DType::QFloat(_)));
     let expected = || format!("{shape:?} of {expected_dtype:?} on {expected_device:?}");
     let got = || format!("{:?} of {dtype:?} on {device:?}", x.dims());
-    argument(x.dims() == shape && alike && device == expected_device, operation, name, expected, got)
+    argument(x.dims() == shape && alike && meet(&device, &expected_device), operation, name, expected, got)
 }
 
 /// `x` in another shape. Burn reads a size of 0 as that of the same axis before.

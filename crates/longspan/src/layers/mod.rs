@@ -23,7 +23,7 @@ pub(crate) mod tests;
 
 pub use adamw::FusedAdamW;
 pub(crate) use around::Around;
-pub use cross_entropy::{CrossEntropyLoss, cross_entropy};
+pub use cross_entropy::{CrossEntropyLoss, Targets, cross_entropy};
 pub use dropout::{dropout, with_dropout_seed};
 pub use embedding::embedding;
 pub use feed_forward::{FeedForward, FeedForwardConfig};

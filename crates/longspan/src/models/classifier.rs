@@ -11,7 +11,9 @@ use super::positions::Positions;
 use super::stack;
 use crate::attention::AttentionConfig;
 use crate::error::Result;
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, fresh, squared_error};
+use crate::layers::{
+    Activation, After, CrossEntropyLoss, Targets, TokenNorm, apply, cross_entropy, fresh, squared_error,
+};
 
 /// Makes a [`Classifier`].
 #[derive(Config, Debug, PartialEq)]
@@ -125,11 +127,11 @@ impl Classifier {
         &self,
         tokens: Tensor<2, Int>,
         lengths: &[usize],
-        classes: &[u32],
+        classes: impl Into<Targets>,
         smoothing: f64,
     ) -> Result<CrossEntropyLoss> {
         let row = self.pooled(tokens, lengths)?;
-        cross_entropy(row, &self.output, classes.iter().copied().map(Some).collect(), smoothing)
+        cross_entropy(row, &self.output, classes, smoothing)
     }
 
     /// The loss of sequences about which numbers are known: [`squared_error`] of what [`forward`](Self::forward) gives.
@@ -142,7 +144,7 @@ impl Classifier {
 
     /// One row for each sequence, `[batch, 1, d_model]`.
     fn pooled(&self, tokens: Tensor<2, Int>, lengths: &[usize]) -> Result<Tensor<3>> {
-        let mask = pooling::mask(lengths, tokens.dims(), self.causal)?;
+        let mask = pooling::mask(lengths, tokens.dims(), self.causal, &self.embedding.weight.device())?;
         let mut x = stack::embed(&self.embedding, tokens, 1.0, (self.positions, 0), &self.dropout)?;
         for block in &self.blocks {
             x = block.forward(x, &mask)?;

@@ -13,7 +13,7 @@ use super::stack;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, StoredState, index_tensor};
 use crate::backend::Peers;
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, fresh};
+use crate::layers::{Activation, After, CrossEntropyLoss, Targets, TokenNorm, apply, cross_entropy, fresh};
 
 const NAME: &str = "language model";
 
@@ -140,11 +140,11 @@ impl LanguageModel {
     /// which are never held whole.
     ///
     /// # Shapes
-    /// `next`: for each token, text after text, the one that comes after it; `None` where none is learned.
+    /// `next`: for each token, text after text, the one that comes after it, or none: [`Targets`].
     ///
     /// # Errors
     /// As [`forward`](Self::forward) and [`cross_entropy`].
-    pub fn loss(&self, tokens: Tensor<2, Int>, next: Vec<Option<u32>>, smoothing: f64) -> Result<CrossEntropyLoss> {
+    pub fn loss(&self, tokens: Tensor<2, Int>, next: impl Into<Targets>, smoothing: f64) -> Result<CrossEntropyLoss> {
         cross_entropy(self.whole(tokens)?, &self.output(), next, smoothing)
     }
 
@@ -156,7 +156,7 @@ impl LanguageModel {
     pub fn loss_from(
         &self,
         tokens: Tensor<2, Int>,
-        next: Vec<Option<u32>>,
+        next: impl Into<Targets>,
         smoothing: f64,
         state: &mut LanguageState,
     ) -> Result<CrossEntropyLoss> {
@@ -191,7 +191,7 @@ impl LanguageModel {
         let alike = count - count / (24 * ranks);
         let from = alike * rank / ranks;
         let to = if rank + 1 == ranks { count } else { alike * (rank + 1) / ranks };
-        let next = next.chunks(count.max(1)).flat_map(|text| &text[from..to]).copied().collect();
+        let next: Vec<_> = next.chunks(count.max(1)).flat_map(|text| &text[from..to]).copied().collect();
         let tokens = tokens.narrow(1, from, to - from);
         cross_entropy(self.after(tokens, state, Some((peers, from, count)))?, &self.output(), next, smoothing)
     }
@@ -368,8 +368,8 @@ impl LanguageState {
     ///
     /// # Errors
     /// An index beyond the batch.
-    pub fn select(&self, indices: &[usize], device: &Device) -> Result<Self> {
-        let layers = self.layers.iter().map(|layer| layer.select(indices, device)).collect::<Result<_>>()?;
+    pub fn select(&self, indices: &[usize]) -> Result<Self> {
+        let layers = self.layers.iter().map(|layer| layer.select(indices)).collect::<Result<_>>()?;
         Ok(Self { layers, ..*self })
     }
 

@@ -28,6 +28,9 @@ impl Pooling {
     /// One row for each sequence, `[batch, 1, d_model]`, of rows `[batch, tokens, d_model]`, of which the first `lengths[b]` count.
     pub(super) fn pool(self, x: Tensor<3>, lengths: &[usize], query: Option<&Param<Tensor<1>>>) -> Tensor<3> {
         let [batch, count, d_model] = x.dims();
+        if batch == 0 {
+            return Tensor::zeros([0, 1, d_model], (&x.device(), x.dtype()));
+        }
         let place = (x.device(), x.dtype());
         let by_row = |number: fn(Self, usize, usize) -> f32| {
             let numbers = lengths.iter().flat_map(|&n| (0..count).map(move |t| number(self, n, t))).collect::<Vec<_>>();
@@ -51,10 +54,15 @@ impl Pooling {
 }
 
 /// The mask of sequences of these lengths in rows of `count` tokens.
-pub(super) fn mask(lengths: &[usize], [batch, count]: [usize; 2], causal: bool) -> Result<AttentionMask> {
+pub(super) fn mask(
+    lengths: &[usize],
+    [batch, count]: [usize; 2],
+    causal: bool,
+    device: &Device,
+) -> Result<AttentionMask> {
     let holds = lengths.len() == batch && lengths.iter().all(|n| (1..=count).contains(n));
     let expected = || format!("{batch} lengths from 1 to {count}");
     argument(holds, "pooling", "lengths", expected, || format!("{lengths:?}"))?;
     let mask = if causal { AttentionMask::causal() } else { AttentionMask::bidirectional() };
-    Ok(if lengths.iter().any(|&n| n < count) { mask.with_lengths(lengths) } else { mask })
+    Ok(if lengths.iter().any(|&n| n < count) { mask.with_lengths(lengths).on([batch, count], device) } else { mask })
 }

@@ -13,7 +13,7 @@ use super::stack;
 use super::stored::{StoredDecoder, in_segments};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, fresh};
+use crate::layers::{Activation, After, CrossEntropyLoss, Targets, TokenNorm, apply, cross_entropy, fresh};
 
 /// Makes a [`Seq2Seq`].
 #[derive(Config, Debug, PartialEq)]
@@ -121,7 +121,7 @@ impl Seq2Seq {
     /// never held whole.
     ///
     /// # Shapes
-    /// `next`: for each token of `target`, sequence after sequence, the one that comes after it; `None` where none is learned.
+    /// `next`: for each token of `target`, sequence after sequence, the one that comes after it, or none: [`Targets`].
     ///
     /// # Errors
     /// As [`forward`](Self::forward) and [`cross_entropy`].
@@ -130,7 +130,7 @@ impl Seq2Seq {
         source: Tensor<2, Int>,
         source_lengths: &[usize],
         target: Tensor<2, Int>,
-        next: Vec<Option<u32>>,
+        next: impl Into<Targets>,
         smoothing: f64,
     ) -> Result<CrossEntropyLoss> {
         cross_entropy(self.decode(source, source_lengths, target)?, &self.output, next, smoothing)
@@ -248,7 +248,7 @@ impl Seq2Seq {
         argument(holds, "seq2seq", "source_lengths", expected, || format!("{lengths:?}"))?;
         let mut mask = AttentionMask::bidirectional();
         if lengths.iter().any(|&n| n < tokens) {
-            mask = mask.with_lengths(lengths);
+            mask = mask.with_lengths(lengths).on([batch, tokens], &self.source_embedding.weight.device());
         }
         if let ([length], 1) = (lengths, batch)
             && *length == tokens
@@ -322,7 +322,7 @@ impl DecoderState {
         let expected = || format!("indices below {batch}");
         argument(indices.iter().all(|&i| i < batch), "seq2seq select", "indices", expected, || format!("{indices:?}"))?;
         let device = &self.memory.device;
-        let layers = self.layers.iter().map(|layer| layer.select(indices, device)).collect::<Result<_>>()?;
+        let layers = self.layers.iter().map(|layer| layer.select(indices)).collect::<Result<_>>()?;
         let sources: Vec<usize> = indices.iter().map(|&i| self.sources[i]).collect();
         // Beams of one source change places among themselves, and their memories are alike.
         let memory = if sources == self.sources {

@@ -13,7 +13,7 @@ use super::stack;
 use crate::attention::AttentionConfig;
 use crate::error::{Result, argument};
 use crate::layers::{
-    Activation, After, CrossEntropyLoss, TokenNorm, apply, cross_entropy, dropout, fresh, squared_error,
+    Activation, After, CrossEntropyLoss, Targets, TokenNorm, apply, cross_entropy, dropout, fresh, squared_error,
 };
 
 /// Makes a [`SeriesModel`].
@@ -135,11 +135,11 @@ impl SeriesModel {
         values: Tensor<3>,
         times: Tensor<2>,
         lengths: &[usize],
-        classes: &[u32],
+        classes: impl Into<Targets>,
         smoothing: f64,
     ) -> Result<CrossEntropyLoss> {
         let row = self.pooled(values, times, lengths)?;
-        cross_entropy(row, &self.output, classes.iter().copied().map(Some).collect(), smoothing)
+        cross_entropy(row, &self.output, classes, smoothing)
     }
 
     /// The loss of series about which numbers are known: [`squared_error`] of what [`forward`](Self::forward) gives.
@@ -204,7 +204,7 @@ impl SeriesModel {
         ] {
             argument(got == expected, "series", name, || format!("{expected:?}"), || format!("{got:?}"))?;
         }
-        let mask = pooling::mask(lengths, [batch, points], self.causal)?;
+        let mask = pooling::mask(lengths, [batch, points], self.causal, &values.device())?;
         let times = times.unsqueeze_dim::<3>(2);
         let x = apply(&self.input, values, Activation::Identity, After::default())?;
         let mut x = dropout(self.positions.add(x, 0), stack::probability(&self.dropout))?;

@@ -18,7 +18,7 @@ pub fn loss(model: &Seq2Seq, batch: &[&Pair], smoothing: f64, device: &Device) -
     let (source, source_lengths) = padded(&sources, device);
     let (input, lengths) = padded(&inputs, device);
     let longest = lengths.iter().copied().max().unwrap_or(0);
-    let next = labels.iter().flat_map(|labels| (0..longest).map(|at| labels.get(at).copied())).collect();
+    let next: Vec<_> = labels.iter().flat_map(|labels| (0..longest).map(|at| labels.get(at).copied())).collect();
     let CrossEntropyLoss { plain, smoothed } = model.loss(source, &source_lengths, input, next, smoothing)?;
     Ok(Loss { plain, smoothed })
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
-use burn::tensor::{Device, TensorData};
+use burn::tensor::TensorData;
 use longspan::attention::{StateForm, StoredState};
 use longspan::models::{LanguageModel, LanguageState};
 use serde::{Deserialize, Serialize};
@@ -234,10 +234,9 @@ impl Feed for Lanes {
         }
         self.drawn.clone_from(&self.lanes);
         self.segments.clear();
-        let device = Device::flex().autodiff();
         for (n, lane) in self.drawn.iter_mut().enumerate() {
             let state = self.state.as_ref().filter(|_| self.own.contains(&n));
-            let state = state.map(|state| state.select(&[n - self.own.start], &device)).transpose()?;
+            let state = state.map(|state| state.select(&[n - self.own.start])).transpose()?;
             let mut tokens = vec![if state.is_some() { lane.last } else { START }];
             lane.reader.take(self.segment, &mut tokens)?;
             lane.last = tokens[self.segment];
@@ -250,7 +249,7 @@ impl Feed for Lanes {
         self.own = share(self.lanes.len(), rank, ranks);
         let own: Vec<usize> = self.own.clone().collect();
         let state = self.state.take().filter(|_| !own.is_empty());
-        self.state = state.map(|state| state.select(&own, &Device::flex().autodiff())).transpose()?;
+        self.state = state.map(|state| state.select(&own)).transpose()?;
         Ok(())
     }
 

@@ -76,8 +76,7 @@ impl<'a> Scorer<'a> {
             let room = self.limit.map_or(SEGMENT, |limit| SEGMENT.min(limit - self.state.position()));
             let (some, others) = rest.split_at(rest.len().min(room));
             let read: Vec<u32> = std::iter::once(self.last).chain(some.iter().copied()).take(some.len()).collect();
-            let next = some.iter().map(|&token| Some(token)).collect();
-            let loss = self.model.loss_from(row(&read, &Device::flex()), next, 0.0, &mut self.state)?;
+            let loss = self.model.loss_from(row(&read, &Device::flex()), some, 0.0, &mut self.state)?;
             bits += f64::from(loss.plain.into_scalar::<f32>()) / std::f64::consts::LN_2;
             self.last = some[some.len() - 1];
             rest = others;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::cpu::FlexTensor;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 use longspan_kernels::layers::{Dropout, KeptAttention, Memory, MultiHead, MultiHeadGradients};
 use longspan_kernels::{Error, Kernel, Scratch, State};
 
@@ -45,7 +45,8 @@ pub fn multi_head(
     states: Option<&States>,
 ) -> Result<Tensor<3>> {
     layer.ready()?;
-    let parameters = backend::flat(layer, DType::F32)?;
+    let keys = memory.as_ref().unwrap_or(&x).dims()[1];
+    let parameters = backend::flat(layer, backend::place(&x))?;
     let crossed = memory.is_some();
     let mut others: Vec<_> = memory.map(Tensor::into_dispatch).into_iter().collect();
     let norm = around.norm.map(|norm| NormSettings::push(norm, &mut others));
@@ -54,7 +55,7 @@ pub fn multi_head(
     others.extend(parameters.map(Tensor::into_dispatch));
     let operation = MultiHeadOperation {
         kernel: layer.kernel(),
-        mask: mask.clone(),
+        mask: mask.listed([x.dims()[0], keys])?,
         heads: module.heads,
         crossed,
         norm,
