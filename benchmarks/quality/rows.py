@@ -117,7 +117,10 @@ MAD = Table(
             _synthetic(spec, "softmax", "--steps 1000", column=task),
         )
     ]
-    + [_synthetic(_MAD["selective copying"], "kernelized", "--steps 1000", 8, "taylor2", column="selective copying")],
+    + [
+        _synthetic(_MAD["selective copying"], "kernelized", "--steps 1000", 8, "taylor2", column="selective copying"),
+        _synthetic(_MAD["selective copying"], "gated-delta", "--steps 1000", 4, column="selective copying"),
+    ],
     "What is copied stands anywhere among other tokens and is asked for in order. Without a convolution models have sinusoidal positions, "
     "behind one the convolution alone tells the order.",
 )
