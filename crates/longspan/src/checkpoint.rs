@@ -21,6 +21,7 @@ use std::io::{ErrorKind, Write};
 use std::path::Path;
 
 use burn::module::Module;
+#[cfg(feature = "autodiff")]
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, DType, TensorData};
 use burn_store::burn_pack::Tensor as PackTensor;
@@ -28,7 +29,6 @@ pub use burn_store::{ApplyResult, KeyRemapper};
 use burn_store::{ModuleAdapter, ModuleSnapshot, PyTorchToBurnAdapter, bridge};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -85,6 +85,7 @@ pub fn load_weights<M: Module>(path: impl AsRef<Path>, model: M) -> Result<M> {
 ///
 /// # Errors
 /// As [`save_weights`]; a record or progress that cannot be serialised.
+#[cfg(feature = "autodiff")]
 pub fn save_training<M: Module>(
     path: impl AsRef<Path>,
     model: &M,
@@ -100,6 +101,7 @@ pub fn save_training<M: Module>(
 ///
 /// # Errors
 /// As [`save_training`], but for those of the disk.
+#[cfg(feature = "autodiff")]
 pub fn training_to_bytes<M: Module>(
     path: impl AsRef<Path>,
     model: &M,
@@ -129,8 +131,9 @@ pub fn training_to_bytes<M: Module>(
 ///
 /// # Errors
 /// As [`load_weights`]; a file that is no training state, or another version's progress.
+#[cfg(feature = "autodiff")]
 #[allow(clippy::type_complexity, reason = "the four parts of a training state")]
-pub fn load_training<M: Module, P: DeserializeOwned>(
+pub fn load_training<M: Module, P: serde::de::DeserializeOwned>(
     path: impl AsRef<Path>,
     model: M,
     optimizer: ModuleOptimizer,

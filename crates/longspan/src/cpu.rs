@@ -9,12 +9,10 @@ use std::any::Any;
 use std::fmt::Debug;
 use std::sync::{Arc, OnceLock};
 
-use burn::backend::autodiff::checkpoint::base::Checkpointer;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+#[cfg(feature = "autodiff")]
+use burn::backend::Autodiff;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Backend, Dispatch, DispatchDevice, DispatchTensor, Flex, backend_extension};
+use burn::backend::{Backend, Dispatch, DispatchDevice, DispatchTensor, Flex, backend_extension};
 use burn::tensor::{Device, Tensor};
 pub(crate) use burn_flex::{FlexTensor, Layout};
 use longspan_kernels::Error;
@@ -109,7 +107,8 @@ impl<O: Operation> AnyOperation for O {
     }
 }
 
-#[backend_extension(Flex, Autodiff)]
+#[cfg_attr(feature = "autodiff", backend_extension(Flex, Autodiff))]
+#[cfg_attr(not(feature = "autodiff"), backend_extension(Flex))]
 pub(crate) trait CustomOperation: Backend {
     /// Burn's macro takes no list of tensors: as many as any operation has.
     #[allow(clippy::too_many_arguments)]
@@ -148,80 +147,90 @@ impl CustomOperation for Flex {
     }
 }
 
-impl<C: CheckpointStrategy> CustomOperation for Autodiff<Flex, C> {
-    fn custom_operation(
-        a: FloatTensor<Self>,
-        b: FloatTensor<Self>,
-        c: FloatTensor<Self>,
-        d: FloatTensor<Self>,
-        e: FloatTensor<Self>,
-        f: FloatTensor<Self>,
-        g: FloatTensor<Self>,
-        h: FloatTensor<Self>,
-        i: FloatTensor<Self>,
-        j: FloatTensor<Self>,
-        call: OperationCall,
-    ) -> FloatTensor<Self> {
-        let tensors = [a, b, c, d, e, f, g, h, i, j];
-        // Burn's nodes have a constant number of parents.
-        macro_rules! by_count {
-            ($($count:literal)*) => {
-                match call.count {
-                    $($count => node::<C, $count>(&tensors, call),)*
-                    count => unreachable!("an operation of {count} tensors"),
-                }
-            };
-        }
-        by_count!(1 2 3 4 5 6 7 8 9 10)
-    }
-}
-
 /// The operation as a node of the graph.
-fn node<C: CheckpointStrategy, const N: usize>(
-    tensors: &[FloatTensor<Autodiff<Flex, C>>],
-    call: OperationCall,
-) -> FloatTensor<Autodiff<Flex, C>> {
-    let nodes = std::array::from_fn(|n| tensors[n].node());
-    let preparation = Backward::<Flex, N>::prepare::<C>(OperationBackward, nodes).compute_bound().stateful();
-    let inputs: Vec<FlexTensor> = tensors[..N].iter().map(|tensor| tensor.primitive().clone()).collect();
-    match preparation {
-        OpsKind::Tracked(preparation) => match call.keep(call.operation.training(&inputs)) {
-            None => tensors[0].clone(),
-            Some((out, kept)) => {
-                let operation = call.operation.clone();
-                preparation.finish(Saved { operation, tensors: inputs, kept }, out)
+#[cfg(feature = "autodiff")]
+mod graph {
+    use burn::backend::autodiff::checkpoint::base::Checkpointer;
+    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+    use burn::backend::autodiff::grads::Gradients;
+    use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+
+    use super::*;
+
+    impl<C: CheckpointStrategy> CustomOperation for Autodiff<Flex, C> {
+        fn custom_operation(
+            a: FloatTensor<Self>,
+            b: FloatTensor<Self>,
+            c: FloatTensor<Self>,
+            d: FloatTensor<Self>,
+            e: FloatTensor<Self>,
+            f: FloatTensor<Self>,
+            g: FloatTensor<Self>,
+            h: FloatTensor<Self>,
+            i: FloatTensor<Self>,
+            j: FloatTensor<Self>,
+            call: OperationCall,
+        ) -> FloatTensor<Self> {
+            let tensors = [a, b, c, d, e, f, g, h, i, j];
+            // Burn's nodes have a constant number of parents.
+            macro_rules! by_count {
+                ($($count:literal)*) => {
+                    match call.count {
+                        $($count => node::<C, $count>(&tensors, call),)*
+                        count => unreachable!("an operation of {count} tensors"),
+                    }
+                };
             }
-        },
-        OpsKind::UnTracked(preparation) => match call.keep(call.operation.forward(&inputs)) {
-            None => tensors[0].clone(),
-            Some(out) => preparation.finish(out),
-        },
+            by_count!(1 2 3 4 5 6 7 8 9 10)
+        }
     }
-}
 
-/// What a node keeps: its tensors, which are shared and not copied, and what the operation kept.
-#[derive(Debug, Clone)]
-struct Saved {
-    operation: Arc<dyn AnyOperation>,
-    tensors: Vec<FlexTensor>,
-    kept: Kept,
-}
+    fn node<C: CheckpointStrategy, const N: usize>(
+        tensors: &[FloatTensor<Autodiff<Flex, C>>],
+        call: OperationCall,
+    ) -> FloatTensor<Autodiff<Flex, C>> {
+        let nodes = std::array::from_fn(|n| tensors[n].node());
+        let preparation = Backward::<Flex, N>::prepare::<C>(OperationBackward, nodes).compute_bound().stateful();
+        let inputs: Vec<FlexTensor> = tensors[..N].iter().map(|tensor| tensor.primitive().clone()).collect();
+        match preparation {
+            OpsKind::Tracked(preparation) => match call.keep(call.operation.training(&inputs)) {
+                None => tensors[0].clone(),
+                Some((out, kept)) => {
+                    let operation = call.operation.clone();
+                    preparation.finish(Saved { operation, tensors: inputs, kept }, out)
+                }
+            },
+            OpsKind::UnTracked(preparation) => match call.keep(call.operation.forward(&inputs)) {
+                None => tensors[0].clone(),
+                Some(out) => preparation.finish(out),
+            },
+        }
+    }
 
-#[derive(Debug)]
-struct OperationBackward;
+    /// What a node keeps: its tensors, which are shared and not copied, and what the operation kept.
+    #[derive(Debug, Clone)]
+    struct Saved {
+        operation: Arc<dyn AnyOperation>,
+        tensors: Vec<FlexTensor>,
+        kept: Kept,
+    }
 
-impl<const N: usize> Backward<Flex, N> for OperationBackward {
-    type State = Saved;
+    #[derive(Debug)]
+    struct OperationBackward;
 
-    fn backward(self, ops: Ops<Saved, N>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let d_out = grads.consume::<Flex>(&ops.node);
-        let Saved { operation, tensors, kept } = ops.state;
-        let found = operation.backward(&tensors, &kept, d_out);
-        // The forward took the same arguments; what is left is memory, of which Burn has no error either.
-        let found = found.unwrap_or_else(|error| panic!("{error}"));
-        for (parent, gradient) in ops.parents.into_iter().zip(found) {
-            if let (Some(parent), Some(gradient)) = (parent, gradient) {
-                grads.register::<Flex>(parent.id, gradient);
+    impl<const N: usize> Backward<Flex, N> for OperationBackward {
+        type State = Saved;
+
+        fn backward(self, ops: Ops<Saved, N>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let d_out = grads.consume::<Flex>(&ops.node);
+            let Saved { operation, tensors, kept } = ops.state;
+            let found = operation.backward(&tensors, &kept, d_out);
+            // The forward took the same arguments; what is left is memory, of which Burn has no error either.
+            let found = found.unwrap_or_else(|error| panic!("{error}"));
+            for (parent, gradient) in ops.parents.into_iter().zip(found) {
+                if let (Some(parent), Some(gradient)) = (parent, gradient) {
+                    grads.register::<Flex>(parent.id, gradient);
+                }
             }
         }
     }

@@ -6,14 +6,15 @@
 //! CPU and in plain tensor operations elsewhere; [`layers`] is what stands around them;
 //! [`models`] stacks them into blocks, a [`Seq2Seq`](models::Seq2Seq), a [`LanguageModel`](models::LanguageModel) and a
 //! [`Classifier`](models::Classifier);
-//! [`generate`] searches, [`sample`] draws; [`profile`] tells where time goes; [`checkpoint`] keeps weights and training states on disk.
+//! [`generate`] searches, [`sample`] draws; [`profile`] tells where time goes; [`checkpoint`] keeps weights and training states on disk. With the
+//! feature `train` the models are those of Burn's `Learner`.
 //!
 //! Errors: everything that depends on a caller's data returns a [`Result`] and does not panic. Configs are checked by
 //! `init`, shapes by `forward` and `step`.
 
 #![cfg_attr(
-    not(feature = "flex"),
-    allow(dead_code, reason = "operations of the CPU backend are compiled and never run")
+    not(all(feature = "autodiff", feature = "flex")),
+    allow(dead_code, reason = "operations of the CPU backend, or their gradients, are compiled and never run")
 )]
 
 #[cfg(doctest)]
@@ -31,6 +32,8 @@ pub mod layers;
 pub mod models;
 pub mod profile;
 pub mod sample;
+#[cfg(feature = "train")]
+pub mod train;
 
 pub use error::{Error, Result};
 pub use longspan_kernels as kernels;

@@ -20,7 +20,7 @@ mod multi_head;
 mod registry;
 mod softmax;
 pub(crate) mod stored;
-#[cfg(all(test, feature = "flex"))]
+#[cfg(all(test, feature = "autodiff", feature = "flex"))]
 mod tests;
 mod toeplitz;
 

@@ -14,8 +14,7 @@ use super::{KeyMask, stored::StoredAttention};
 use crate::backend::Outside;
 use crate::backend::{self, Layer, Peers};
 use crate::error::{Error, Result, argument, config, fits};
-use crate::layers::flex::{is_f32, numbers};
-use crate::layers::gradients::fused::taken;
+use crate::layers::flex::{is_f32, numbers, taken};
 use crate::layers::{
     Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, check_rows, fresh, linear, reshape,
 };
@@ -460,7 +459,7 @@ impl MultiHeadAttention {
     }
 }
 
-#[cfg(all(test, feature = "flex"))]
+#[cfg(all(test, feature = "autodiff", feature = "flex"))]
 mod tests {
     use super::*;
     use crate::layers::tests::{all_near, disturbed, random, with_gradients};

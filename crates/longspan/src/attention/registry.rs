@@ -273,7 +273,7 @@ impl Attention {
     /// # Errors
     /// A device that gives no numbers back.
     pub fn store(&self, state: &AttentionState) -> Result<StoredState> {
-        backend::store(self.layer(), state)
+        state.to_stored(self.layer())
     }
 
     /// Rebuilds a state from what [`Attention::store`] returned, also in another process.
@@ -281,7 +281,7 @@ impl Attention {
     /// # Errors
     /// Numbers of another mechanism or of other sizes.
     pub fn restore(&self, stored: &StoredState, device: &Device) -> Result<AttentionState> {
-        backend::restore(self.layer(), stored, device)
+        AttentionState::from_stored(self.layer(), stored, device)
     }
 
     /// Prepares keys and values for queries that come one by one, as in a decoder's cross-attention.

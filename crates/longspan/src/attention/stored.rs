@@ -9,8 +9,7 @@ use longspan_kernels::{Kernel, Mask, State};
 use super::{AttentionState, Heads, MemoryState, MultiHeadAttention};
 use crate::backend::{self, AnyKernel};
 use crate::error::{Error, Result, argument};
-use crate::layers::flex::numbers;
-use crate::layers::gradients::fused::taken;
+use crate::layers::flex::{numbers, taken};
 use crate::layers::stored::{StoredGatedNorm, StoredLayer};
 
 /// The tensors of a [`MultiHeadAttention`].

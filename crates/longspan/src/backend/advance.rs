@@ -81,8 +81,7 @@ pub(crate) fn check_step(layer: &dyn Layer, x: &Tensor<3>, state: &AttentionStat
     let dims = layer.heads().dims(x.dims()[0], 1, 1);
     if kernels_take(layer, x, state, !trains(layer, x)) {
         let learned = super::flat(layer, place(x))?;
-        let plain = |x: Tensor<1>| if x.device().is_autodiff() { x.inner() } else { x };
-        let learned = learned.map(|x| to_flex(plain(x))).transpose()?;
+        let learned = learned.map(|x| to_flex(super::plain(x))).transpose()?;
         return match &state.inner {
             Some(Inner::Kernels(before)) if before.dtype() == widen_type(x.dtype()) => {
                 Ok(before.check(&*layer.kernel(), &dims, learned.as_ref())?)
@@ -226,7 +225,7 @@ pub(crate) fn states_of(
 ) -> Result<States> {
     let dims = layer.heads().dims(batch, tokens, tokens);
     Ok(States::new(match &state.inner {
-        None => Arc::new(PrefixState::empty_for(&*layer.kernel(), &dims, dtype)?),
+        None => Arc::new(PrefixState::empty(&*layer.kernel(), &dims, dtype)?),
         Some(Inner::Kernels(before)) if before.dtype() == widen_type(dtype) => before.clone(),
         Some(_) => return Err(foreign_state(layer)),
     }))
@@ -245,7 +244,8 @@ fn step_in_kernels(
     let parameters = super::flat(layer, place(&q))?.map(to_flex).transpose()?;
     let operands = Operands { q: to_flex(q)?, k: to_flex(k)?, v: to_flex(v)?, parameters }.with_adjacent_rows();
     if state.inner.is_none() {
-        state.inner = Some(Inner::Kernels(Arc::new(PrefixState::empty(kernel, &operands)?)));
+        let empty = PrefixState::empty(kernel, &operands.dims(), operands.q.dtype())?;
+        state.inner = Some(Inner::Kernels(Arc::new(empty)));
     }
     match &mut state.inner {
         Some(Inner::Kernels(prefix)) if prefix.dtype() == widen_type(operands.q.dtype()) => {

@@ -15,7 +15,7 @@ mod running;
 mod state;
 mod stretches;
 pub(crate) mod tensor;
-#[cfg(all(test, feature = "flex"))]
+#[cfg(all(test, feature = "autodiff", feature = "flex"))]
 pub(crate) mod tests;
 
 use std::fmt::Debug;
@@ -195,8 +195,21 @@ pub(crate) fn place<const D: usize>(x: &Tensor<D>) -> (Device, DType) {
 
 /// Whether tensors of these devices can be in one operation: with autodiff or without, but under one strategy of gradient checkpointing.
 pub(crate) fn meet(one: &Device, other: &Device) -> bool {
-    let strategies = [one, other].map(Device::gradient_checkpointing_strategy);
-    one == other && (strategies[0] == strategies[1] || strategies.contains(&None))
+    #[cfg(feature = "autodiff")]
+    {
+        let strategies = [one, other].map(Device::gradient_checkpointing_strategy);
+        if strategies[0] != strategies[1] && !strategies.contains(&None) {
+            return false;
+        }
+    }
+    one == other
+}
+
+/// A tensor without autodiff.
+pub(crate) fn plain<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    #[cfg(feature = "autodiff")]
+    let x = x.without_autodiff();
+    x
 }
 
 /// All learned tensors.
@@ -224,16 +237,6 @@ pub(crate) fn flat(layer: &dyn Layer, called: (Device, DType)) -> Result<Option<
 /// Whether a tensor lies on the CPU backend, with or without autodiff.
 pub(crate) fn is_flex<const D: usize>(x: &Tensor<D>) -> bool {
     crate::cpu::is_flex(&x.device())
-}
-
-/// `state` as numbers.
-pub(crate) fn store(layer: &dyn Layer, state: &AttentionState) -> Result<StoredState> {
-    state.to_stored(layer)
-}
-
-/// Rebuilds a state of `layer` on `device` from its numbers.
-pub(crate) fn restore(layer: &dyn Layer, stored: &StoredState, device: &Device) -> Result<AttentionState> {
-    AttentionState::from_stored(layer, stored, device)
 }
 
 /// Checks that the tensors fit the module and each other.

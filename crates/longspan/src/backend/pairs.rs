@@ -49,16 +49,11 @@ impl Pairs {
         start..end.max(start + 1)
     }
 
-    /// `x`, `[batch, heads, keys, width]`, with `value` in the rows of ignored keys.
-    pub(crate) fn ignored_as(&self, x: Tensor<4>, value: f32) -> Tensor<4> {
+    /// `x`, `[batch, heads, keys, width]`, with 0 for ignored keys. Filled, not multiplied by 0: NaN in padding would stay NaN.
+    pub(crate) fn without_ignored(&self, x: Tensor<4>) -> Tensor<4> {
         let Some(ignored) = &self.ignored else { return x };
         let shape = x.dims();
-        x.mask_fill(ignored.clone().expand(shape), value)
-    }
-
-    /// `x` with 0 for ignored keys. Filled, not multiplied by 0: NaN in padding would stay NaN.
-    pub(crate) fn without_ignored(&self, x: Tensor<4>) -> Tensor<4> {
-        self.ignored_as(x, 0.0)
+        x.mask_fill(ignored.clone().expand(shape), 0.0)
     }
 
     /// Which of these pairs are not seen, `[batch or 1, 1, queries, keys]`; `None` where all are.

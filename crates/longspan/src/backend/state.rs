@@ -243,7 +243,7 @@ impl AttentionState {
     ///
     /// # Errors
     /// A device that gives no numbers back.
-    pub(super) fn to_stored(&self, layer: &dyn Layer) -> Result<StoredState> {
+    pub(crate) fn to_stored(&self, layer: &dyn Layer) -> Result<StoredState> {
         let read = |x: &Tensor<4>| x.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")));
         let (form, tensors) = match &self.inner {
             None => (Form::Empty, Vec::new()),
@@ -266,7 +266,7 @@ impl AttentionState {
     }
 
     /// Rebuilds the state of `layer` on `device` from its numbers.
-    pub(super) fn from_stored(layer: &dyn Layer, stored: &StoredState, device: &Device) -> Result<Self> {
+    pub(crate) fn from_stored(layer: &dyn Layer, stored: &StoredState, device: &Device) -> Result<Self> {
         let name = layer.name();
         let expected = || format!("a state of {name}");
         argument(stored.mechanism == name, NAME, "mechanism", expected, || format!("one of {}", stored.mechanism))?;

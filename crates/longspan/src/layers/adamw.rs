@@ -76,8 +76,8 @@ mod fused {
     use burn::tensor::{DType, Tensor};
     use longspan_kernels::layers::AdamW;
 
-    use crate::layers::flex::numbers;
-    use crate::layers::gradients::fused::{own, taken, tensor};
+    use crate::cpu::from_flex;
+    use crate::layers::flex::{numbers, own, taken};
 
     pub fn step<const D: usize>(
         constants: &AdamW,
@@ -99,7 +99,7 @@ mod fused {
         constants
             .step(rate, time + 1, own(&mut values), numbers(&gradient), moments)
             .unwrap_or_else(|error| panic!("{error}"));
-        let momentum = AdaptiveMomentumState::new(time + 1, tensor(m), tensor(v));
-        (tensor(values), Some(AdamWState::new(momentum)))
+        let momentum = AdaptiveMomentumState::new(time + 1, from_flex(m), from_flex(v));
+        (from_flex(values), Some(AdamWState::new(momentum)))
     }
 }

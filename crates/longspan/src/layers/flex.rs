@@ -1,6 +1,6 @@
 //! Tensors of the CPU backend as slices, and back.
 
-use crate::cpu::{FlexTensor, Layout, is_flex};
+use crate::cpu::{FlexTensor, Layout, is_flex, to_flex};
 use burn::backend::DispatchTensor;
 use burn::nn::Linear;
 use burn::tensor::{Bytes, DType, Shape, Tensor};
@@ -21,6 +21,17 @@ pub(crate) fn contiguous(tensors: &[FlexTensor]) -> Vec<FlexTensor> {
         tensor.to_contiguous()
     };
     tensors.iter().map(own).collect()
+}
+
+/// A tensor's own numbers, contiguous, of one without autodiff.
+pub(crate) fn taken<const D: usize>(x: Tensor<D>) -> FlexTensor {
+    to_flex(x).unwrap_or_else(|error| panic!("{error:?}")).to_contiguous()
+}
+
+/// The numbers of a contiguous tensor to write to; copied first where another tensor shares them.
+pub(crate) fn own(x: &mut FlexTensor) -> &mut [f32] {
+    let (start, len) = (x.layout().start_offset(), x.layout().num_elements());
+    &mut x.storage_mut::<f32>()[start..][..len]
 }
 
 /// Adds a layer's weight and, if it has one, its bias to the tensors of an operation; whether it has one.

@@ -4,6 +4,8 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
+use super::flex::{is_f32, numbers, own, taken};
+use crate::cpu::from_flex;
 use crate::error::{Result, argument};
 
 /// Scales the gradients of a module down so that their norm over all parameters is at most `limit`, and returns the norm before. A
@@ -23,9 +25,9 @@ pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, lim
     impl ModuleVisitor for Norm<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             let Some(gradient) = self.gradients.get::<D>(param.id) else { return };
-            if super::flex::is_f32(&gradient) {
-                let numbers = fused::taken(gradient);
-                self.squares += longspan_kernels::layers::gradients::sum_of_squares(super::flex::numbers(&numbers));
+            if is_f32(&gradient) {
+                let own = taken(gradient);
+                self.squares += longspan_kernels::layers::gradients::sum_of_squares(numbers(&own));
                 return;
             }
             let own = gradient.clone().mul(gradient).sum();
@@ -77,42 +79,20 @@ pub fn add_gradients(module: &impl Module, one: GradientsParams, other: Gradient
 }
 
 fn scaled<const D: usize>(x: Tensor<D>, by: f64) -> Tensor<D> {
-    if super::flex::is_f32(&x) {
-        let mut x = fused::taken(x);
-        longspan_kernels::layers::gradients::scale(fused::own(&mut x), by as f32);
-        return fused::tensor(x);
+    if is_f32(&x) {
+        let mut x = taken(x);
+        longspan_kernels::layers::gradients::scale(own(&mut x), by as f32);
+        return from_flex(x);
     }
     x.mul_scalar(by)
 }
 
 fn sum<const D: usize>(one: Tensor<D>, other: Tensor<D>) -> Tensor<D> {
-    if super::flex::is_f32(&one) && super::flex::is_f32(&other) && one.dims() == other.dims() {
-        let mut sum = fused::taken(one);
-        let added =
-            longspan_kernels::layers::gradients::add(fused::own(&mut sum), super::flex::numbers(&fused::taken(other)));
+    if is_f32(&one) && is_f32(&other) && one.dims() == other.dims() {
+        let mut sum = taken(one);
+        let added = longspan_kernels::layers::gradients::add(own(&mut sum), numbers(&taken(other)));
         added.unwrap_or_else(|error| panic!("{error}"));
-        return fused::tensor(sum);
+        return from_flex(sum);
     }
     one + other
-}
-
-/// Tensors of the CPU backend, without autodiff, as numbers to write to.
-pub(crate) mod fused {
-    use crate::cpu::{FlexTensor, from_flex, to_flex};
-    use burn::tensor::Tensor;
-
-    /// The tensor's own numbers, contiguous.
-    pub fn taken<const D: usize>(x: Tensor<D>) -> FlexTensor {
-        to_flex(x).unwrap_or_else(|error| panic!("{error:?}")).to_contiguous()
-    }
-
-    /// Numbers to write to; copied first where another tensor shares them.
-    pub fn own(x: &mut FlexTensor) -> &mut [f32] {
-        let (start, len) = (x.layout().start_offset(), x.layout().num_elements());
-        &mut x.storage_mut::<f32>()[start..][..len]
-    }
-
-    pub fn tensor<const D: usize>(x: FlexTensor) -> Tensor<D> {
-        from_flex(x)
-    }
 }

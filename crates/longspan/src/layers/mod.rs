@@ -4,6 +4,7 @@
 //! On Burn's CPU backend in `f32` each is one operation with a backward of its own, by
 //! [`longspan_kernels::layers`]; on every other backend, and for other numbers, the same in plain tensor operations.
 
+#[cfg(feature = "autodiff")]
 mod adamw;
 mod around;
 mod cross_entropy;
@@ -12,15 +13,17 @@ mod embedding;
 mod feed_forward;
 pub(crate) mod flex;
 pub(crate) mod gated_norm;
-pub(crate) mod gradients;
+#[cfg(feature = "autodiff")]
+mod gradients;
 pub(crate) mod linear;
 pub(crate) mod norm;
 mod pinball;
 mod squared_error;
 pub(crate) mod stored;
-#[cfg(all(test, feature = "flex"))]
+#[cfg(all(test, feature = "autodiff", feature = "flex"))]
 pub(crate) mod tests;
 
+#[cfg(feature = "autodiff")]
 pub use adamw::FusedAdamW;
 pub(crate) use around::Around;
 pub use cross_entropy::{CrossEntropyLoss, Targets, cross_entropy};
@@ -28,6 +31,7 @@ pub use dropout::{dropout, with_dropout_seed};
 pub use embedding::embedding;
 pub use feed_forward::{FeedForward, FeedForwardConfig};
 pub use gated_norm::{GatedRmsNorm, GatedRmsNormConfig};
+#[cfg(feature = "autodiff")]
 pub use gradients::{add_gradients, clip_gradients};
 pub use linear::{Activation, After, linear};
 pub(crate) use linear::{apply, check_like, check_rows, fresh, reshape};

@@ -6,8 +6,7 @@ use burn::nn::Linear;
 use burn::tensor::Tensor;
 use longspan_kernels::layers::{FeedForward as Call, GatedNormWeights, NormWeights, Weights};
 
-use super::flex::numbers;
-use super::gradients::fused::taken;
+use super::flex::{numbers, taken};
 use super::{FeedForward, GatedRmsNorm, NormKind, TokenNorm};
 
 /// A linear layer's tensors, contiguous.

@@ -11,8 +11,7 @@ use super::stored::StoredBlock;
 use crate::attention::AttentionState;
 use crate::backend;
 use crate::error::{Result, argument};
-use crate::layers::flex::{is_f32, numbers, shape};
-use crate::layers::gradients::fused::taken;
+use crate::layers::flex::{is_f32, numbers, shape, taken};
 use crate::layers::stored::{StoredLayer, StoredNorm};
 
 /// A [`LanguageModel`] that takes one token of each text after the other, on the CPU backend in `f32`. Made by

@@ -14,8 +14,7 @@ use crate::backend::with_scratch;
 use crate::cpu::from_flex;
 use crate::error::Result;
 use crate::layers::TokenNorm;
-use crate::layers::flex::{is_f32, numbers, tensor};
-use crate::layers::gradients::fused::taken;
+use crate::layers::flex::{is_f32, numbers, taken, tensor};
 use crate::layers::stored::{StoredFeedForward, StoredLayer, StoredNorm};
 
 /// The tensors of an [`EncoderBlock`].

@@ -318,7 +318,7 @@ impl Operands {
         Self { q: widened(&self.q), k: widened(&self.k), v: widened(&self.v), parameters }
     }
 
-    fn dims(&self) -> Dims {
+    pub fn dims(&self) -> Dims {
         let ([batch, heads, queries, head_dim], [_, kv_heads, keys, _]) = (shape(&self.q), shape(&self.k));
         Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim: shape(&self.v)[3] }
     }

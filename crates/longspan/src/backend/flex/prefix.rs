@@ -24,13 +24,8 @@ impl PrefixState {
         }
     }
 
-    /// Before the first token of calls like this one.
-    pub fn empty(kernel: &dyn AnyKernel, operands: &Operands) -> Result<Self, kernels::Error> {
-        Self::empty_for(kernel, &operands.dims(), operands.q.dtype())
-    }
-
     /// Before the first token of calls of these sizes.
-    pub fn empty_for(kernel: &dyn AnyKernel, dims: &Dims, dtype: DType) -> Result<Self, kernels::Error> {
+    pub fn empty(kernel: &dyn AnyKernel, dims: &Dims, dtype: DType) -> Result<Self, kernels::Error> {
         Ok(match dtype {
             DType::F64 => Self::F64(f64::mechanism(kernel).empty_state(dims)?),
             _ => Self::F32(f32::mechanism(kernel).empty_state(dims)?),
