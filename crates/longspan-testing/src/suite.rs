@@ -145,10 +145,14 @@ macro_rules! tests {
 }
 
 /// The tests that are the same for every mechanism, each in `f32` and in `f64`: isolation, layouts of memory, and
-/// states. `$over` runs a check over the cases that `$cases(seed, count, lengths)` and `$streams(seed, count)` draw.
+/// states. `$over` runs a check over the cases that `$cases(seed, count, lengths)` and `$streams(seed, count)` draw; `$sums` over those of
+/// mechanisms whose states add up, if not all do.
 #[macro_export]
 macro_rules! shared_tests {
     ($over:path, $cases:path, $streams:path) => {
+        $crate::shared_tests! { $over, $over, $cases, $streams }
+    };
+    ($over:path, $sums:path, $cases:path, $streams:path) => {
         $crate::shared_tests! { $over, |seed, count| $cases(seed, count, &$crate::grid::LENGTHS);
             unseen_keys_do_not_matter: isolation, 17 150, 18 100;
             rows_are_independent: isolation, 19 150, 20 100;
@@ -161,8 +165,10 @@ macro_rules! shared_tests {
             states_are_values: streaming, 33 100, 34 100;
             lengths_end_the_sequence: streaming, 35 100, 36 100;
             ignored_keys_keep_their_place: streaming, 37 100, 38 100;
-            states_add_up: streaming, 41 200, 42 200;
             gradients_pass_through_states: state_gradients, 43 200, 44 200;
+        }
+        $crate::shared_tests! { $sums, $streams;
+            states_add_up: streaming, 41 200, 42 200;
         }
     };
     ($over:path, $drawn:expr;

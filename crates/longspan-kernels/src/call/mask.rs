@@ -194,6 +194,11 @@ pub(crate) struct Sequence<'a> {
 }
 
 impl<'a> Sequence<'a> {
+    /// Where its first key stands among those of all heads, `[batch, kv_heads, keys]`.
+    pub fn place(&self, dims: &Dims, kv_head: usize) -> usize {
+        (self.batch * dims.kv_heads + kv_head) * dims.keys + self.key_start
+    }
+
     /// Whether key `j` is ignored.
     pub fn ignores(&self, key: usize) -> bool {
         self.padding.is_some_and(|padding| padding[key])

@@ -1,6 +1,7 @@
 //! The words of a call: sizes and views of tensors, masks, what goes in and comes out, states, working memory. Knows no mechanism.
 
 mod downscaled;
+mod gates;
 mod mask;
 mod mechanism;
 mod reference;
@@ -10,6 +11,7 @@ mod sink;
 mod state;
 
 pub(crate) use downscaled::downscaled;
+pub(crate) use gates::{check_log_decay, check_log_decays_of};
 pub(crate) use mask::Sequence;
 pub use mask::{Keys, Mask, Order};
 pub(crate) use mechanism::*;

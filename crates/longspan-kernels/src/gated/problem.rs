@@ -1,10 +1,10 @@
 //! A checked call, with what its tasks share.
 
 use super::{Gate, GatedAttention};
-use crate::call::{Call, Dims, Mechanism, Sequence, check_call, check_initial_state};
+use crate::call::{Call, Dims, Mechanism, Sequence, check_call, check_initial_state, check_log_decay};
 use crate::error::{Error, expect};
 use crate::simd::Real;
-use crate::simd::block::{all_finite, largest};
+use crate::simd::block::all_finite;
 use crate::simd::rows::{Rows, padded, pieces};
 
 /// Tokens of a chunk: as for kernelized attention, what stands in one fits the second cache.
@@ -100,7 +100,7 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// Where a unit's tokens stand among those of a parameter.
     pub fn place(&self, unit: &Unit<'_>) -> usize {
-        (unit.sequence.batch * self.dims.kv_heads + unit.kv_head) * self.dims.keys + unit.sequence.key_start
+        unit.sequence.place(&self.dims, unit.kv_head)
     }
 
     /// The gates of a unit's tokens; no numbers where there are none.
@@ -170,8 +170,7 @@ pub(super) fn check_gates<T: Real>(
     log_decay: Option<&[T]>,
     beta: Option<&[T]>,
 ) -> Result<(), Error> {
-    let top = log_decay.map_or(T::ZERO, largest);
-    expect(top <= T::ZERO, operation, "log_decay", || "numbers that are at most 0".into(), || top.to_string())?;
+    log_decay.map_or(Ok(()), |log_decay| check_log_decay(operation, log_decay))?;
     let two = T::from_f64(2.0);
     let wrong = beta.and_then(|beta| beta.iter().find(|&&beta| beta < T::ZERO || beta > two));
     let got = || wrong.map_or(String::new(), T::to_string);

@@ -1,8 +1,8 @@
 //! The state: `S`, and how far it has decayed.
 
 use super::GatedAttention;
-use crate::call::{Dims, Mechanism, State, StateShape};
-use crate::error::{Error, expect};
+use crate::call::{Dims, Mechanism, State, StateShape, check_log_decays_of};
+use crate::error::Error;
 use crate::simd::Real;
 use crate::simd::block::{add_scaled, dot};
 
@@ -19,9 +19,7 @@ pub(super) fn check_gates<T: Real>(
     state: &State<T>,
     argument: &'static str,
 ) -> Result<(), Error> {
-    let wrong = state.each(1).flatten().find(|&&g| g > T::ZERO);
-    let expected = || "sums of log decays, at most 0".into();
-    expect(wrong.is_none(), attention.name(), argument, expected, || wrong.map_or(String::new(), T::to_string))
+    check_log_decays_of(attention.name(), argument, state, 1)
 }
 
 /// Checks two states that follow each other, and that they have a sum.

@@ -1,5 +1,6 @@
 //! How the weight of a key falls with the tokens after it: not at all, by a constant factor, or by one that each token brings.
 
+use super::KernelizedAttention;
 use crate::call::Arena;
 use crate::simd::Real;
 use crate::simd::block::{decay_by, multiply};
@@ -33,14 +34,15 @@ impl<T: Real> Decay<'_, T> {
         }
     }
 
-    /// The same from `start` to `to`, given that from `start` to `from`: no product is formed twice.
-    pub fn further(&self, before: T, start: isize, (from, to): (isize, isize)) -> T {
-        if let Self::Gates(_) = self { fall(before, self.between(from, to)) } else { self.between(start, to) }
+    /// The same over two ranges beside each other, given what a weight falls by over each of them: no product of gates is formed twice.
+    pub fn over_both(&self, [one, other]: [T; 2], (from, to): (isize, isize)) -> T {
+        if let Self::Gates(_) = self { fall(one, other) } else { self.between(from, to) }
     }
 
-    /// The same with `before` the one from `from` to `end`, and the result that from `start` to `end`.
-    pub fn earlier(&self, before: T, (start, from): (isize, isize), end: isize) -> T {
-        if let Self::Gates(_) = self { fall(before, self.between(start, from)) } else { self.between(start, end) }
+    /// What a weight falls by from each of the tokens from `first` on to the next.
+    pub fn steps(&self, first: isize, to: &mut [T]) {
+        let Self::Gates(_) = self else { return to.fill(self.between(0, 1)) };
+        to.iter_mut().zip(first..).for_each(|(to, token)| *to = self.between(token, token + 1));
     }
 
     /// What the sums of a state fall by until token 0 is there. Under a constant decay they have already.
@@ -61,8 +63,6 @@ pub(super) struct Decays<'s, T> {
     pub from_start: &'s mut [T],
     /// From each token to the one after the last.
     pub to_end: &'s mut [T],
-    /// Over all of them, to the one after the last.
-    pub total: T,
     /// `γⁿ` for n from its length down to 0, or rows × columns of gates.
     table: &'s mut [T],
     columns: usize,
@@ -74,16 +74,15 @@ pub(super) struct Decays<'s, T> {
 impl<'s, T: Real> Decays<'s, T> {
     /// For pieces of at most `chunk` tokens, and tiles of `rows` by `columns`; nothing where there is no decay.
     pub fn new(
-        (exists, gates): (bool, bool),
+        attention: &KernelizedAttention,
         chunk: usize,
         [rows, columns]: [usize; 2],
         arena: &mut Arena<'s, T>,
     ) -> Self {
-        let len = |len: usize| if exists { len } else { 0 };
+        let (len, gates) = (|len: usize| if attention.decays() { len } else { 0 }, attention.gate);
         Self {
             from_start: arena.take(len(chunk)),
             to_end: arena.take(len(chunk)),
-            total: T::ONE,
             table: arena.take(len(if gates { rows * columns } else { rows + columns })),
             columns,
             lead: 0,
@@ -107,9 +106,7 @@ impl<'s, T: Real> Decays<'s, T> {
         count: usize,
         (rows, lead, columns): (usize, usize, usize),
     ) {
-        let end = first + count as isize;
         self.lead = lead;
-        self.total = decay.between(first, end);
         let Decay::Gates(_) = decay else {
             // Empty where no unit decays, and all 1 where others do.
             let powers = self.table.iter().rev();
@@ -148,6 +145,11 @@ impl<'s, T: Real> Decays<'s, T> {
             line[seen..columns].fill(T::ONE);
             decay_by(&mut line[..seen], step(first + row as isize));
         }
+    }
+
+    /// Over all tokens that are laid out, to the one after the last.
+    pub fn total(&self) -> T {
+        self.to_end.first().copied().unwrap_or(T::ONE)
     }
 
     /// The decays from each of the first `columns` keys of the tile to row `row`, as far as it sees them.

@@ -137,9 +137,9 @@ impl KernelizedAttention {
         fingerprint(self.feature_map.state_id().into_iter().chain(fourier).chain([radius]).chain(decay))
     }
 
-    /// Whether weights fall with time, and by what tokens bring.
-    fn decays(&self) -> (bool, bool) {
-        (self.gate || self.decay.is_some(), self.gate)
+    /// Whether weights fall with time.
+    fn decays(&self) -> bool {
+        self.gate || self.decay.is_some()
     }
 
     /// The parameters of positions and of the map, and that of gates.

@@ -9,7 +9,8 @@ use super::state::Head;
 use super::taylor::Taylor;
 use super::{KernelizedAttention, Score};
 use crate::call::{
-    Arena, Call, Dims, Lines, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_state, check_state,
+    Arena, Call, Dims, Lines, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_state,
+    check_log_decay, check_state,
 };
 use crate::error::{Error, expect};
 use crate::feature_map::elementwise::{Shift, load_features};
@@ -119,7 +120,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let causal = call.mask.order == Order::Causal;
 
         attention.check_options(&dims)?;
-        if attention.decays().0 && !causal {
+        if attention.decays() && !causal {
             return Err(Error::Unsupported {
                 operation,
                 combination: "decay with a bidirectional mask",
@@ -204,7 +205,7 @@ impl<'a, T: Real> Problem<'a, T> {
         for (sequence, kv_head) in
             self.sequences.iter().flat_map(|s| (0..self.dims.kv_heads).map(move |head| (s, head)))
         {
-            let place = (sequence.batch * self.dims.kv_heads + kv_head) * self.dims.keys + sequence.key_start;
+            let place = sequence.place(&self.dims, kv_head);
             let ignored = (0..sequence.keys).filter(|&key| sequence.ignores(key));
             ignored.for_each(|key| factors[place + key] = T::ONE);
         }
@@ -215,7 +216,7 @@ impl<'a, T: Real> Problem<'a, T> {
     pub fn log_decays(&self, unit: &Unit<'_, T>) -> T {
         let (_, Some(log_decay)) = self.attention.split_gate(self.call.parameters) else { return T::ZERO };
         let sequence = &unit.sequence;
-        let place = (sequence.batch * self.dims.kv_heads + unit.kv_head) * self.dims.keys + sequence.key_start;
+        let place = sequence.place(&self.dims, unit.kv_head);
         let keys = (0..sequence.keys).filter(|&key| !sequence.ignores(key));
         T::from_f64(keys.map(|key| log_decay[place + key].to_f64()).sum())
     }
@@ -246,7 +247,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let (sequence, kv_head) = (self.sequences[index / self.dims.kv_heads], index % self.dims.kv_heads);
         let decay = match &self.attention.decay {
             _ if self.attention.gate => {
-                let place = (sequence.batch * self.dims.kv_heads + kv_head) * self.dims.keys + sequence.key_start;
+                let place = sequence.place(&self.dims, kv_head);
                 Decay::Gates(self.factors.get(place..place + sequence.keys).unwrap_or_default())
             }
             Some(decay) if decay[kv_head] != 1.0 => Decay::Constant(decay[kv_head]),
@@ -438,12 +439,6 @@ impl NegativeRows {
         let (head, row) = (first / dims.queries, first % dims.queries);
         Err(Error::NegativeDenominators { operation, rows, batch: head / dims.heads, head: head % dims.heads, row })
     }
-}
-
-/// Refuses what would grow; what is no number spreads by itself.
-pub(super) fn check_log_decay<T: Real>(operation: &'static str, log_decay: &[T]) -> Result<(), Error> {
-    let top = largest(log_decay);
-    expect(top <= T::ZERO, operation, "log_decay", || "numbers that are at most 0".into(), || top.to_string())
 }
 
 /// Checks log decays, and that each token brings one: as many queries as keys.

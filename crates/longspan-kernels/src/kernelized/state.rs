@@ -2,7 +2,9 @@
 
 use super::KernelizedAttention;
 use super::layout::FeatureLayout;
-use crate::call::{CombineGradients, Dims, Mechanism, PARTS, State, StateShape, check_count, is_count};
+use crate::call::{
+    CombineGradients, Dims, Mechanism, PARTS, State, StateShape, check_count, check_log_decays_of, is_count,
+};
 use crate::error::{Error, expect};
 use crate::fourier::Positions;
 use crate::fourier::rotation::angles_after;
@@ -143,9 +145,7 @@ pub(super) fn check_marks<T: Real>(
         let expected = || format!("a whole number below {rows} as the index of the ring's oldest row");
         expect(is_count(oldest, rows), operation, argument, expected, || oldest.to_string())?;
     }
-    let grown = state.each(PASSED_PART).flatten().find(|&&g| g > T::ZERO);
-    let expected = || "sums of log decays, at most 0".into();
-    expect(grown.is_none(), operation, argument, expected, || grown.map_or(String::new(), T::to_string))
+    check_log_decays_of(operation, argument, state, PASSED_PART)
 }
 
 /// Two states of one mechanism, one after the other.

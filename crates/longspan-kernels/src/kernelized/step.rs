@@ -1,10 +1,12 @@
 //! One token at a time, in constant time and memory: what the forward pass would give for the last row.
 
 use super::layout::FeatureLayout;
-use super::problem::{NegativeRows, check_log_decay};
+use super::problem::NegativeRows;
 use super::state::{Head, OLDEST, SHIFT, add_row};
 use super::{KernelizedAttention, Score};
-use crate::call::{Arena, Dims, Mechanism, State, StepMemory, Token, check_token, step_rows, token_dims};
+use crate::call::{
+    Arena, Dims, Mechanism, State, StepMemory, Token, check_log_decay, check_token, step_rows, token_dims,
+};
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{FeatureDots, Features, Shift, load_features};

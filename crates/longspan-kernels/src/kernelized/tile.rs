@@ -1,7 +1,7 @@
 //! One chunk of queries against the keys around it: the working memory, and the dense tile of weights that forward and
 //! backward share.
 
-use super::decays::{Decay, Decays};
+use super::decays::Decays;
 use super::features::Lift;
 use super::problem::{CHUNK, Problem, Table, Unit};
 use super::state::Head;
@@ -175,7 +175,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             slopes: arena.take(if gradients { chunk * tile_row } else { 0 } * usize::from(problem.taylor.is_some())),
             linear: arena.take(if gradients { chunk * linear_width(problem) } else { 0 }),
             relative: arena.take(chunk * problem.table_width()),
-            decays: Decays::new(problem.attention.decays(), chunk, [chunk, window], arena),
+            decays: Decays::new(problem.attention, chunk, [chunk, window], arena),
             far_decays: FarDecays { gains: arena.take(of_far), steps: arena.take(of_far) },
             state: arena.take(problem.head_width * (problem.value_width + 1)),
             sums: arena.take(chunk),
@@ -253,13 +253,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             self.decays.over(unit.decay, radius, (0, first - radius as isize + 1), &mut gains[..rows]);
             multiply(&mut gains[..rows], self.present);
         }
-        match unit.decay {
-            Decay::Gates(_) => {
-                let step = |row: usize| unit.decay.between(first + row as isize, first + row as isize + 1);
-                steps[..rows].iter_mut().enumerate().for_each(|(row, to)| *to = step(row));
-            }
-            _ => steps[..rows].fill(unit.decay.between(0, 1)),
-        }
+        unit.decay.steps(first, &mut steps[..rows]);
     }
 
     fn lay_out(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>, offset: isize, row: usize, rows: usize) -> Piece {

@@ -49,7 +49,7 @@ fn over(cases: &[Case], check: Check) {
 const LENGTHS: [usize; 12] = [0, 1, 2, 15, 16, 17, 33, 63, 64, 65, 130, 200];
 
 /// Causal calls of as many queries as keys.
-fn cases(seed: u64, count: usize) -> Vec<Case> {
+fn cases(seed: u64, count: usize, lengths: &[usize]) -> Vec<Case> {
     let square = |(n, case): (usize, Case)| {
         let keys = match case.keys {
             KeyMask::Packed { keys, .. } => KeyMask::Packed { queries: keys.clone(), keys },
@@ -62,13 +62,13 @@ fn cases(seed: u64, count: usize) -> Vec<Case> {
         let dims = Dims { queries: case.dims.keys, head_dim, value_dim, ..case.dims };
         Case { dims, causal: true, offset: 0, keys, positive: false, ..case }
     };
-    grid::channels(seed, count, &LENGTHS).into_iter().enumerate().map(square).collect()
+    grid::channels(seed, count, lengths).into_iter().enumerate().map(square).collect()
 }
 
 /// The same from the first token on, all of them there.
 fn streams(seed: u64, count: usize) -> Vec<Case> {
     let stream = |case: Case| Case { keys: KeyMask::All, ..case };
-    cases(seed, count).into_iter().filter(|case| case.dims.keys > 0).map(stream).collect()
+    cases(seed, count, &LENGTHS).into_iter().filter(|case| case.dims.keys > 0).map(stream).collect()
 }
 
 /// Those whose states add up.
@@ -78,32 +78,16 @@ fn over_sums(cases: &[Case], check: Check) {
     assert_all(check, cases.iter().enumerate().map(|(n, case)| (&subjects[n % subjects.len()], case)));
 }
 
-longspan_testing::shared_tests! { over, cases;
-    unseen_keys_do_not_matter: isolation, 65 200, 75 100;
-    rows_are_independent: isolation, 66 200, 76 100;
-    padding_does_not_matter: isolation, 67 200, 77 100;
-    poison_does_not_matter: memory, 68 200, 78 100;
-    strides_do_not_matter: memory, 69 200, 79 100;
-}
-longspan_testing::shared_tests! { over, streams;
-    pieces_make_the_whole: streaming, 31 200, 32 200;
-    states_are_values: streaming, 33 100, 34 100;
-    lengths_end_the_sequence: streaming, 35 100, 36 100;
-    ignored_keys_keep_their_place: streaming, 37 100, 38 100;
-    gradients_pass_through_states: state_gradients, 43 200, 44 200;
-}
-longspan_testing::shared_tests! { over_sums, streams;
-    states_add_up: streaming, 41 200, 42 200;
-}
+longspan_testing::shared_tests!(over, over_sums, cases, streams);
 
 longspan_testing::tests! { over;
     forward_is_the_definition:
-        cases(61, 400) => accuracy::forward::<f32>,
-        cases(62, 400) => accuracy::forward::<f64>;
-    gradients_are_those_of_the_definition: cases(63, 400) => accuracy::gradient;
-    gradients_in_f32_are_those_in_f64: cases(64, 400) => accuracy::gradient_in_f32;
-    packed_is_looped: cases(71, 200) => isolation::packed_is_looped::<f64>;
-    threads_do_not_matter: cases(70, 60) => threads::threads_do_not_matter::<f32>;
+        cases(61, 400, &LENGTHS) => accuracy::forward::<f32>,
+        cases(62, 400, &LENGTHS) => accuracy::forward::<f64>;
+    gradients_are_those_of_the_definition: cases(63, 400, &LENGTHS) => accuracy::gradient;
+    gradients_in_f32_are_those_in_f64: cases(64, 400, &LENGTHS) => accuracy::gradient_in_f32;
+    packed_is_looped: cases(71, 200, &LENGTHS) => isolation::packed_is_looped::<f64>;
+    threads_do_not_matter: cases(70, 60, &LENGTHS) => threads::threads_do_not_matter::<f32>;
     gradients_of_states_are_difference_quotients:
         streams(72, 100) => state_gradients::state_gradients_are_difference_quotients;
 }

@@ -55,23 +55,7 @@ fn over_sums(cases: &[Case], check: Check) {
     assert_all(check, cases.iter().enumerate().map(|(n, case)| (&subjects[n % subjects.len()], case)));
 }
 
-longspan_testing::shared_tests! { over, |seed, count| cases(seed, count, &grid::LENGTHS);
-    unseen_keys_do_not_matter: isolation, 17 150, 18 100;
-    rows_are_independent: isolation, 19 150, 20 100;
-    padding_does_not_matter: isolation, 21 200, 22 100;
-    poison_does_not_matter: memory, 27 200, 28 200;
-    strides_do_not_matter: memory, 29 200, 30 200;
-}
-longspan_testing::shared_tests! { over, streams;
-    pieces_make_the_whole: streaming, 31 200, 32 200;
-    states_are_values: streaming, 33 100, 34 100;
-    lengths_end_the_sequence: streaming, 35 100, 36 100;
-    ignored_keys_keep_their_place: streaming, 37 100, 38 100;
-    gradients_pass_through_states: state_gradients, 43 200, 44 200;
-}
-longspan_testing::shared_tests! { over_sums, streams;
-    states_add_up: streaming, 41 200, 42 200;
-}
+longspan_testing::shared_tests!(over, over_sums, cases, streams);
 
 longspan_testing::tests! { over;
     forward_is_the_definition:

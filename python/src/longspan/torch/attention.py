@@ -16,6 +16,11 @@ from . import _combine, _dispatch, _operators
 from ._modules import refuse_hooks
 from ._states import TensorState
 
+def log_decays(rate: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    """Gates of numbers ``x [batch, kv_heads, tokens, n]`` that come with the keys, by what is learned."""
+    return -(rate.exp()[:, None, None] * F.softplus(x + bias[:, None]))
+
+
 def draw_gates(rate: Tensor, bias: Tensor) -> None:
     """As Mamba-2: e^rate from 1 to 16, the softplus of the bias from 0.001 to 0.1."""
     nn.init.uniform_(rate, 0.0, math.log(16.0))
@@ -95,9 +100,8 @@ class Attention(nn.Module):
         if k.shape[-1] != self.key_dim:
             raise ValueError(f"{type(self).__name__}: k: expected keys of key_dim = {self.key_dim} numbers, got {k.shape[-1]}")
         k, x = k.split([self.head_dim, 1], -1)
-        of_heads = [self.num_kv_heads] + [1] * (x.dim() - 3)
-        log_decay = -(self.rate.exp().reshape(of_heads) * F.softplus(x[..., 0] + self.bias.reshape(of_heads)))
-        return k, (log_decay if x.dim() == 4 else log_decay[..., None],)
+        # Of one token there is no axis of tokens.
+        return k, (log_decays(self.rate, self.bias, x if x.dim() == 4 else x[:, :, None])[..., 0],)
 
     def _named(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         return tuple([getattr(self, name) for name in names])
@@ -133,7 +137,8 @@ class Attention(nn.Module):
             for name, heads in zip(self._maps, (self.num_heads, self.num_kv_heads)):
                 self.register_parameter(name, nn.Parameter(torch.empty((heads, width, self.head_dim), **place)))
         if self._gate:
-            self.rate, self.bias = (nn.Parameter(torch.empty(self.num_kv_heads, **place)) for _ in range(2))
+            self.rate = nn.Parameter(torch.empty(self.num_kv_heads, **place))
+            self.bias = nn.Parameter(torch.empty(self.num_kv_heads, 1, **place))
         self.reset_parameters()
         _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
 

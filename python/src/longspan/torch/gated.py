@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .. import _options
 from .._native import State
 from . import _dispatch
 from ._modules import refuse_hooks
 from ._states import TensorState
-from .attention import Attention, draw_gates
+from .attention import Attention, draw_gates, log_decays
 
 _GATES = {"none": 0, "head": 1}
 
@@ -52,7 +51,7 @@ class _Gated(Attention):
         k, x, y = k.split([self.head_dim, _GATES.get(self.gate, self.head_dim), int(self.beta_max is not None)], -1)
         gates: tuple[Tensor, ...] = ()
         if self._own:
-            log_decay = -(self.rate.exp()[:, None, None] * F.softplus(x + self.bias[:, None]))
+            log_decay = log_decays(self.rate, self.bias, x)
             gates = (log_decay[..., 0] if self.gate == "head" else log_decay,)
         return k, gates if self.beta_max is None else (*gates, self.beta_max * y[..., 0].sigmoid())
 

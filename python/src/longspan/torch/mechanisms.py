@@ -39,7 +39,7 @@ class KernelizedAttention(Attention):
         As in `longspan.ops.kernelized_attention`.
     gate : bool
         Each token brings a decay: a key is ``[k | x]`` with ``log_decay = -exp(rate) softplus(x + bias)``, of ``key_dim`` numbers. Then
-        ``rate`` and ``bias``, ``[num_kv_heads]``, are learned, too, and start as Mamba-2's. Causal calls only.
+        ``rate``, ``[num_kv_heads]``, and ``bias``, ``[num_kv_heads, 1]``, are learned, too, and start as Mamba-2's. Causal calls only.
     num_kv_heads : int, optional
         Key/value heads, a divisor of ``num_heads``, which is the default.
     device, dtype
@@ -87,7 +87,7 @@ class ShawAttention(Attention):
         As in `longspan.ops.shaw_attention`. With ``rel_feature_map="identity"`` rows are as wide as the feature map's.
     gate : bool
         Each token brings a decay: a key is ``[k | x]`` with ``log_decay = -exp(rate) softplus(x + bias)``, of ``key_dim`` numbers. Then
-        ``rate`` and ``bias``, ``[num_kv_heads]``, are learned, too, and start as Mamba-2's. Causal calls only.
+        ``rate``, ``[num_kv_heads]``, and ``bias``, ``[num_kv_heads, 1]``, are learned, too, and start as Mamba-2's. Causal calls only.
     num_kv_heads : int, optional
         Key/value heads, a divisor of ``num_heads``, which is the default.
     device, dtype
@@ -145,7 +145,7 @@ class FourierAttention(Attention):
         As in `longspan.ops.fourier_attention`; ``wave="pairs"`` with ``normalizer="unrotated"`` is rotary positions.
     gate : bool
         Each token brings a decay: a key is ``[k | x]`` with ``log_decay = -exp(rate) softplus(x + bias)``, of ``key_dim`` numbers. Then
-        ``rate`` and ``bias``, ``[num_kv_heads]``, are learned, too, and start as Mamba-2's. Causal calls only.
+        ``rate``, ``[num_kv_heads]``, and ``bias``, ``[num_kv_heads, 1]``, are learned, too, and start as Mamba-2's. Causal calls only.
     longest : float
         In units of positions: waves at the start are from ``2 pi`` to about ``2 pi longest`` long.
     axes : int, optional

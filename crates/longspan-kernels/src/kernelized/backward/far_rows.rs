@@ -1,6 +1,5 @@
 //! Rows that see a key as one of their far ones: they share its weight, so a running sum of them is all a key needs.
 
-use super::super::decays::Decay;
 use super::super::problem::CHUNK;
 use super::super::summary::Summary;
 use super::key_buffers::KeyBuffers;
@@ -56,18 +55,6 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let d = &buffers.d[row * value_width..][..value_width];
             add_scaled(&mut buffers.far_rows[n * value_width..][..value_width], weight, d);
             buffers.far_counts[n] += weight * buffers.c[row];
-        }
-    }
-
-    /// Lays out how the sum of far rows falls from each of the positions `first..first + count` to the next.
-    pub fn load_far_steps(&self, first: isize, count: usize, buffers: &mut KeyBuffers<'_, T>) {
-        let decay = self.unit.decay;
-        match decay {
-            Decay::Gates(_) => {
-                let step = |n: usize| decay.between(first + n as isize, first + n as isize + 1);
-                buffers.far_steps[..count].iter_mut().enumerate().for_each(|(n, to)| *to = step(n));
-            }
-            _ => buffers.far_steps[..count].fill(decay.between(0, 1)),
         }
     }
 

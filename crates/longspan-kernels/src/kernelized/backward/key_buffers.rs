@@ -79,7 +79,7 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
             far_counts: arena.take(chunk),
             far_steps: arena.take(chunk),
             far_gains: arena.take(chunk),
-            decays: Decays::new(problem.attention.decays(), chunk, [window, chunk], arena),
+            decays: Decays::new(problem.attention, chunk, [window, chunk], arena),
             ones: arena.take(usize::from(problem.attention.gate) * chunk),
             state: arena.take(head * (value + 1)),
             state_columns: arena.take(head * value),

@@ -85,7 +85,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let problem = self.problem;
         if content {
             buffers.decays.load(self.unit.decay, start, count, (0, 0, 0));
-            local.scale_content(buffers.decays.total);
+            local.scale_content(buffers.decays.total());
             for head in problem.heads(&self.unit) {
                 self.load_rows(head, start, count, buffers);
                 let ahead = self.rows_ahead(head, start - buffers.chunk as isize, start);
@@ -98,7 +98,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 self.load_rows(head, start + lag as isize, count, buffers);
                 self.add_far_rows(head, 0, count, 0, buffers);
             }
-            self.load_far_steps(start + lag as isize, count, buffers);
+            self.unit.decay.steps(start + lag as isize, &mut buffers.far_steps[..count]);
             self.sum_far(count, local, buffers);
         }
     }
@@ -140,7 +140,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 if let Some(start) = start {
                     let far = (&mut *far, &mut far_count);
                     self.piece(stage.number, at, count, start, start_decay, local, far, buffers);
-                    start_decay = self.unit.decay.earlier(start_decay, (at, stop), to);
+                    start_decay = self.unit.decay.over_both([start_decay, buffers.decays.total()], (at, to));
                 } else {
                     let far = problem.radius.filter(|&radius| problem.causal || radius > 0);
                     let content = problem.content && problem.causal && at >= 0;

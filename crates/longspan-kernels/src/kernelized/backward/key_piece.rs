@@ -152,7 +152,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                     scale_rows((buffers.dv, value_width), value_width, &factors[..keys]);
                 }
             }
-            local.scale_content(buffers.decays.total);
+            local.scale_content(buffers.decays.total());
         }
         if !written {
             buffers.dk[..keys * head_width].fill(T::ZERO);
@@ -167,7 +167,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         if far_rows {
             let entering = first_position + (lead + radius) as isize;
             self.clear_far_rows(entering, keys, buffers);
-            self.load_far_steps(entering, keys, buffers);
+            unit.decay.steps(entering, &mut buffers.far_steps[..keys]);
             let KeyBuffers { decays, far_gains, .. } = buffers;
             decays.over(unit.decay, radius, (radius.saturating_sub(1), entering), &mut far_gains[..keys]);
         }

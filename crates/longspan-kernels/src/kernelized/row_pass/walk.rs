@@ -124,8 +124,8 @@ impl<T: Real> Walk<'_, '_, T> {
                 visitor.attend(self, &piece, &scene, buffers);
             }
             let place = |row: usize| row as isize + segment.offset;
-            let passed = (place(row), place(row + piece.rows));
-            start_decay = self.unit.decay.further(start_decay, place(segment.from), passed);
+            let passed = (place(segment.from), place(row + piece.rows));
+            start_decay = self.unit.decay.over_both([start_decay, buffers.decays.total()], passed);
             row += piece.rows;
             if row == segment.to && !kept {
                 break;
@@ -164,7 +164,7 @@ impl<T: Real> Walk<'_, '_, T> {
         let width = problem.head_width;
         let decays = !self.unit.decay.is_none();
         if decays {
-            local.scale_content(buffers.decays.total);
+            local.scale_content(buffers.decays.total());
             // The next piece's first row reads them.
             scale_rows((buffers.k, width), width, &buffers.decays.to_end[..piece.keys]);
         }
