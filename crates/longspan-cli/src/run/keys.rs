@@ -130,7 +130,7 @@ pub const KEYS: [Key; 56] = [
     key("tokens", "null", Any, Word("TOKENS"),
         "What a text is cut into: characters, bytes or a tokenizer.json; with --text also bpe, which is learned from the text, with \
          --labelled also words"),
-    key("vocabulary", "null", Size, Whole("N"), "Entries of a byte-pair encoding that is learned from the text"),
+    key("vocabulary", "null", Size, Whole("N"), "Entries of a byte-pair encoding that is learned from the text; as many as a text of its length carries"),
     key("segment", "256", Size, No, "tokens of a text computed at a time"),
     key("carry", "16", Size, No, "segments after which states are reset in training"),
     key("backpropagate", "1", Size, Whole("N"), "Segments of a text that a step learns from (truncated backpropagation through time)"),

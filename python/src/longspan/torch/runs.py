@@ -47,6 +47,7 @@ the mechanism itself. Mechanisms that do not see the order of tokens (kernelized
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -110,6 +111,16 @@ def _words(text: str) -> list[str]:
     return [word for word in _SPACE.split(text) if word]
 
 
+@functools.lru_cache(maxsize=8)
+def _of_json(contents: str) -> tuple[Any, int | None]:
+    """The tokenizer of a ``tokenizer.json``, and its id of what is not known."""
+    from tokenizers import Tokenizer as Json
+
+    tokenizer, model = Json.from_str(contents), json.loads(contents)["model"]
+    unknown = model.get("unk_token")
+    return tokenizer, model.get("unk_id") if unknown is None else tokenizer.token_to_id(unknown)
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """Text to ids and back, as the command does it.
@@ -117,9 +128,10 @@ class Tokenizer:
     Parameters
     ----------
     kind : str
-        ``"characters"``, ``"words"`` or ``"bytes"``.
+        ``"characters"``, ``"words"``, ``"bytes"`` or ``"json"``, which needs the package ``tokenizers``.
     vocabulary : tuple of str
-        What stands for the ids from 4 on; `PAD`, `START`, `END` and `UNKNOWN` are 0 to 3. Bytes need none.
+        What stands for the ids from 4 on; `PAD`, `START`, `END` and `UNKNOWN` are 0 to 3. Bytes need none. Of kind ``"json"`` the contents of
+        a ``tokenizer.json``, whose ids are moved up by 4.
 
     Examples
     --------
@@ -151,7 +163,7 @@ class Tokenizer:
         Parameters
         ----------
         path : path
-            A run's ``source_tokenizer.json`` or ``target_tokenizer.json``.
+            A run's ``source_tokenizer.json``, ``target_tokenizer.json`` or ``text_tokenizer.json``.
 
         Returns
         -------
@@ -161,16 +173,18 @@ class Tokenizer:
         Raises
         ------
         ValueError
-            For a ``tokenizer.json`` of another kind.
+            For a file of another kind.
         """
         stored = read_json(Path(path))
         kind = stored.get("kind")
-        if kind not in ("characters", "words", "bytes"):
-            raise ValueError(f"{path}: kind: expected characters, words or bytes, got {kind!r}; read other tokenizers "
-                             "with the package tokenizers, and add 4 to their ids")  # fmt: skip
-        return cls(kind, tuple(stored.get("vocabulary", ())))
+        if kind not in ("characters", "words", "bytes", "json"):
+            raise ValueError(f"{path}: kind: expected characters, words, bytes or json, the tokenizer of a run, got {kind!r}")
+        vocabulary = (json.dumps(stored["tokenizer"]),) if kind == "json" else stored.get("vocabulary", ())
+        return cls(kind, tuple(vocabulary))
 
     def __len__(self) -> int:
+        if self.kind == "json":
+            return _SPECIALS + int(_of_json(*self.vocabulary)[0].get_vocab_size())
         return _SPECIALS + (256 if self.kind == "bytes" else len(self.vocabulary))
 
     def encode(self, text: str) -> list[int]:
@@ -188,6 +202,10 @@ class Tokenizer:
         """
         if self.kind == "bytes":
             return [_SPECIALS + byte for byte in text.encode()]
+        if self.kind == "json":
+            tokenizer, unknown = _of_json(*self.vocabulary)
+            own = tokenizer.encode(text, add_special_tokens=False).ids
+            return [UNKNOWN if id == unknown else _SPECIALS + id for id in own]
         ids = {entry: id for id, entry in enumerate(self.vocabulary, _SPECIALS)}
         if self.kind == "words":
             return [ids.get(word, UNKNOWN) for word in _words(text)]
@@ -209,6 +227,8 @@ class Tokenizer:
         own = [id - _SPECIALS for id in ids if id >= _SPECIALS]
         if self.kind == "bytes":
             return bytes(own).decode(errors="replace")
+        if self.kind == "json":
+            return str(_of_json(*self.vocabulary)[0].decode(own))
         return (" " if self.kind == "words" else "").join(self.vocabulary[id] for id in own)
 
 

@@ -144,9 +144,9 @@ mod tests {
         let config = with::<TextSettings>(json!({ "text": ["a"] }));
         let widths =
             [0.01, 1.0, 10.0, 60.0, 600.0, 1e6].map(|minutes| chosen(&config, Some(minutes), 1e9).0.model.d_model);
-        assert_eq!(widths, [32, 64, 128, 192, 256, 1024]);
+        assert_eq!(widths, [32, 64, 128, 192, 384, 1024]);
         let (sizes, said) = chosen(&config, Some(60.0), 1e9);
-        assert_eq!((sizes.model.heads, sizes.model.d_ff, sizes.task.layers), (6, 768, 4));
+        assert_eq!((sizes.model.heads, sizes.model.d_ff, sizes.task.layers), (12, 384, 4));
         assert_eq!(said.unwrap(), "60 minutes of this machine");
         assert_eq!(chosen(&config, Some(1e6), 1e9).0.task.layers, 16);
     }

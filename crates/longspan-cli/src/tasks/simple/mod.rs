@@ -1,7 +1,6 @@
 //! Simple methods that take seconds: scores stand beside theirs, and a model may learn what the best of them leaves over.
 
 pub mod bag;
-pub mod contexts;
 pub mod kernels;
 pub mod linear;
 mod ridge;

@@ -8,6 +8,7 @@ mod overlap;
 mod score;
 
 use std::collections::BTreeSet;
+use std::io::{self, Write};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -18,11 +19,11 @@ use longspan::backend::Peers;
 use longspan::layers::CrossEntropyLoss;
 use longspan::models::{LanguageModel, LanguageState};
 use longspan::sample::SampleOptions;
+use ppmd_rust::Ppmd7Encoder;
 
 use super::feed::Feed as _;
 use super::memory;
 use super::simple::Simple;
-use super::simple::contexts::Contexts;
 use super::split::evenly;
 use super::task::{self, Data, Loss, Shown, Task, Vocabulary};
 use super::tokens::{END, Kind, SPECIALS, Tokenizer};
@@ -42,8 +43,12 @@ use score::{BitsPerByte, Passage, Scorer, Sums};
 type Config = config::Config<TextSettings>;
 type Answering<'a> = task::Answering<'a, TextSettings>;
 
-/// Bytes that the simple method, beside which scores stand, learns from: those before what is held out.
+/// Bytes that PPMd, beside which scores stand, learns from: those before what is held out.
 const LEARNED: u64 = 8 << 20;
+
+/// Bytes of its contexts, and of its memory, which that much text does not fill.
+const PPMD_ORDER: u32 = 10;
+const PPMD_MEMORY: u32 = 256 << 20;
 
 /// The side that the tokenizer's file is named for.
 const SIDE: &str = "text";
@@ -83,8 +88,9 @@ impl Task for Text {
     type Settings = TextSettings;
 
     fn begin(config: &mut Config) -> Result<(Self, Data<Self>)> {
-        let kind = kind(config)?;
-        let corpus = Arc::new(Corpus::open(&config.data, kind != Chosen::Known(Kind::Bytes))?);
+        let utf8 = config.task.tokens.as_deref() != Some("bytes");
+        let corpus = Arc::new(Corpus::open(&config.data, utf8)?);
+        let kind = kind(config, corpus.len())?;
         let parts = Parts::of(&corpus, config)?;
         let mut letters = BTreeSet::new();
         let (passages, sha256) = read_once(&corpus, &parts, config, |bytes| {
@@ -168,7 +174,7 @@ impl Task for Text {
     }
 
     fn usual_steps(per_epoch: usize) -> usize {
-        (20 * per_epoch).clamp(200, 2000)
+        (10 * per_epoch).clamp(200, 2000)
     }
 
     fn score(&self, model: &LanguageModel, passages: &[Passage], how: &Answering<'_>) -> Result<BitsPerByte> {
@@ -191,23 +197,22 @@ impl Task for Text {
     fn simple(&self, _: &Data<Self>, passages: &[Passage], config: &Config) -> Result<Vec<Simple>> {
         let Some(Passage { corpus, .. }) = passages.first() else { return Ok(Vec::new()) };
         let Range { start, end } = Parts::of(corpus, config)?.train;
-        let (mut contexts, mut bits, mut bytes) = (Contexts::new((end - start).min(LEARNED) as usize), 0.0, 0usize);
         let from = corpus.boundary(start.max(end.saturating_sub(LEARNED)))?;
+        let mut ppmd = Ppmd7Encoder::new(Count(0), PPMD_ORDER, PPMD_MEMORY)?;
         for piece in corpus.pieces(from.min(end)..end) {
-            for byte in piece?.bytes.iter() {
-                contexts.read(*byte);
-            }
+            ppmd.write_all(&piece?.bytes)?;
         }
+        let (learned, mut bytes) = (ppmd.get_ref().0, 0);
         for Passage { corpus, from, to } in passages {
             for piece in corpus.pieces(*from..*to) {
                 let piece = piece?;
-                bits += piece.bytes.iter().map(|byte| contexts.read(*byte)).sum::<f64>();
+                ppmd.write_all(&piece.bytes)?;
                 bytes += piece.bytes.len();
             }
         }
-        let score = bits / bytes.max(1) as f64;
+        let score = 8.0 * (ppmd.get_ref().0 - learned) as f64 / bytes.max(1) as f64;
         let some = if from > start { format!(" of the last {}", memory::size(LEARNED as f64)) } else { String::new() };
-        let name = format!("a mixture of contexts of up to 6 bytes{some}");
+        let name = format!("PPMd of order {PPMD_ORDER}{some}");
         Ok(vec![Simple { name, shown: format!("{score:.3} bits per byte"), score }])
     }
 
@@ -328,6 +333,20 @@ fn say_hidden(tokenizer: &Tokenizer, corpus: &Corpus, train: &Range<u64>, config
     Ok(())
 }
 
+/// Counts what is written.
+struct Count(usize);
+
+impl Write for Count {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0 += bytes.len();
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Reads a corpus from its beginning to its end: the passages that are held out, and the SHA-256 of all. `train` takes the bytes to
 /// learn from. Says how much of the passages that are scored stands among them.
 fn read_once(
@@ -397,10 +416,18 @@ enum Chosen {
     Learned(usize),
 }
 
-/// What the settings say; characters if nothing.
-fn kind(config: &Config) -> Result<Chosen> {
-    /// Entries where nobody says.
-    const USUAL: usize = 4096;
+/// The least and the most entries of a byte-pair encoding that nobody gave a size.
+const ENTRIES: [u64; 2] = [1024, 8192];
+
+/// Bytes of text for each of them.
+const BYTES_PER_ENTRY: u64 = 256;
+
+/// What the settings say. If nothing, a byte-pair encoding, whose steps read more of the text, and characters of a short text, in which
+/// pairs are too rare to learn.
+fn kind(config: &Config, bytes: u64) -> Result<Chosen> {
+    let [least, most] = ENTRIES;
+    // A power of two, so that a few bytes more change nothing.
+    let entries = 1 << (bytes / BYTES_PER_ENTRY).clamp(least, most).ilog2();
     let learned = |size: usize| {
         if size < 257 {
             bail!(
@@ -411,9 +438,10 @@ fn kind(config: &Config) -> Result<Chosen> {
     };
     match (config.task.tokens.as_deref(), config.task.vocabulary) {
         (Some("bpe") | None, Some(size)) => learned(size),
-        (Some("bpe"), None) => learned(USUAL),
+        (Some("bpe"), None) => learned(entries),
         (Some(other), Some(_)) => bail!("--vocabulary goes with --tokens bpe, not with {other}; leave one of them out"),
-        (None, None) => Ok(Chosen::Known(Kind::Characters)),
+        (None, None) if bytes < least * BYTES_PER_ENTRY => Ok(Chosen::Known(Kind::Characters)),
+        (None, None) => learned(entries),
         (Some("words"), None) => {
             bail!("words do not keep the space between them; choose characters, bytes, bpe, or a tokenizer.json")
         }

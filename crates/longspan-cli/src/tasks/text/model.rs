@@ -73,7 +73,9 @@ mod tests {
     #[test]
     fn heads_forget_unless_settings_say_otherwise() {
         let decay = |options: Value, heads: usize| {
-            let config = with(json!({ "text": ["a"], "attention_options": options, "heads": heads }));
+            let given =
+                json!({ "text": ["a"], "attention": "kernelized", "attention_options": options, "heads": heads });
+            let config = with(given);
             serde_json::to_value(&configure(&config, 9).unwrap().attention[0]).unwrap()["kernel"]["decay"].clone()
         };
         assert_eq!(decay(json!({}), 4).as_array().unwrap().len(), 4);
