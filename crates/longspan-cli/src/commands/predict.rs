@@ -144,11 +144,15 @@ impl Answers {
         let begins = !std::mem::replace(&mut self.begun, true);
         let Titles { key, answer, always } = &self.titles;
         if self.csv {
-            let mut writer = csv::WriterBuilder::new().flexible(true).from_writer(&mut self.out);
+            let mut writer = csv::Writer::from_writer(&mut self.out);
             if begins {
                 writer.write_record(key.iter().chain(answer))?;
             }
-            told.rows.iter().try_for_each(|row| writer.write_record(row))?;
+            for row in &told.rows {
+                // What was empty has no answer, and every row as many cells.
+                let cells = row.iter().map(String::as_str).chain(std::iter::repeat(""));
+                writer.write_record(cells.take(key.len() + answer.len()))?;
+            }
             return writer.flush();
         }
         // An answer is one line, and a cell one column.

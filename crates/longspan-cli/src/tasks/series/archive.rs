@@ -180,7 +180,7 @@ pub fn read(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
 /// Points of all channels at any time.
 fn together(channels: &[Channel<'_>], dates: Option<&Dates>) -> Result<Vec<Point>, String> {
     // By the bits of the time, which sort as times do from 0 on, and serve to find equal ones.
-    let mut rows: BTreeMap<Time, Vec<f64>> = BTreeMap::new();
+    let mut rows: BTreeMap<(Time, usize), Vec<f64>> = BTreeMap::new();
     for (channel, points) in channels.iter().enumerate() {
         for (n, (text, value)) in points.iter().enumerate() {
             let time = match (text, dates) {
@@ -192,14 +192,17 @@ fn together(channels: &[Channel<'_>], dates: Option<&Dates>) -> Result<Vec<Point
                     format!("{text:?} is no point such as (0.5,1.25): its time is neither a number nor a date")
                 })?,
             };
-            rows.entry(Time(time)).or_insert_with(|| vec![f64::NAN; channels.len()])[channel] = *value;
+            // Several points of a channel at one time are all kept.
+            let is_taken = |nth: &usize| rows.get(&(Time(time), *nth)).is_some_and(|row| !row[channel].is_nan());
+            let nth = (0..).take_while(is_taken).count();
+            rows.entry((Time(time), nth)).or_insert_with(|| vec![f64::NAN; channels.len()])[channel] = *value;
         }
     }
-    Ok(rows.into_iter().map(|(Time(time), values)| (time, values)).collect())
+    Ok(rows.into_iter().map(|((Time(time), _), values)| (time, values)).collect())
 }
 
 /// A time as a key.
-#[derive(PartialEq)]
+#[derive(PartialEq, Clone, Copy)]
 struct Time(f64);
 
 impl Eq for Time {}

@@ -163,6 +163,9 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
         0 => {}
         some => note(format_args!("{name}: {some} series have several points at one time; all are kept")),
     }
+    codes(all)
+        .iter()
+        .for_each(|code| note(format_args!("{name}: {code}; if it says that a value is missing, leave it empty")));
     match all.iter().map(missing).sum::<usize>() {
         0 => {}
         some => {
@@ -176,14 +179,10 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
 
 /// The series of a file that is answered whole, once each is checked; `None` of lines of JSON, which are answered as they come.
 pub fn asked(path: &Path, reading: &Reading<'_>, check: impl Fn(&Series) -> Result<()>) -> Result<Option<Vec<Asked>>> {
-    // Of standard input, objects are answered one by one as they come; anything else is a whole file.
-    let one_by_one = if lines::is_standard_input(path) {
-        let line = lines::first_line(path)?;
-        line.is_empty() || line.trim_start().starts_with('{') && holds_series(&line)
-    } else {
-        ["jsonl", "ndjson"].contains(&lines::ending(path).as_str())
-    };
-    if one_by_one {
+    // Series that are lines of JSON are answered one by one as they come; anything else, points in such lines too, is a whole file.
+    let line = lines::first_line(path)?;
+    let comes = lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str());
+    if comes && (line.is_empty() || line.trim_start().starts_with('{') && holds_series(&line)) {
         return Ok(None);
     }
     let name = lines::name(path);
@@ -220,7 +219,7 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, reading: &Reading<'_>) -> R
             ..Found::default()
         },
         _ => match Table::read(&text, form, name)? {
-            Some(table) => from_table(&table, reading)?,
+            Some(table) => from_table(table, reading)?,
             None => Found::default(),
         },
     };
@@ -373,25 +372,22 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
 }
 
 /// Series from a table: a point a row, or a series.
-fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
+fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     let none = Columns::default();
     let columns = reading.columns.unwrap_or(&none);
     if columns.wide {
-        return from_wide(table, columns, reading);
+        return from_wide(&table, columns, reading);
     }
-    let name = &table.name;
-    let headed;
-    let table = if table.header.iter().all(|title| value(title).is_some_and(f64::is_finite)) {
-        headed = table.headed();
+    let name = &table.name.clone();
+    let named = table.rows.len();
+    let table = table.headed();
+    if table.rows.len() > named {
         note(format_args!(
             "{name}: the first line has numbers and no names; it is read as a row, and columns are called `column 1`, …"
         ));
-        &headed
-    } else {
-        table
-    };
-    let one_hot = categories(table, columns, reading)?;
-    let (table, columns) = one_hot.as_ref().map_or((table, columns), |(table, columns)| (table, columns));
+    }
+    let one_hot = categories(&table, columns, reading)?;
+    let (table, columns) = one_hot.as_ref().map_or((&table, columns), |(table, columns)| (table, columns));
     let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
     let pointed = table.with_points(&[&roles.time[..], roles.label.as_slice()].concat());
     let table = pointed.as_ref().unwrap_or(table);
@@ -546,7 +542,8 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     let numbers = table.texts(place).filter(is_number).count();
     let title = &table.header[place];
     let text: String = cell(row, place).chars().take(60).collect();
-    let is_written_otherwise = value(&text.replace([',', ' ', '_', '%', '$', '€'], "")).is_some();
+    let bare = value(&text.replace([',', ' ', '_', '%', '$', '€', '£', '−', '(', ')'], ""));
+    let is_written_otherwise = bare.is_some_and(f64::is_finite);
     if is_written_otherwise || 2 * numbers >= table.rows.len() {
         let help = if value(&text).is_some() {
             "others of it have decimal commas; write all alike"
@@ -570,6 +567,25 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
             "{text:?} in the column `{title}` is no number; if it says which series a row is of, give --id '{title}', else leave the column out: --channels '{without}'"
         ),
     )
+}
+
+/// Numbers that often stand for missing values, come again, and lie further off than all others from one another.
+fn codes(all: &[Series]) -> Vec<String> {
+    const CODES: [f64; 8] = [-99.0, -999.0, -9999.0, -99999.0, 99.0, 999.0, 9999.0, 99999.0];
+    let mut found = Vec::new();
+    for channel in 0..all.first().map_or(0, |one| one.width) {
+        let values = || all.iter().flat_map(|one| one.values.iter().skip(channel).step_by(one.width)).copied();
+        for code in CODES.into_iter().filter(|code| values().filter(|value| value == code).count() > 1) {
+            let others = values().filter(|value| !value.is_nan() && *value != code);
+            let (low, high) =
+                others.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
+            if low < high && (low - code).max(code - high) > high - low {
+                let of = all[0].names.get(channel).map_or(String::new(), |name| format!(" of `{name}`"));
+                found.push(format!("some values{of} are {code}, the others from {low} to {high}"));
+            }
+        }
+    }
+    found
 }
 
 /// A note where the last points of series have some channels, and others not up to the end: they may be meant to be predicted.
@@ -769,6 +785,18 @@ mod tests {
         let columns = Columns { id: Some("a,b".into()), ..none() };
         let (_, ids, values, _) = of_table("a,b,time,x\np q,r,0,1\np,q r,0,2\np q,r,1,3\n", columns).unwrap();
         assert_eq!((ids, values), (vec![Some("p q,r".into()), Some("p,q r".into())], vec![1.0, 3.0]));
+        let (said, ids, values, _) = say(
+            "date,site,wday,kind,x\n0,n,Mon,a,1\n0,n,Mon,b,2\n0,s,Mon,a,3\n0,s,Mon,b,4\n1,n,Tue,a,5\n1,n,Tue,b,6\n1,s,Tue,a,7\n1,s,Tue,b,8\n",
+        );
+        assert!(said.contains("ids `site` and `kind`, channels `x`; not read: `wday` (a part of the time)"), "{said}");
+        assert_eq!((ids[1].as_deref(), values), (Some("n,b"), vec![1.0, 5.0]), "texts that tell rows apart together");
+        assert_eq!(say("rownames,time,x,on\n20.1,0,1,TRUE\n3,1,2,false\n").2, [1.0, 1.0, 2.0, 0.0]);
+        assert_eq!(
+            say("date,Datum,x\n,30.12.1999,1\n,31.12.1999,2\n").3,
+            ["30.12.1999", "31.12.1999"],
+            "no empty column"
+        );
+        assert_eq!(say("date,x\n991230,1\n000102,2\n000103,3\n").3, ["991230", "000102", "000103"]);
         // Columns that number rows, whatever the file calls them, and columns without values are no channels.
         let (said, ..) =
             say("No.,date,row_number,x,notes\n7,2024-01-01,1,0.5,\n8,2024-01-02,2,0.7,\n9,2024-01-03,3,0.1,\n");
@@ -793,6 +821,8 @@ mod tests {
             of_table("a,b\n1,2\n3,4\n", Columns { time: Some("row".into()), ..none() }).unwrap();
         assert!(said.contains("rows are counted"), "{said}");
         assert_eq!((values, times), (vec![1.0, 2.0, 3.0, 4.0], vec!["0".to_string(), "1".into()]));
+        let year = Columns { time: Some("year".into()), ..none() };
+        assert_eq!(of_table("year,x\n90,1.5\n90,2.5\n", year).unwrap().2, [1.5, 2.5], "a person may say so");
         let (said, _, values, _) = of_table("1,0.5\n2,0.7\n", none()).unwrap();
         assert!(said.contains("times `column 1` (numbers), channels `column 2`"), "{said}");
         assert_eq!(values, [0.5, 0.7], "without a header the first line is a row");
@@ -808,6 +838,18 @@ mod tests {
         for (text, columns, part) in [
             ("time,Time,x\n0,0,1\n", none(), "f, line 1: `time`, `Time` may all be times; say which with --time"),
             ("time,x,x\n0,1,1\n", none(), "two columns are called `x`"),
+            ("time,x,X\n0,1,1\n", Columns { channels: vec![" x".into()], ..none() }, "two columns are called `x`"),
+            (
+                "year,time,x\n1990,9.9,1\n1991,9.8,2\n1992,9.85,2\n",
+                none(),
+                "`time`, `year` may all be times; say which with --time",
+            ),
+            (
+                "year,day,x\n90,1,0.5\n90,2,1.5\n91,1,2.5\n91,2,3.5\n91,3,3.5\n",
+                none(),
+                "5 of 5 rows share the time `year` with another row; name all columns that say which series a row is of with --id, or those \
+                 of the time with --time, count rows with --time row, or keep it with --time 'year'",
+            ),
             (
                 "a,b\n1,2\n",
                 none(),
@@ -875,6 +917,8 @@ mod tests {
         let other = read("sky,time,x,label\nsnow,0,1,a\nsun,1,2,a\n", &columns, true).unwrap();
         assert_eq!(other.series[0].names, one.names);
         assert_eq!(other.series[0].values[..], [1.0, 0.0, 0.0, 2.0, 0.0, 1.0]);
+        let case = read("time,x,sky,label\n0,1,Sun,a\n1,2,sun,a\n2,3,rain,a\n", &Columns::default(), true).unwrap();
+        assert_eq!(case.series[0].names[..], ["x", "sky=Sun", "sky=rain", "sky=sun"]);
         let decimal = read("time;x;label\n0;20,5;a\n1;21,5;a\n", &Columns::default(), true).unwrap();
         assert_eq!(decimal.series[0].values[..], [20.5, 21.5], "numbers are none, with decimal commas either");
         // Of forecasts they may be known ahead, and are not predicted.
@@ -925,6 +969,8 @@ mod tests {
             (dated.series[0].width, dated.series[0].time(dated.series[0].times[1])),
             (1, "2019-01-01 11:00:00".into())
         );
+        let twice = of("@timestamps true\n@data\n(0,1),(0,2),(1,3):(0,4),(1,5):a\n", "ts").unwrap();
+        assert_eq!(format!("{:?}", twice.series[0].values), "[1.0, 4.0, 2.0, NaN, 3.0, 5.0]", "two points at one time");
         let holes = of("@classLabel true a\n@data\n1,?,3,?:a\n", "ts").unwrap();
         assert_eq!((holes.series[0].times.len(), holes.series[0].values[1].is_nan()), (3, true));
 
@@ -985,8 +1031,27 @@ mod tests {
     }
 
     #[test]
+    fn numbers_that_stand_for_missing_values_are_found() {
+        let codes = |text: &str| codes(&all(text, "csv"));
+        assert_eq!(
+            codes("time,x\n0,5\n1,-999\n2,7\n3,-999\n"),
+            ["some values of `x` are -999, the others from 5 to 7"]
+        );
+        for other in ["time,x\n0,-990\n1,-999\n2,7\n3,-999\n", "time,x\n0,5\n1,-999\n2,7\n", "time,x\n0,99\n1,99\n"] {
+            assert!(codes(other).is_empty(), "{other}");
+        }
+    }
+
+    #[test]
     fn mistakes_are_named_with_their_line() {
         for (text, ending, part) in [
+            (
+                "{\"values\": [1], \"label\": 1, \"values\": [2]}\n",
+                "jsonl",
+                "f, line 1: the key `values` comes twice; take one out",
+            ),
+            ("t\0i\0m\0e\0,\0x\0\n\0", "csv", "f: no text, since it has bytes of 0"),
+            ("time,x\n0,−5\n1,3\n", "csv", "\"−5\" in the column `x` is no number; write a point in numbers"),
             ("{\"values\": [1]}\n{\"values\": [\"x\"]}\n", "jsonl", "f, line 2: an entry of `values`"),
             ("{\"values\": [1, 2], \"times\": [1]}\n", "jsonl", "1 times and 2 values"),
             ("{\"values\": [[1, 2], [1]]}\n", "jsonl", "a point has 1 values, those before it 2"),

@@ -11,6 +11,10 @@ use csv::{ReaderBuilder, Terminator};
 use serde_json::Value;
 
 use super::split::composed;
+use crate::run::columns::Columns;
+use crate::terminal::notes::note;
+use crate::terminal::shell;
+use columns::TextColumn;
 
 /// What stands for a missing value, beside an empty field.
 const MISSING: [&str; 17] = [
@@ -59,7 +63,7 @@ impl Form {
             "tsv" | "tab" => Self::Tabs,
             _ if start.starts_with("{\"") || start.starts_with("[{") || start.starts_with("{ ") => Self::Json,
             _ if first.contains('\t') => Self::Tabs,
-            _ if first.contains(',') || first.contains(';') => Self::Csv,
+            _ if first.contains([',', ';', '|']) => Self::Csv,
             _ => Self::Tabs,
         }
     }
@@ -89,14 +93,14 @@ impl Table {
         Self { name: name.into(), line, header, rows: Vec::new(), commas }.with_rows(rows.collect()).map(Some)
     }
 
-    /// As [`read`](Self::read), of columns of text, whose names `are_names` knows; with tabs between them a first line that has none of
-    /// these is a row already, and rows have the two `columns`, or anything after the first where none is given.
+    /// As [`read`](Self::read), of the columns of text `expected`; with tabs between them a first line that has none of their names, or of
+    /// those that a person gave in `columns`, is a row already, and rows have these two, or anything after the first where one is expected.
     pub fn of_texts(
         text: &str,
         form: Form,
         name: &str,
-        columns: &[&str],
-        are_names: impl Fn(&str) -> bool,
+        expected: &[&TextColumn],
+        columns: &Columns,
     ) -> Result<Option<Self>> {
         if form != Form::Tabs {
             return Self::read(text, form, name);
@@ -105,33 +109,53 @@ impl Table {
         let Some(Row { line, cells }) = rows.first() else { return Ok(None) };
         let (line, titles) =
             (*line, cells.iter().map(|cell| cell.as_str().unwrap_or_default().trim().to_owned()).collect::<Vec<_>>());
-        if titles.iter().filter(|title| are_names(title)).count() >= titles.len().min(2) {
+        let is_name = |title: &&String| columns.names_text(title) || expected.iter().any(|column| column.knows(title));
+        if titles.iter().filter(is_name).count() >= titles.len().min(2) {
             let table = Self { name: name.into(), line, header: titles, rows: Vec::new(), commas };
             return table.with_rows(rows.into_iter().skip(1).collect()).map(Some);
         }
-        if let ([first, second], Some(Row { line, cells })) = (columns, rows.iter().find(|row| row.cells.len() != 2)) {
+        if let ([first, second], Some(Row { line, cells })) = (expected, rows.iter().find(|row| row.cells.len() != 2)) {
+            let (first, second) = (first.key, second.key);
             let (plural, help) = match cells.len() {
                 1 => ("", format!("separate {first} and {second} by a tab, or learn a text as it is with --text")),
                 _ => ("s", "keep two columns, as `cut -f 1,2` does, or name the columns in the first line".into()),
             };
             bail!("{name}, line {line}: {} column{plural}, expected two ({first}, tab, {second}); {help}", cells.len());
         }
-        Ok(Some(Self {
-            name: name.into(),
-            line,
-            header: columns.iter().map(ToString::to_string).collect(),
-            rows,
-            commas,
-        }))
+        if let [first, second] = expected
+            && rows.len() > 10
+            && titles.iter().all(|title| looks_like_name(title))
+            && (0..2).any(|place| {
+                rows.iter().filter(|row| row.cells[place].as_str().is_some_and(looks_like_name)).count() * 10
+                    <= rows.len()
+            })
+        {
+            note(format_args!(
+                "{name}, line {line}: read as a row, the {} {:?} and the {} {:?}; if the line names the columns, give {} {} {} {}",
+                first.key,
+                titles[0],
+                second.key,
+                titles[1],
+                first.flag,
+                shell::quoted(&titles[0]),
+                second.flag,
+                shell::quoted(&titles[1])
+            ));
+        }
+        let header = expected.iter().map(|column| column.key.into()).collect();
+        Ok(Some(Self { name: name.into(), line, header, rows, commas }))
     }
 
-    /// The same with a header of numbers, its first line being a row.
-    pub fn headed(&self) -> Self {
+    /// The same if its first line names the columns, else with that line as a row, where it has nothing but numbers.
+    pub fn headed(self) -> Self {
+        if !self.header.iter().all(|title| value(title).is_some_and(f64::is_finite)) {
+            return self;
+        }
         let first =
             Row { line: self.line, cells: self.header.iter().map(|title| Value::String(title.clone())).collect() };
         let header = (1..=self.header.len()).map(|n| format!("column {n}")).collect();
-        let rows = std::iter::once(first).chain(self.rows.iter().cloned()).collect();
-        Self { name: self.name.clone(), header, rows, ..*self }
+        let rows = std::iter::once(first).chain(self.rows).collect();
+        Self { header, rows, ..self }
     }
 
     /// The same with a column of 0 and 1, `column=text`, for each of these texts of columns.
@@ -213,7 +237,11 @@ impl Table {
         let place = self.find(name).ok_or_else(|| {
             anyhow!("{}: {flag} {name}: no such column; the header is {}", self.at_header(), self.titles())
         })?;
-        if self.header.iter().filter(|title| **title == self.header[place]).count() > 1 {
+        let is_exact = self.header[place] == name;
+        let same = |title: &&String| {
+            if is_exact { *title == name } else { title.to_lowercase() == name.trim().to_lowercase() }
+        };
+        if self.header.iter().filter(same).count() > 1 {
             bail!("{}: two columns are called `{}`; rename one of them", self.at_header(), self.header[place]);
         }
         Ok(place)
@@ -270,6 +298,11 @@ impl Row {
     }
 }
 
+/// Whether a text looks like the name of a column: one word of letters, digits and `_`, which begins with a letter.
+fn looks_like_name(text: &str) -> bool {
+    text.starts_with(char::is_alphabetic) && text.chars().all(|c| c.is_alphanumeric() || c == '_')
+}
+
 /// Whether a field says that its value is missing.
 pub fn is_missing(text: &str) -> bool {
     let text = text.trim();
@@ -292,6 +325,8 @@ fn number(cell: &Value, comma: bool) -> Option<f64> {
         Value::Null => Some(f64::NAN),
         Value::Bool(flag) => Some(f64::from(u8::from(*flag))),
         Value::Number(number) => number.as_f64(),
+        Value::String(text) if text.trim().eq_ignore_ascii_case("true") => Some(1.0),
+        Value::String(text) if text.trim().eq_ignore_ascii_case("false") => Some(0.0),
         Value::String(text) if comma && !is_missing(text) => value(&with_point(text)?),
         Value::String(text) => value(text),
         Value::Array(_) | Value::Object(_) => None,
@@ -324,12 +359,10 @@ fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
     // Within quotes that are never closed the end is no end of a record, and the reader would not say so.
     const END: &str = "\u{1}";
     let input = format!("{}\n{END}\n", &text[skipped..]);
+    // A carriage return within a line is a character of a field, which Python writes without quotes.
     let mut reader = ReaderBuilder::new();
-    reader.has_headers(false).flexible(true).delimiter(delimiter).quote(quote);
-    if form == Form::Tabs {
-        reader.quoting(false).terminator(Terminator::Any(b'\n'));
-    }
-    let mut reader = reader.from_reader(input.as_bytes());
+    reader.has_headers(false).flexible(true).delimiter(delimiter).quote(quote).quoting(form == Form::Csv);
+    let mut reader = reader.terminator(Terminator::Any(b'\n')).from_reader(input.as_bytes());
     let (mut record, mut rows) = (csv::StringRecord::new(), Vec::new());
     let (mut at, mut line) = (0, 1 + text[..skipped].matches('\n').count());
     while reader.read_record(&mut record).map_err(|error| anyhow!("{name}: {error}; check that it is a table"))? {
@@ -338,11 +371,13 @@ fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
         let begin = begin + input[begin..].bytes().take_while(|byte| b"\r\n".contains(byte)).count();
         line += input[at..begin].matches('\n').count();
         at = begin;
-        let field = |text: &str| {
-            Value::String(if form == Form::Tabs { text.strip_suffix('\r').unwrap_or(text) } else { text }.into())
-        };
-        let cells: Vec<Value> = record.iter().map(field).collect();
-        // With tabs a line with nothing but its end has a field.
+        let mut cells: Vec<Value> = record.iter().map(Value::from).collect();
+        if let Some(Value::String(last)) =
+            cells.last_mut().filter(|cell| cell.as_str().is_some_and(|text| text.ends_with('\r')))
+        {
+            last.pop();
+        }
+        // A line with nothing but its end has a field.
         if !(cells.len() == 1 && cells[0] == "") {
             rows.push(Row { line, cells });
         }
@@ -413,6 +448,9 @@ mod tests {
         ] {
             assert_eq!(rows(text, Form::Csv), all, "{text}");
         }
+        let text = "a,b\r\n1,x\ry\r\n\"2\",\"z\"\r\n";
+        let all = expected(&[(1, &["a", "b"]), (2, &["1", "x\ry"]), (3, &["2", "z"])]);
+        assert_eq!(rows(text, Form::Csv), all, "a carriage return in a line is none of its end");
         let text = "a\tb\r\n\"x\ty\rz\r\n\n\t\n";
         assert_eq!(
             rows(text, Form::Tabs),
@@ -471,6 +509,7 @@ mod tests {
             ("txt", "[{\"a\": 1}]", Form::Json),
             ("txt", "a,b\n", Form::Csv),
             ("", "sep=;\r\na;b\n", Form::Csv),
+            ("txt", "a|b\n", Form::Csv),
             ("", "a, b\tc\n", Form::Tabs),
             ("", "one", Form::Tabs),
         ] {
