@@ -17,17 +17,14 @@ pub const GZIP: [u8; 2] = [0x1f, 0x8b];
 /// and of zip.
 const ZIP: &[u8] = b"PK\x03\x04";
 
-/// Whether a path stands for standard input.
 pub fn is_standard_input(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
 
-/// The name of a file for people.
 pub fn name(path: &Path) -> String {
     if is_standard_input(path) { "standard input".into() } else { path.display().to_string() }
 }
 
-/// Opens a file.
 pub fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {
     let failed = |error| cannot_read(path, &error);
     let mut reader: Box<dyn BufRead + Send> = if is_standard_input(path) {
@@ -102,7 +99,6 @@ pub fn first_line(path: &Path) -> Result<String> {
     Ok(first(&unpacked[..count]))
 }
 
-/// Reads a whole file.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.read_to_end(&mut bytes).map_err(|error| cannot_read(path, &error))?;

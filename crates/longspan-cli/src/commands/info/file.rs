@@ -12,8 +12,8 @@ use crate::tasks::lines;
 use crate::tasks::series::file::{self as series, Found, Reading};
 use crate::tasks::table::{Form, Table};
 use crate::tasks::{labelled, pairs};
+use crate::terminal::samples::counted;
 
-/// Describes a file.
 pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
     let ending = lines::ending(path);
@@ -80,19 +80,17 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     Ok(())
 }
 
-/// Series in words.
 fn in_words(found: &Found) -> String {
     let all = &found.series;
     let lengths: Vec<usize> = all.iter().map(|one| one.times.len()).collect();
     let (least, most) = (lengths.iter().min().copied().unwrap_or(0), lengths.iter().max().copied().unwrap_or(0));
-    let points = if least == most { format!("{most} points") } else { format!("{least} to {most} points") };
+    let points = if least == most { counted(most, "points") } else { format!("{least} to {most} points") };
     let missing = all.iter().flat_map(|one| &one.values).filter(|value| value.is_nan()).count();
     let labelled = all.iter().filter(|one| one.label.is_some()).count();
     let columns = found.columns.as_ref().map_or(String::new(), |(_, said)| format!("; {said}"));
-    let channels = all.first().map_or(0, |one| one.width);
+    let channels = counted(all.first().map_or(0, |one| one.width), "channels");
     format!(
-        "{} series of {points} and {channels} channel{}, {missing} values missing, {labelled} with a label{columns}",
-        all.len(),
-        if channels == 1 { "" } else { "s" }
+        "{} series of {points} and {channels}, {missing} values missing, {labelled} with a label{columns}",
+        all.len()
     )
 }

@@ -21,7 +21,6 @@ pub const TEXT: TextColumn = TextColumn {
 pub const LABEL: TextColumn =
     TextColumn { key: "label", flag: "--label", names: &["class", "category", "target", "sentiment", "labels", "y"] };
 
-/// A text and its label.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Labelled {
     pub text: String,

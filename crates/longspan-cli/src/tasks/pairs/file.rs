@@ -20,7 +20,6 @@ pub const TARGET: TextColumn = TextColumn {
     names: &["tgt", "output", "answer", "response", "completion", "pronunciation", "to"],
 };
 
-/// Reads pairs, gathered by source.
 pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Example>> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
     let entries = parse(&bytes, &lines::ending(path), &name, columns)?;

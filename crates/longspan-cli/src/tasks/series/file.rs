@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 
 use super::archive;
 use crate::run::columns::Columns;
-use crate::run::config::LabelKind;
+use crate::run::config::{Files, LabelKind};
 use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
@@ -21,6 +21,7 @@ use crate::tasks::table::dates::Dates;
 use crate::tasks::table::{Form, Row, Table, is_missing, json, value};
 use crate::tasks::task::Asked;
 use crate::terminal::notes::note;
+use crate::terminal::samples::counted;
 
 /// A series: points in the order of their times.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,10 +30,8 @@ pub struct Series {
     /// Point after point, `width` numbers each; NaN where one is missing.
     pub values: Vec<f64>,
     pub width: usize,
-    /// Names of the channels, where the file has them.
     pub names: Arc<[String]>,
     pub label: Option<String>,
-    /// What the file calls the series.
     pub id: Option<String>,
     /// Points after the last one that has a value to learn from: their values are to be predicted.
     pub ahead: Vec<Point>,
@@ -40,7 +39,6 @@ pub struct Series {
     pub dates: Option<Arc<Dates>>,
     /// A hash of times and values, which decides on whether the series is held out.
     pub key: String,
-    /// The line in which it begins.
     pub line: usize,
     /// Whether its points had to be sorted, and whether two of them have the same time.
     pub backwards: bool,
@@ -48,27 +46,22 @@ pub struct Series {
 }
 
 impl Series {
-    /// The same up to a point.
     pub fn first(&self, count: usize) -> Self {
         let (times, values) = (self.times[..count].to_vec(), self.values[..count * self.width].to_vec());
         Self { times, values, ..self.clone() }
     }
 
-    /// Some of its points.
     pub fn points(&self, range: Range<usize>) -> Vec<Point> {
         range.map(|n| (self.times[n], self.values[n * self.width..(n + 1) * self.width].to_vec())).collect()
     }
 
-    /// A time as the file writes it.
     pub fn time(&self, time: f64) -> String {
         self.dates.as_ref().map_or_else(|| time.to_string(), |dates| dates.text(time))
     }
 }
 
-/// A point: its time and its values.
 pub type Point = (f64, Vec<f64>);
 
-/// How a file is to be read.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Reading<'a> {
     /// The columns that a person named, or that the run learned from.
@@ -81,11 +74,22 @@ pub struct Reading<'a> {
     pub learned: bool,
 }
 
-/// What was read.
+impl<'a> Reading<'a> {
+    /// By a run that has learned.
+    pub fn learned(files: &'a Files, dates: Option<&'a Dates>, labels: bool) -> Self {
+        Self { columns: Some(&files.columns), dates, labels, learned: true }
+    }
+
+    /// The series of a question.
+    pub fn of(&self, asked: &Asked, name: &str) -> Result<Series> {
+        let read = || from_json(&asked.text, asked.line, self).map_err(lines::in_line(name, asked.line));
+        asked.series.clone().map_or_else(read, Ok)
+    }
+}
+
 #[derive(Debug, Default)]
 pub struct Found {
     pub series: Vec<Series>,
-    /// What the file itself says that labels are.
     pub target: Option<LabelKind>,
     /// The columns as they were found in a table, and in words.
     pub columns: Option<(Columns, String)>,
@@ -274,7 +278,6 @@ pub fn dates_of(texts: &[&str], reading: &Reading<'_>) -> Result<Option<Arc<Date
     }
 }
 
-/// A series in each object.
 fn from_lines(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
     // Dates are of one format in all series.
     let mut texts: Vec<String> = Vec::new();
@@ -310,7 +313,6 @@ pub fn from_json(text: &str, line: usize, reading: &Reading<'_>) -> Result<Serie
 const EXAMPLE: &str =
     "expected an object such as {\"times\": [0, 0.5, 2], \"values\": [1.5, 1.4, 0.2], \"label\": \"a\"}";
 
-/// The keys of a series.
 const KEYS: [&str; 5] = ["times", "values", "label", "id", "forecast"];
 
 /// A series from an object of JSON. Without times, points are counted.
@@ -454,27 +456,45 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
             }
         }
     }
-    let (mut series_found, mut empty) = (Vec::new(), 0);
-    for (line, id, points, label) in found {
-        match series(points, &known, label, line) {
-            Ok(one) => {
-                series_found.push(Series {
+    let series_found = with_values(
+        name,
+        found.into_iter().map(|(line, id, points, label)| {
+            let id = (!roles.id.is_empty()).then_some(id);
+            (
+                line,
+                series(points, &known, label, line).map(|one| Series {
                     names: names.clone(),
-                    id: (!roles.id.is_empty()).then_some(id),
+                    id,
                     dates: dates.clone(),
                     ..one
-                });
-            }
-            Err(problem) if problem == NO_VALUE && places.len() > 1 => empty += 1,
-            Err(problem) => return Err(lines::in_line(name, line)(problem)),
-        }
-    }
-    if empty > 0 {
-        note(format_args!("{name}: {empty} of {} series have no value at all and are left out", places.len()));
-    }
+                }),
+            )
+        }),
+    )?;
     say_partly_known(name, &series_found, &known);
     let columns = (roles.named(table, columns), roles.introduce(table, dates.as_deref()));
     Ok(Found { series: series_found, target: None, columns: Some(columns) })
+}
+
+/// Series from their lines, without those that have no value, if others have.
+fn with_values(name: &str, all: impl Iterator<Item = (usize, Result<Series, String>)>) -> Result<Vec<Series>> {
+    let (mut found, mut empty) = (Vec::new(), Vec::new());
+    for (line, one) in all {
+        match one {
+            Ok(one) => found.push(one),
+            Err(problem) if problem == NO_VALUE => empty.push(line),
+            Err(problem) => return Err(lines::in_line(name, line)(problem)),
+        }
+    }
+    match (&empty[..], found.len()) {
+        ([], _) => {}
+        ([line, ..], 0) => return Err(lines::in_line(name, *line)(NO_VALUE)),
+        (_, count) => {
+            let (empty, all) = (empty.len(), empty.len() + count);
+            note(format_args!("{name}: {empty} of {all} series have no value at all and are left out"));
+        }
+    }
+    Ok(found)
 }
 
 /// The most different texts of a column that become channels.
@@ -603,8 +623,8 @@ fn say_partly_known(name: &str, all: &[Series], known: &[bool]) {
         some.collect::<Vec<_>>().join(",")
     };
     note(format_args!(
-        "{name}: the last {} points have no {}; they count as known points with a missing value: to predict it there, train with --known {}",
-        ends[channel],
+        "{name}: no {1} at the end ({0}), where it counts as a missing value of points that are known: to predict it there, train with --known {2}",
+        counted(ends[channel], "points"),
         list(true),
         list(false)
     ));
@@ -655,19 +675,15 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
     let id = id.or(texts.first().copied());
     let numbers = values.iter().map(|place| table.numbers(*place)).collect::<Result<Vec<_>, _>>();
     let numbers = numbers.map_err(|row| row.wrong(name, "a value is no number; leave it empty if it is missing"))?;
-    let (mut found, mut empty) = (Vec::new(), 0);
-    for (n, row) in table.rows.iter().enumerate() {
-        let points = times.iter().zip(&numbers).map(|(time, column)| (*time, vec![column[n]])).collect();
-        let own = label.map(|place| cell(row, place)).filter(|own| !own.is_empty());
-        match series(points, &[], own, row.line) {
-            Ok(one) => found.push(Series { id: id.map(|place| cell(row, place)), dates: dates.clone(), ..one }),
-            Err(problem) if problem == NO_VALUE => empty += 1,
-            Err(problem) => return Err(row.wrong(name, problem)),
-        }
-    }
-    if empty > 0 {
-        note(format_args!("{name}: {empty} of {} series have no value at all and are left out", table.rows.len()));
-    }
+    let found = with_values(
+        name,
+        table.rows.iter().enumerate().map(|(n, row)| {
+            let points = times.iter().zip(&numbers).map(|(time, column)| (*time, vec![column[n]])).collect();
+            let own = label.map(|place| cell(row, place)).filter(|own| !own.is_empty());
+            let one = series(points, &[], own, row.line);
+            (row.line, one.map(|one| Series { id: id.map(|place| cell(row, place)), dates: dates.clone(), ..one }))
+        }),
+    )?;
     let used = |place: &usize| values.contains(place) || [id, label].contains(&Some(*place));
     let unread: Vec<String> = (0..table.header.len())
         .filter(|place| !used(place))

@@ -1,6 +1,7 @@
 //! Which columns of a table are what: by the names that a person gave, else where the header leaves no doubt.
 
 use std::collections::{HashMap, HashSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
@@ -52,9 +53,6 @@ const IDS: [&str; 14] = [
 /// of labels of series,
 const LABELS: [&str; 2] = ["label", "class"];
 
-/// of numbers of rows,
-const INDICES: [&str; 4] = ["index", "obs", "observation", "column 1"];
-
 /// and words in names of columns that may number rows.
 const NUMBERS: [&str; 12] =
     ["row", "no", "nr", "num", "number", "idx", "index", "rec", "record", "seq", "line", "rowid"];
@@ -62,16 +60,13 @@ const NUMBERS: [&str; 12] =
 /// Rows from which it is guessed what a column holds.
 const SOME: usize = 200;
 
-/// The columns of a table of series by their places.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Roles {
     /// Columns that are one time together; none where rows are counted.
     pub time: Vec<usize>,
-    /// Columns that say which series a row is of.
     pub id: Vec<usize>,
     pub label: Option<usize>,
     pub channels: Vec<usize>,
-    /// Columns that are not read, and why.
     unread: Vec<(usize, &'static str)>,
 }
 
@@ -102,12 +97,11 @@ impl Roles {
         let is_free = |taken: &HashSet<usize>, place: usize| !taken.contains(&place);
         let lower: Vec<String> = table.header.iter().map(|title| title.to_lowercase()).collect();
         for (place, title) in lower.iter().enumerate() {
-            let index = INDICES.contains(&title.as_str()) || is_row_name(title);
             let why = if !is_free(&taken, place) {
                 continue;
             } else if table.texts(place).all(|text| text.is_none()) && !columns.has_known(title) {
                 "nothing in it"
-            } else if index && is_row_numbers(table, place) || counts_rows(table, place, labels) {
+            } else if is_index(title) && is_row_numbers(table, place) || counts_rows(table, place, labels) {
                 "row numbers"
             } else if columns.channels.is_empty()
                 && (place == 0 || !title.is_empty())
@@ -225,7 +219,6 @@ impl Roles {
         }
     }
 
-    /// What was found, in words.
     pub fn introduce(&self, table: &Table, dates: Option<&Dates>) -> String {
         let names = |places: &[usize]| names(table, places, " and ");
         let time = match (self.time.is_empty(), dates) {
@@ -245,8 +238,7 @@ impl Roles {
             self.unread.iter().take(MOST).map(|(place, why)| format!("`{}` ({why})", table.header[*place])).collect();
         let unread = if unread.is_empty() { String::new() } else { format!("; not read: {}", unread.join(", ")) };
         format!(
-            "columns: {time}{id}{label}, channels {}{more}{unread}; --time, --id, --label, --channels and --dates decide otherwise",
-            some
+            "columns: {time}{id}{label}, channels {some}{more}{unread}; --time, --id, --label, --channels and --dates decide otherwise"
         )
     }
 }
@@ -287,7 +279,6 @@ fn only(table: &Table, names: &[&str], taken: &[usize]) -> Option<usize> {
     found.next().filter(|_| found.next().is_none())
 }
 
-/// The first texts of a column.
 fn some(table: &Table, place: usize) -> Vec<String> {
     table.texts(place).flatten().take(SOME).collect()
 }
@@ -332,7 +323,11 @@ fn is_row_name(title: &str) -> bool {
     ["", "row", "rownames", "row.names", "row_names"].contains(&title) || title.starts_with("unnamed:")
 }
 
-/// Whether whole numbers in a column count up.
+/// Whether a name in small letters is that of numbers of rows.
+fn is_index(title: &str) -> bool {
+    ["index", "obs", "observation", "column 1"].contains(&title) || is_row_name(title)
+}
+
 fn is_row_numbers(table: &Table, place: usize) -> bool {
     let Ok(numbers) = table.numbers(place) else { return false };
     numbers.iter().all(|number| number.fract() == 0.0) && numbers.windows(2).all(|pair| pair[1] > pair[0])
@@ -352,20 +347,17 @@ pub fn named_id(table: &Table) -> Option<usize> {
     only(table, &IDS, &[])
 }
 
-/// Whether all rows have the same there.
 fn is_constant(table: &Table, place: usize) -> bool {
     let mut texts = table.texts(place);
     let first = texts.next();
     texts.all(|text| Some(text) == first)
 }
 
-/// Whether no two rows have the same there.
 fn is_different(table: &Table, place: usize) -> bool {
     let mut known = HashSet::new();
     table.texts(place).all(|text| known.insert(text))
 }
 
-/// The columns of times.
 fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     let has_values = |place: &usize| table.rows.is_empty() || table.texts(*place).any(|text| text.is_some());
     let free: Vec<usize> =
@@ -443,10 +435,7 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     if let [one] = all[..] {
         return Ok(vec![one]);
     }
-    if let Some(one) = free.iter().copied().find(|place| {
-        let title = lower(*place);
-        (INDICES.contains(&title.as_str()) || is_row_name(&title)) && is_row_numbers(table, *place)
-    }) {
+    if let Some(one) = free.iter().copied().find(|place| is_index(&lower(*place)) && is_row_numbers(table, *place)) {
         return Ok(vec![one]);
     }
     let texts = table.rows.is_empty() || !free.iter().any(|place| holds_numbers(table, *place));
@@ -502,8 +491,9 @@ fn guessed_id(table: &Table, time: &[usize], taken: &HashSet<usize>, columns: &C
     }
     let is_repeated = |places: &[usize]| counts(table, &[places]).len() * 2 <= table.rows.len();
     let apart = |places: &[usize]| sharing(table, &[places, time]) == 0;
-    let free = (0..table.header.len()).filter(|place| !taken.contains(place) && is_repeated(&[*place]));
+    let free = (0..table.header.len()).filter(|place| !taken.contains(place));
     let (numbers, mut texts): (Vec<usize>, Vec<usize>) = free.partition(|place| holds_numbers(table, *place));
+    texts.retain(|place| is_repeated(&[*place]));
     let found: Vec<usize> = texts.iter().copied().filter(|place| apart(&[*place])).collect();
     match found[..] {
         [one] => return Ok(vec![one]),
@@ -525,7 +515,8 @@ fn guessed_id(table: &Table, time: &[usize], taken: &HashSet<usize>, columns: &C
         return Ok(texts);
     }
     let whole = |place: &usize| table.numbers(*place).is_ok_and(|all| all.iter().all(|number| number.fract() == 0.0));
-    let found: Vec<usize> = numbers.into_iter().filter(whole).filter(|place| apart(&[*place])).collect();
+    let tells_apart = |place: &usize| is_repeated(&[*place]) && apart(&[*place]);
+    let found: Vec<usize> = numbers.into_iter().filter(whole).filter(tells_apart).collect();
     if !found.is_empty() && columns.channels.is_empty() {
         bail!(
             "{}: rows share times, and {} may say which series each is of: say so with --id {}, or name all channels with --channels",
@@ -537,12 +528,13 @@ fn guessed_id(table: &Table, time: &[usize], taken: &HashSet<usize>, columns: &C
     Ok(Vec::new())
 }
 
-/// How many rows have the same in all of these columns, for each that one has.
-fn counts(table: &Table, places: &[&[usize]]) -> HashMap<Vec<Option<String>>, usize> {
+/// How many rows have the same in all of these columns, for the hash of each that one has.
+fn counts(table: &Table, places: &[&[usize]]) -> HashMap<u64, usize> {
     let mut counts = HashMap::new();
     for row in &table.rows {
-        let key = places.iter().copied().flatten().map(|place| text(&row.cells[*place])).collect();
-        *counts.entry(key).or_default() += 1;
+        let mut key = DefaultHasher::new();
+        places.iter().copied().flatten().for_each(|place| text(&row.cells[*place]).hash(&mut key));
+        *counts.entry(key.finish()).or_default() += 1;
     }
     counts
 }
@@ -626,7 +618,6 @@ impl TextColumn {
         titles.iter().find(is_ours).filter(|_| form == Form::Json || titles.len() > 1).cloned()
     }
 
-    /// Its place in a table: by the name that a person gave, by its own name, or by the one of the names that it often has.
     pub fn place(&self, table: &Table, wanted: Option<&String>, other: Option<usize>) -> Result<usize> {
         if let Some(name) = wanted {
             return table.named(name, self.flag);

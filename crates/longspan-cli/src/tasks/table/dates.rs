@@ -20,14 +20,15 @@ pub struct Dates {
     offset: i32,
 }
 
-/// What dates are counted in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Calendar {
-    /// Seconds since 1970.
     Seconds,
     /// Months since the year 0: all dates are on one day of the month, or its last where it is shorter, at one second of the day.
-    Months { day: i8, second: i64 },
+    Months {
+        day: i8,
+        second: i64,
+    },
 }
 
 /// Days, as people write them,
@@ -184,7 +185,6 @@ impl Dates {
             .map(|_| format!("dates count in months here, on {day} of each at one time of the day"))
     }
 
-    /// The calendar in words.
     pub fn counted(&self) -> &'static str {
         match self.calendar {
             Calendar::Seconds => "seconds",
@@ -211,7 +211,6 @@ impl Calendar {
     }
 }
 
-/// All formats that are tried.
 fn formats() -> Vec<String> {
     let mut all: Vec<String> = DAYS.split('|').chain(MONTHS.split('|')).map(String::from).collect();
     for day in DAYS.split('|') {
@@ -245,7 +244,6 @@ fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
     (1000..=9999).contains(&date.year()).then_some((date, offset))
 }
 
-/// A date in this format.
 fn print(format: &str, date: DateTime, offset: i32) -> Option<String> {
     let mut broken = BrokenDownTime::from(date);
     broken.set_offset(Some(Offset::from_seconds(offset).ok()?));

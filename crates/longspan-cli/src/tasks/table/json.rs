@@ -45,7 +45,6 @@ pub fn each(text: &str, name: &str, mut take: impl FnMut(Value, usize) -> Result
     }
 }
 
-/// A line as JSON.
 pub fn line(text: &str) -> Result<Value, String> {
     let (value, read) = first(text).map_err(|error| problem(&error, text))?;
     if text[read..].trim().is_empty() { Ok(value) } else { Err("no JSON: trailing characters".into()) }

@@ -13,6 +13,7 @@ use serde_json::Value;
 use super::split::composed;
 use crate::run::columns::Columns;
 use crate::terminal::notes::note;
+use crate::terminal::samples::counted;
 use crate::terminal::shell;
 use columns::TextColumn;
 
@@ -21,12 +22,9 @@ const MISSING: [&str; 17] = [
     "?", "NaN", "nan", "-nan", "NAN", "NA", "na", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "None", "-", ".",
 ];
 
-/// A table.
 #[derive(Debug, Clone)]
 pub struct Table {
-    /// The file's name in errors.
     pub name: String,
-    /// The line of the header.
     pub line: usize,
     /// Names of the columns, without the space around them.
     pub header: Vec<String>,
@@ -35,14 +33,12 @@ pub struct Table {
     commas: bool,
 }
 
-/// A row, and the line in which it begins.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     pub line: usize,
     pub cells: Vec<Value>,
 }
 
-/// How a file is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// Objects, one after the other or in a list.
@@ -116,11 +112,14 @@ impl Table {
         }
         if let ([first, second], Some(Row { line, cells })) = (expected, rows.iter().find(|row| row.cells.len() != 2)) {
             let (first, second) = (first.key, second.key);
-            let (plural, help) = match cells.len() {
-                1 => ("", format!("separate {first} and {second} by a tab, or learn a text as it is with --text")),
-                _ => ("s", "keep two columns, as `cut -f 1,2` does, or name the columns in the first line".into()),
+            let help = match cells.len() {
+                1 => format!("separate {first} and {second} by a tab, or learn a text as it is with --text"),
+                _ => "keep two columns, as `cut -f 1,2` does, or name the columns in the first line".into(),
             };
-            bail!("{name}, line {line}: {} column{plural}, expected two ({first}, tab, {second}); {help}", cells.len());
+            bail!(
+                "{name}, line {line}: {}, expected two ({first}, tab, {second}); {help}",
+                counted(cells.len(), "columns")
+            );
         }
         if let [first, second] = expected
             && rows.len() > 10
@@ -172,7 +171,6 @@ impl Table {
         Self { name: self.name.clone(), header, rows: self.rows.iter().map(row).collect(), ..*self }
     }
 
-    /// Takes rows that are as wide as the header.
     fn with_rows(mut self, mut rows: Vec<Row>) -> Result<Self> {
         let width = self.header.len();
         for Row { line, cells } in &mut rows {
@@ -181,11 +179,11 @@ impl Table {
                 cells.pop();
             }
             if cells.len() != width {
-                let plural = if cells.len() == 1 { "" } else { "s" };
+                let (found, commas) =
+                    (counted(cells.len(), "columns"), if self.commas { "semicolons, tabs or bars" } else { "commas" });
                 bail!(
-                    "{}, line {line}: {} column{plural}, the header has {width}; put a field with commas in quotes",
-                    self.name,
-                    cells.len()
+                    "{}, line {line}: {found}, the header has {width}; put a field with {commas} in quotes",
+                    self.name
                 );
             }
         }
@@ -247,12 +245,10 @@ impl Table {
         Ok(place)
     }
 
-    /// Where the header stands.
     pub fn at_header(&self) -> String {
         format!("{}, line {}", self.name, self.line)
     }
 
-    /// The header, for errors.
     pub fn titles(&self) -> String {
         const MOST: usize = 12;
         let some: Vec<String> = self.header.iter().take(MOST).map(|title| format!("`{title}`")).collect();
@@ -292,7 +288,6 @@ impl Table {
 }
 
 impl Row {
-    /// What is wrong with the row.
     pub fn wrong(&self, name: &str, problem: impl std::fmt::Display) -> anyhow::Error {
         anyhow!("{name}, line {}: {problem}", self.line)
     }
