@@ -31,6 +31,8 @@ pub struct Table {
     pub rows: Vec<Row>,
     /// Whether a comma may stand for the decimal point, since none is between columns.
     commas: bool,
+    /// Whether a column has decimal commas, so that points that group three digits elsewhere stand between thousands.
+    groups: bool,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -86,7 +88,9 @@ impl Table {
         let Some(Row { line, cells }) = rows.next() else { return Ok(None) };
         let header: Vec<String> =
             cells.iter().map(|cell| cell.as_str().unwrap_or_default().trim().to_owned()).collect();
-        Self { name: name.into(), line, header, rows: Vec::new(), commas }.with_rows(rows.collect()).map(Some)
+        Self { name: name.into(), line, header, rows: Vec::new(), commas, groups: false }
+            .with_rows(rows.collect())
+            .map(Some)
     }
 
     /// As [`read`](Self::read), of the columns of text `expected`; with tabs between them a first line that has none of their names, or of
@@ -107,7 +111,7 @@ impl Table {
             (*line, cells.iter().map(|cell| cell.as_str().unwrap_or_default().trim().to_owned()).collect::<Vec<_>>());
         let is_name = |title: &&String| columns.names_text(title) || expected.iter().any(|column| column.knows(title));
         if titles.iter().filter(is_name).count() >= titles.len().min(2) {
-            let table = Self { name: name.into(), line, header: titles, rows: Vec::new(), commas };
+            let table = Self { name: name.into(), line, header: titles, rows: Vec::new(), commas, groups: false };
             return table.with_rows(rows.into_iter().skip(1).collect()).map(Some);
         }
         if let ([first, second], Some(Row { line, cells })) = (expected, rows.iter().find(|row| row.cells.len() != 2)) {
@@ -142,7 +146,7 @@ impl Table {
             ));
         }
         let header = expected.iter().map(|column| column.key.into()).collect();
-        Ok(Some(Self { name: name.into(), line, header, rows, commas }))
+        Ok(Some(Self { name: name.into(), line, header, rows, commas, groups: false }))
     }
 
     /// The same if its first line names the columns, else with that line as a row, where it has nothing but numbers.
@@ -188,12 +192,14 @@ impl Table {
             }
         }
         self.rows = rows;
+        self.groups = (0..width).any(|place| self.decimal_commas(place).is_some());
         Ok(self)
     }
 
     /// Objects, whose keys are the columns.
     fn from_json(text: &str, name: &str) -> Result<Option<Self>> {
-        let mut table = Self { name: name.into(), line: 1, header: Vec::new(), rows: Vec::new(), commas: false };
+        let mut table =
+            Self { name: name.into(), line: 1, header: Vec::new(), rows: Vec::new(), commas: false, groups: false };
         let mut places: HashMap<String, usize> = HashMap::new();
         json::each(text, name, |value, line| {
             let Value::Object(object) = value else {
@@ -263,19 +269,23 @@ impl Table {
 
     /// The numbers of a column, NaN where one is missing, or the first row whose cell is no number.
     pub fn numbers(&self, place: usize) -> Result<Vec<f64>, &Row> {
-        let comma =
-            self.commas && self.rows.iter().any(|row| row.cells[place].as_str().is_some_and(|text| text.contains(',')));
-        let numbers = self.rows.iter().map(|row| number(&row.cells[place], comma).ok_or(row));
-        numbers.collect()
+        let has = |mark| self.rows.iter().any(|row| row.cells[place].as_str().is_some_and(|text| text.contains(mark)));
+        let read = |comma| self.rows.iter().map(|row| number(&row.cells[place], comma).ok_or(row)).collect();
+        let grouped: Result<Vec<f64>, &Row> = read(self.commas && (has(',') || self.groups && has('.')));
+        if grouped.is_err() && !has(',') { read(false) } else { grouped }
+    }
+
+    /// The numbers of a column in which a comma is the decimal point without doubt: where three digits follow each, they may be thousands.
+    fn decimal_commas(&self, place: usize) -> Option<Vec<f64>> {
+        let is_decimal = |text: String| text.split_once(',').is_some_and(|(_, fraction)| fraction.len() != 3);
+        let is_clear = self.commas && self.texts(place).flatten().any(is_decimal);
+        self.numbers(place).ok().filter(|_| is_clear)
     }
 
     /// The same with points in those of these columns that hold numbers with decimal commas, if any does: times and labels are read as
     /// numbers later.
     pub fn with_points(&self, places: &[usize]) -> Option<Self> {
-        // Where three digits follow each comma, they may be thousands.
-        let is_decimal = |text: String| text.split_once(',').is_some_and(|(_, fraction)| fraction.len() != 3);
-        let is_clear = |place: usize| self.commas && self.texts(place).flatten().any(is_decimal);
-        let found = |place: &usize| Some((*place, self.numbers(*place).ok().filter(|_| is_clear(*place))?));
+        let found = |place: &usize| Some((*place, self.decimal_commas(*place)?));
         let columns: Vec<(usize, Vec<f64>)> = places.iter().filter_map(found).collect();
         let mut pointed = (!columns.is_empty()).then(|| self.clone())?;
         for (place, numbers) in columns {
@@ -332,7 +342,8 @@ fn number(cell: &Value, comma: bool) -> Option<f64> {
 fn with_point(text: &str) -> Option<String> {
     let (whole, fraction) = text.split_once(',').unwrap_or((text, ""));
     let (first, thousands) = whole.split_once('.').map_or((whole, None), |(first, rest)| (first, Some(rest)));
-    let apart = thousands.is_none_or(|rest| rest.split('.').all(|three| three.len() == 3) && first.len() <= 4);
+    let is_first = !first.trim_start_matches(['-', '+']).starts_with('0') && first.len() <= 4;
+    let apart = thousands.is_none_or(|rest| rest.split('.').all(|three| three.len() == 3) && is_first);
     let digits = whole.replace('.', "");
     let read = if fraction.is_empty() { digits } else { format!("{digits}.{fraction}") };
     (apart && !fraction.contains('.')).then_some(read)
@@ -465,6 +476,11 @@ mod tests {
         assert_eq!(numbers("x;y\n1,5;a\n1.234,5;b\n2;c\n", Form::Csv), Ok(vec![1.5, 1234.5, 2.0]));
         assert_eq!(numbers("x;y\n1.5;a\n", Form::Csv), Ok(vec![1.5]));
         assert_eq!(numbers("x,y\n\"1,5\",a\n", Form::Csv), Err(2));
+        // Points that group digits in a file with decimal commas, and none that do not.
+        assert_eq!(numbers("x;y\n1.500;2,5\n12.000;1,5\n7;1,5\n", Form::Csv), Ok(vec![1500.0, 12000.0, 7.0]));
+        assert_eq!(numbers("x;y\n1.500;2,5\n0.25;1,5\n", Form::Csv), Ok(vec![1.5, 0.25]));
+        assert_eq!(numbers("x;y\n0.500;2,5\n0.250;1,5\n", Form::Csv), Ok(vec![0.5, 0.25]), "no thousands begin with 0");
+        assert_eq!(numbers("x;y\n1.500;2\n", Form::Csv), Ok(vec![1.5]));
         assert_eq!(numbers("sep=;\r\nx;y\r\n1,5;a\r\n", Form::Csv), Ok(vec![1.5]));
         // A point beside decimal commas stands between thousands alone.
         assert_eq!(numbers("x;y\n-12.345.678,5;a\n1e3;b\n1,5e-1;c\n", Form::Csv), Ok(vec![-12_345_678.5, 1e3, 0.15]));
