@@ -359,6 +359,12 @@ fn standard_input_and_gzip_are_read() {
             );
         }
     }
+    // The one file of a zip archive.
+    let mut archive = zip::ZipWriter::new(std::fs::File::create(place.path("table.zip")).unwrap());
+    archive.start_file("header.csv", zip::write::SimpleFileOptions::default()).unwrap();
+    archive.write_all(&place.read("header.csv")).unwrap();
+    archive.finish().unwrap();
+    assert_eq!(on_input("table.zip", &[]).0, answers);
     // Lines that end as on old Macs are lines.
     place.write("mac", sources.replace('\n', "\r").as_bytes());
     assert_eq!(place.ok(&["predict", "run", "mac"]), answers);
@@ -380,11 +386,19 @@ fn standard_input_and_gzip_are_read() {
     let first = (sources.lines().next().unwrap(), answers.lines().next().unwrap());
     assert!(table.starts_with(&format!("source,target\n{},{}\n", first.0, first.1)), "{table}");
     assert_eq!(table.lines().count(), 201);
+    place.write("empty.csv", b"source,x\n,1\n");
+    assert_eq!(place.ok(&["predict", "run", "empty.csv", "--csv"]), "source,target\n,\n");
     let output = place.command(&place.train_on("-", "piped", "3", &[])).stdin(input()).output().unwrap();
     assert!(text(&output.stderr).starts_with("standard input: "), "{}", text(&output.stderr));
     let scores = place.ok(&["eval", "run", "pairs.tsv"]);
     assert_eq!(place.ok(&["eval", "run", "pairs.tsv.gz"]), scores);
     assert_eq!(text(&place.command(&["eval", "run", "-"]).stdin(input()).output().unwrap().stdout), scores);
+    // A first line of names that are not known is a pair, which is said.
+    let rows: String = (0..20).map(|n| format!("a {n} b\tc {n}\n")).collect();
+    place.write("named.tsv", format!("english\tfrench\n{rows}").as_bytes());
+    let flags = "if the line names the columns, give --source english --target french";
+    assert!(place.said(&["eval", "run", "named.tsv"]).1.contains(flags));
+    assert!(!place.said(&["eval", "run", "named.tsv", "--source", "english", "--target", "french"]).1.contains(flags));
     let cut = place.read("pairs.tsv.gz");
     place.write("cut.tsv.gz", &cut[..cut.len() / 2]);
     place.fails(&["eval", "run", "cut.tsv.gz"], &["cannot read cut.tsv.gz", "whole"]);

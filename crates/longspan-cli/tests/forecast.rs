@@ -370,3 +370,18 @@ fn mistakes_are_named_and_no_run_is_made() {
         &["ahead.jsonl, line 1: it has times to forecast, and this run predicts labels", "--forecast"],
     );
 }
+
+#[test]
+fn points_in_lines_of_json_are_predicted_as_those_of_a_table() {
+    let place = Place::new();
+    let point = |day: u32| (format!("2024-{:02}-{:02}", 1 + day / 28, 1 + day % 28), day % 7);
+    let points: Vec<_> = (0..80).map(point).collect();
+    let lines: String = points.iter().map(|(date, x)| format!("{{\"date\": \"{date}\", \"x\": {x}}}\n")).collect();
+    let rows: String = points.iter().map(|(date, x)| format!("{date},{x}\n")).collect();
+    place.write("points.jsonl", lines.as_bytes());
+    place.write("points.csv", format!("date,x\n{rows}").as_bytes());
+    place.ok(&train("points.jsonl", "run", "3", &[]));
+    let told = place.ok(&["predict", "run", "points.jsonl"]);
+    assert_eq!(told, place.ok(&["predict", "run", "points.csv"]).replace("2\t2024", "1\t2024"));
+    assert!(told.contains("\t2024-03-25\t"), "{told}");
+}

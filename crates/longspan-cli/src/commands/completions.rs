@@ -8,14 +8,12 @@ use clap_complete::{Shell, generate};
 
 use super::Outcome;
 
-/// What `longspan completions` takes.
 #[derive(Args)]
 pub struct Arguments {
     /// The shell
     shell: Shell,
 }
 
-/// Prints the shell's script.
 pub fn run(arguments: &Arguments, command: &mut Command) -> Result<Outcome> {
     let mut script = Vec::new();
     generate(arguments.shell, command, "longspan", &mut script);

@@ -17,7 +17,6 @@ use crate::tasks::workers::Workers;
 use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::notes::note;
 
-/// What `longspan eval` takes.
 #[derive(Args)]
 pub struct Arguments {
     #[command(flatten)]
@@ -35,7 +34,6 @@ pub struct Arguments {
     json: bool,
 }
 
-/// Scores a file, or what the run held out.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let (folder, config) = arguments.search.open(&arguments.columns)?;
     for_task!(config, score(arguments, folder))
@@ -46,14 +44,9 @@ fn score<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder: Ru
     let workers = Workers::new(Workers::usual_count())?;
     let file = arguments.file.as_deref();
     let name = file.or(trained.config.held_out()).map_or(trained.config.data_name(), lines::name);
-    let how = Answering {
-        config: &trained.config,
-        beam: arguments.search.beam,
-        workers: &workers,
-        name: &name,
-        // The texts know their lines.
-        line: &|place| place + 1,
-    };
+    let (config, beam) = (&trained.config, arguments.search.beam);
+    // The texts know their lines.
+    let how = Answering { config, beam, workers: &workers, name: &name, line: &|place| place + 1 };
     if file.is_some_and(|path| is_learned_from(path, &trained.config.data)) {
         note(format_args!("{name} is what the run learned from, so the scores are better than on new data"));
     }

@@ -19,7 +19,6 @@ use crate::tasks::{Task, Trained, lines};
 use crate::terminal::notes::note;
 use crate::terminal::shell;
 
-/// What `longspan generate` takes.
 #[derive(Args)]
 pub struct Arguments {
     /// The folder of a run on text
@@ -53,7 +52,6 @@ pub struct Arguments {
     json: bool,
 }
 
-/// Goes on with a text.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     if !(arguments.temperature >= 0.0 && arguments.temperature.is_finite()) {
         bail!("--temperature {}: expected a number from 0", arguments.temperature);

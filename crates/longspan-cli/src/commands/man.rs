@@ -8,14 +8,12 @@ use clap::{Args, Command};
 
 use super::Outcome;
 
-/// What `longspan man` takes.
 #[derive(Args)]
 pub struct Arguments {
     /// The folder to write to, such as ~/.local/share/man/man1
     folder: PathBuf,
 }
 
-/// Writes the pages.
 pub fn run(arguments: &Arguments, command: Command) -> Result<Outcome> {
     let folder = &arguments.folder;
     let failed = || format!("cannot write manual pages to {}; choose a folder that can be written", folder.display());

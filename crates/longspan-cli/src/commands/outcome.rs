@@ -3,7 +3,6 @@
 /// How a command ended, if not by an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// All was done.
     Done,
     /// A signal asked to stop; the work until then is saved.
     Interrupted,

@@ -32,7 +32,6 @@ const MOST: usize = 1024;
 /// More lines are taken where answers come sooner than this, and fewer where they come later.
 const WAIT: Duration = Duration::from_millis(200);
 
-/// What `longspan predict` takes.
 #[derive(Args)]
 pub struct Arguments {
     #[command(flatten)]
@@ -88,13 +87,8 @@ fn answer<T: Predict>(config: Config<T::Settings>, arguments: &Arguments, folder
         let started = Instant::now();
         // What came before a bad line is still answered.
         unknown.extend(batch.iter().flat_map(|one| trained.task.unknown_pieces(&one.text)).map(String::from));
-        let how = Answering {
-            config: &trained.config,
-            beam: arguments.search.beam,
-            workers: &workers,
-            name: &name,
-            line: &|place| batch[place].line,
-        };
+        let (config, beam, line) = (&trained.config, arguments.search.beam, |place: usize| batch[place].line);
+        let how = Answering { config, beam, workers: &workers, name: &name, line: &line };
         for told in trained.task.predict(&trained.model, &batch, &how)? {
             cut += usize::from(told.cut);
             out.write(&told)?;
@@ -123,7 +117,6 @@ fn answer<T: Predict>(config: Config<T::Settings>, arguments: &Arguments, folder
     Ok(Outcome::Done)
 }
 
-/// Answers on standard output.
 struct Answers {
     out: io::StdoutLock<'static>,
     titles: Titles,
@@ -144,11 +137,15 @@ impl Answers {
         let begins = !std::mem::replace(&mut self.begun, true);
         let Titles { key, answer, always } = &self.titles;
         if self.csv {
-            let mut writer = csv::WriterBuilder::new().flexible(true).from_writer(&mut self.out);
+            let mut writer = csv::Writer::from_writer(&mut self.out);
             if begins {
                 writer.write_record(key.iter().chain(answer))?;
             }
-            told.rows.iter().try_for_each(|row| writer.write_record(row))?;
+            for row in &told.rows {
+                // What was empty has no answer, and every row as many cells.
+                let cells = row.iter().map(String::as_str).chain(std::iter::repeat(""));
+                writer.write_record(cells.take(key.len() + answer.len()))?;
+            }
             return writer.flush();
         }
         // An answer is one line, and a cell one column.
@@ -174,7 +171,6 @@ impl Answers {
     }
 }
 
-/// What waits to be answered.
 type Questions = Receiver<Result<Asked>>;
 
 /// Reads lines on a thread of its own: a line is answered as soon as it is there, and lines that wait are answered together.
@@ -213,7 +209,6 @@ fn read_ahead(mut reader: Box<dyn BufRead + Send>, name: String) -> Questions {
     receiver
 }
 
-/// Questions that are all there.
 fn in_order(asked: Vec<Asked>) -> Questions {
     let (sender, receiver) = mpsc::channel();
     // The receiver is at hand: nothing is refused.
@@ -246,13 +241,9 @@ const NAMED: usize = 5;
 /// Says which pieces did not occur in training.
 pub fn say_unknown(pieces: &BTreeSet<String>) {
     let named: Vec<String> = pieces.iter().take(NAMED).map(|piece| format!("{piece:?}")).collect();
-    match pieces.len() {
-        0 => {}
-        1 => note(format_args!("note: {} did not occur in training; it is taken as unknown", named[0])),
-        count => {
-            let rest = count.saturating_sub(NAMED);
-            let rest = if rest > 0 { format!(" and {rest} others") } else { String::new() };
-            note(format_args!("note: {}{rest} did not occur in training; they are taken as unknown", named.join(", ")));
-        }
+    let rest = pieces.len() - named.len();
+    let rest = if rest > 0 { format!(" and {rest} others") } else { String::new() };
+    if !named.is_empty() {
+        note(format_args!("note: {}{rest} did not occur in training: taken as unknown", named.join(", ")));
     }
 }

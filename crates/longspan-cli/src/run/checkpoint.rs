@@ -17,9 +17,7 @@ use crate::terminal::shell;
 /// How far a run has come: stored with its weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Saved {
-    /// Steps that have been taken.
     pub step: usize,
-    /// Seconds spent on them.
     pub seconds: f64,
     /// The weights that answer, if they are not those of this step.
     #[serde(default)]
@@ -48,13 +46,11 @@ pub struct Best {
     pub loss: f64,
 }
 
-/// The optimiser that the settings name.
 pub fn optimizer(settings: &TrainingSettings) -> ModuleOptimizer {
     // β₂ as in Vaswani et al. 2017: the usual 0.999 averages over more steps than a short run has.
     ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, settings.weight_decay as f32).without_decay_of_vectors())
 }
 
-/// What a checkpoint holds.
 pub struct Checkpoint<M> {
     pub model: M,
     pub optimizer: ModuleOptimizer,
@@ -80,7 +76,6 @@ impl RunFolder {
         self.replace(&files)
     }
 
-    /// Reads the weights into a model made from the same settings.
     pub fn load_weights<M: Module>(&self, model: M) -> Result<M> {
         let name = shell::path(self.path());
         let anew = |error: anyhow::Error| {
@@ -91,7 +86,6 @@ impl RunFolder {
         Ok(model)
     }
 
-    /// Reads weights, optimiser and progress into ones made from the same settings.
     pub fn load_checkpoint<M: Module>(&self, model: M, optimizer: ModuleOptimizer) -> Result<Checkpoint<M>> {
         if !self.checkpoint().exists() {
             self.verify(|name| name == CHECKPOINT)?;

@@ -16,7 +16,6 @@ use super::columns::Columns;
 use super::keys::{self, Flag};
 use super::words::{ActivationWord, NormKindWord, NormWord, PoolingWord, plain};
 
-/// The settings of a run of one task.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config<S> {
     /// The files to learn from; none where sequences are drawn, and for the CMU dictionary.
@@ -44,7 +43,6 @@ pub struct Stack {
     pub causal: bool,
 }
 
-/// Labels that are predicted.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LabelSettings {
     pub target: Option<LabelKind>,
@@ -53,7 +51,6 @@ pub struct LabelSettings {
     pub label_smoothing: f64,
 }
 
-/// What labels are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LabelKind {
@@ -61,7 +58,6 @@ pub enum LabelKind {
     Number,
 }
 
-/// What becomes of missing values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Missing {
@@ -134,7 +130,6 @@ pub struct SyntheticSettings {
     pub label_smoothing: f64,
 }
 
-/// What all models have.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ModelSettings {
     pub attention: String,
@@ -156,7 +151,6 @@ pub struct ModelSettings {
     pub recompute: bool,
 }
 
-/// How all models are trained.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainingSettings {
     pub seed: u64,
@@ -184,7 +178,6 @@ impl TrainingSettings {
     }
 }
 
-/// The settings of a task.
 pub trait TaskSettings: Debug + Clone + PartialEq + Serialize + DeserializeOwned + Sync {
     const KIND: TaskKind;
 
@@ -201,13 +194,11 @@ pub trait TaskSettings: Debug + Clone + PartialEq + Serialize + DeserializeOwned
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Common<'a> {
     pub files: Option<&'a Files>,
-    /// What is drawn, where nothing is read.
     pub drawn: Option<&'a str>,
     /// Blocks, and those of them with cross-attention.
     pub blocks: usize,
     pub crossing: usize,
     pub label_smoothing: f64,
-    /// Whether the model corrects a simple method.
     pub base: bool,
     /// Tokens of sequences of which each process takes a stretch.
     pub split_sequence: Option<usize>,
@@ -300,7 +291,6 @@ pub fn compresses(drawn: &str) -> bool {
     drawn.split(':').next().is_some_and(|name| name.trim() == COMPRESSION)
 }
 
-/// What a run learns, by its data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TaskKind {
     Pairs,
@@ -314,7 +304,6 @@ pub enum TaskKind {
 impl TaskKind {
     pub const ALL: [Self; 6] = [Self::Pairs, Self::Text, Self::Labelled, Self::Series, Self::Forecast, Self::Synthetic];
 
-    /// The flags that name its data.
     pub fn flag(self) -> &'static str {
         match self {
             Self::Pairs => "--pairs",
@@ -326,12 +315,10 @@ impl TaskKind {
         }
     }
 
-    /// The flag that names the file.
     pub fn data_flag(self) -> &'static str {
         self.flag().split(' ').next().unwrap_or_default()
     }
 
-    /// The setting that names the file.
     pub fn data_key(self) -> &'static str {
         self.data_flag().trim_start_matches('-')
     }
@@ -386,7 +373,6 @@ impl TaskKind {
         all
     }
 
-    /// The settings that it has.
     pub fn keys(self) -> Result<Vec<String>> {
         let mut all = keys::defaults();
         // What has no default.
@@ -396,7 +382,6 @@ impl TaskKind {
 }
 
 impl<S: TaskSettings> Config<S> {
-    /// From the values of all keys.
     pub fn of(values: &Map<String, Value>) -> serde_json::Result<Self> {
         let all = Value::Object(values.clone());
         let data = &all[S::KIND.data_key()];
@@ -412,7 +397,6 @@ impl<S: TaskSettings> Config<S> {
         })
     }
 
-    /// The values of the keys that the task has.
     pub fn to_map(&self) -> serde_json::Result<Map<String, Value>> {
         let parts = [
             serde_json::to_value(&self.task)?,
@@ -452,7 +436,6 @@ impl<S: TaskSettings> Config<S> {
         self.task.common()
     }
 
-    /// With other values of some keys.
     pub fn edited(&self, edit: impl FnOnce(&mut Map<String, Value>) -> Result<()>) -> Result<Self> {
         let mut all = self.to_map()?;
         edit(&mut all)?;
@@ -464,12 +447,10 @@ impl<S: TaskSettings> Config<S> {
         self.data.first().map(PathBuf::as_path)
     }
 
-    /// The file with what is held out, if there is one.
     pub fn held_out(&self) -> Option<&Path> {
         self.common().files?.held_out.as_deref()
     }
 
-    /// What the run learns from, for people.
     pub fn data_name(&self) -> String {
         match self.data.as_slice() {
             [] => self.common().drawn.unwrap_or("the CMU pronouncing dictionary").into(),
@@ -479,7 +460,6 @@ impl<S: TaskSettings> Config<S> {
         }
     }
 
-    /// All files that it reads.
     pub fn paths(&self) -> impl Iterator<Item = &Path> {
         let own = self.common().files.map(|files| [&files.development, &files.held_out]);
         self.data.iter().chain(own.into_iter().flatten().flatten()).map(PathBuf::as_path)
@@ -509,7 +489,6 @@ impl<S: TaskSettings> Config<S> {
     }
 }
 
-/// The settings of a run, whatever its task.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RunConfig {
     Pairs(Config<PairsSettings>),
@@ -520,7 +499,6 @@ pub enum RunConfig {
     Synthetic(Config<SyntheticSettings>),
 }
 
-/// The same of the settings of any task.
 macro_rules! of_any {
     ($run:expr, $config:ident => $body:expr) => {
         match $run {
@@ -535,7 +513,6 @@ macro_rules! of_any {
 }
 
 impl RunConfig {
-    /// From the values of all keys.
     pub fn of(kind: TaskKind, values: &Map<String, Value>) -> serde_json::Result<Self> {
         Ok(match kind {
             TaskKind::Pairs => Self::Pairs(Config::of(values)?),
@@ -547,7 +524,6 @@ impl RunConfig {
         })
     }
 
-    /// The values of the keys that its task has.
     pub fn to_map(&self) -> serde_json::Result<Map<String, Value>> {
         of_any!(self, config => config.to_map())
     }
@@ -556,7 +532,6 @@ impl RunConfig {
         of_any!(self, config => config.kind())
     }
 
-    /// As [`Config::check`].
     pub fn check(&self) -> Result<()> {
         of_any!(self, config => config.check())
     }

@@ -73,7 +73,6 @@ impl Drop for Draft {
     }
 }
 
-/// Refuses a name that is taken.
 fn free(path: &Path) -> Result<()> {
     let name = path.display();
     let empty = || fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
@@ -93,7 +92,6 @@ fn failed(path: &Path, error: io::Error) -> anyhow::Error {
     anyhow!("cannot make the run folder {}: {error}; {}", path.display(), help(&error))
 }
 
-/// Removes what a killed process left behind.
 fn clear(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
@@ -104,7 +102,6 @@ fn clear(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The folder that a path lies in.
 fn parent_of(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,

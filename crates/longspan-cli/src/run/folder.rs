@@ -26,7 +26,6 @@ pub const MODEL: &str = "model.safetensors";
 pub const CHECKPOINT: &str = "checkpoint.safetensors";
 pub const CONFIG: &str = "config.json";
 
-/// The name of the file of a tokenizer.
 pub fn tokenizer(side: &str) -> String {
     format!("{side}_tokenizer.json")
 }
@@ -66,12 +65,10 @@ impl RunFolder {
         Ok(folder)
     }
 
-    /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The file of all settings.
     pub fn config(&self) -> PathBuf {
         self.path.join(CONFIG)
     }
@@ -82,7 +79,6 @@ impl RunFolder {
         RunConfig::parse(&self.config(), &self.read(CONFIG)?)
     }
 
-    /// Writes all settings.
     pub fn save_config<S: TaskSettings>(&self, config: &Config<S>) -> Result<()> {
         self.replace(&[(CONFIG, stored(config)?.as_bytes())])
     }
@@ -94,7 +90,6 @@ impl RunFolder {
         sealed.map_or_else(|| seal::read(&self.path.join(name)), Ok)
     }
 
-    /// Compares files with the seal.
     pub fn verify(&self, wanted: impl Fn(&str) -> bool) -> Result<()> {
         if self.sealed { seal::verify(&self.path, wanted).map(drop) } else { Ok(()) }
     }
@@ -110,12 +105,10 @@ impl RunFolder {
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    /// Seals the log as far as it has come.
     pub fn seal_metrics(&self) -> Result<()> {
         self.replace(&[])
     }
 
-    /// Seals the files as they are.
     pub fn seal(&self) -> Result<()> {
         seal::seal(&self.path)
     }
@@ -130,7 +123,6 @@ impl RunFolder {
         self.path.join(tokenizer(side))
     }
 
-    /// What was measured, one JSON object a line.
     pub fn metrics(&self) -> PathBuf {
         self.path.join(LOG)
     }
@@ -140,17 +132,14 @@ impl RunFolder {
         self.path.join("loss.svg")
     }
 
-    /// The weights.
     pub fn model(&self) -> PathBuf {
         self.path.join(MODEL)
     }
 
-    /// Weights, optimiser and progress.
     pub fn checkpoint(&self) -> PathBuf {
         self.path.join(CHECKPOINT)
     }
 
-    /// Locks the folder for this process.
     pub fn lock(&self) -> Result<Lock> {
         let name = self.path.display();
         let failed = |error| anyhow!("cannot write to the run folder {name}: {error}; {}", help(&error));

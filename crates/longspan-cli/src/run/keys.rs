@@ -10,33 +10,26 @@ pub struct Key {
     pub default: &'static str,
     pub range: Range,
     pub flag: Flag,
-    /// For people.
     pub help: &'static str,
 }
 
-/// What a number may be.
 #[derive(Clone, Copy)]
 pub enum Range {
     Any,
-    /// 1 or more.
     Size,
     /// 0 or more, whole.
     Count,
-    /// Threads.
     Threads,
     /// From 0 to below 1.
     Share,
-    /// Above 0.
     Above,
     /// 0 or more.
     From,
     Version,
 }
 
-/// What the flag of a setting takes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Flag {
-    /// There is none.
     No,
     Switch,
     /// A whole number, a number, a word, a file, or several: by the name that the value has in help.
@@ -50,11 +43,9 @@ pub enum Flag {
 /// The largest size: a product of two fits a 64-bit integer. What the memory has room for is checked with the model.
 const LARGEST: u64 = i32::MAX as u64;
 
-/// The most threads that share a batch.
 const MOST_WORKERS: u64 = 1024;
 
 impl Key {
-    /// Refuses a number that makes no sense.
     pub fn check(&self, value: &Value) -> Result<()> {
         let key = self.name;
         let Some(number) = value.as_f64() else { return Ok(()) };
@@ -86,12 +77,10 @@ impl Key {
     }
 }
 
-/// The setting of this name.
 pub fn find(name: &str) -> Option<&'static Key> {
     KEYS.iter().find(|key| key.name == name)
 }
 
-/// The defaults of all settings.
 pub fn defaults() -> Map<String, Value> {
     let value = |key: &Key| serde_json::from_str(key.default).unwrap_or(Value::String(key.default.into()));
     KEYS.iter().map(|key| (key.name.into(), value(key))).collect()

@@ -11,13 +11,10 @@ use super::seal::LOG;
 use super::write::{cannot_write, write_pictures};
 use crate::terminal::plot::{LossCurve, Point};
 
-/// The metrics of a run, open for more.
 pub struct MetricsLog {
     folder: RunFolder,
     file: File,
-    /// Loss of every training batch.
     pub training: Vec<Point>,
-    /// Loss on development examples.
     pub development: Vec<Point>,
 }
 
@@ -44,13 +41,11 @@ impl MetricsLog {
         Ok(Self { folder: folder.clone(), file, training: curve("loss"), development: curve("development_loss") })
     }
 
-    /// Adds a line.
     pub fn write(&mut self, value: &Value) -> Result<()> {
         let line = format!("{value}\n");
         self.file.write_all(line.as_bytes()).map_err(|error| cannot_write(&self.folder.metrics(), error))
     }
 
-    /// Adds a step.
     pub fn step(&mut self, step: usize, loss: f64, learning_rate: f64, gradient_norm: f64, seconds: f64) -> Result<()> {
         self.training.push((step as f64, loss));
         self.write(&json!({
@@ -59,13 +54,11 @@ impl MetricsLog {
         }))
     }
 
-    /// Adds a measurement on development examples.
     pub fn development(&mut self, step: usize, loss: f64) -> Result<()> {
         self.development.push((step as f64, loss));
         self.write(&json!({ "step": step, "development_loss": loss }))
     }
 
-    /// Draws the curve anew.
     pub fn draw(&self, title: &str, measure: &str) -> Result<()> {
         let curve = LossCurve { training: &self.training, development: &self.development, title, measure };
         write_pictures(&self.folder.loss_curve(), &curve)

@@ -23,13 +23,11 @@ use super::folder::{CHECKPOINT, CONFIG, MODEL};
 use super::write::{cannot_write, draft_of, sync, write_atomic};
 use crate::terminal::shell;
 
-/// The file of the seal, within a run folder.
 const NAME: &str = "seal.json";
 
 /// The file that grows, of which the first bytes are sealed.
 pub const LOG: &str = "metrics.jsonl";
 
-/// What a run folder allows.
 #[derive(Serialize, Deserialize)]
 pub struct Seal {
     /// Of `files` as JSON: the seal itself may be damaged.
@@ -38,17 +36,14 @@ pub struct Seal {
     files: BTreeMap<String, Vec<String>>,
 }
 
-/// SHA-256 in hexadecimal.
 pub fn sha256(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))
 }
 
-/// Bytes in hexadecimal.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Reads a file of a run.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).map_err(|error| anyhow!("cannot read {}: {error}; the run folder is incomplete", path.display()))
 }
@@ -82,7 +77,6 @@ fn accept(folder: &Path) -> String {
     )
 }
 
-/// The seal of a folder, if it is whole.
 pub fn load(folder: &Path) -> Result<Seal> {
     let path = folder.join(NAME);
     let name = path.display();
@@ -99,7 +93,6 @@ fn store(folder: &Path, files: BTreeMap<String, Vec<String>>) -> Result<()> {
     write_atomic(&folder.join(NAME), format!("{}\n", serde_json::to_string_pretty(&seal)?).as_bytes())
 }
 
-/// Seals all files of a folder as they are.
 pub fn seal(folder: &Path) -> Result<()> {
     let mut files = BTreeMap::new();
     for entry in fs::read_dir(folder).map_err(|error| cannot_write(folder, error))? {

@@ -10,7 +10,6 @@ use super::config::{RunConfig, TaskKind};
 use super::keys::{self, KEYS};
 use super::words::{nearest, plain};
 
-/// A setting that a person gave.
 struct Given {
     key: &'static str,
     value: Value,
@@ -42,12 +41,10 @@ impl Settings {
         self.set("columns", serde_json::to_value(columns)?, "--time, --id and their like")
     }
 
-    /// Whether a person set one of these keys.
     pub fn gives(&self, keys: &[&str]) -> bool {
         self.0.iter().any(|given| keys.contains(&given.key))
     }
 
-    /// Takes all keys of a TOML file.
     pub fn read_file(&mut self, path: &Path) -> Result<()> {
         let name = path.display().to_string();
         let text = std::fs::read_to_string(path)
@@ -84,7 +81,6 @@ impl Settings {
         self.set(key, value, "--set")
     }
 
-    /// The settings of a new run.
     pub fn resolve(&self) -> Result<RunConfig> {
         let mut values = keys::defaults();
         self.0.iter().for_each(|given| given.put(&mut values));

@@ -6,7 +6,6 @@ use longspan::layers::{Activation, NormKind};
 use longspan::models::{Norm, Pooling};
 use serde::{Deserialize, Serialize};
 
-/// Where norms stand.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Norm", rename_all = "lowercase")]
 pub enum NormWord {
@@ -14,7 +13,6 @@ pub enum NormWord {
     Post,
 }
 
-/// Which norms.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "NormKind", rename_all = "lowercase")]
 pub enum NormKindWord {
@@ -34,7 +32,6 @@ pub enum ActivationWord {
     Silu,
 }
 
-/// How the rows of a sequence become one.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Pooling", rename_all = "lowercase")]
 pub enum PoolingWord {

@@ -54,7 +54,6 @@ pub fn cannot_write(path: &Path, source: io::Error) -> anyhow::Error {
     write_error(longspan::Error::Io { path: path.to_path_buf(), action: "write", source })
 }
 
-/// What to do about a failed write.
 pub fn help(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {

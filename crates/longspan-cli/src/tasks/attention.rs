@@ -8,7 +8,6 @@ use serde_json::{Map, Value, json};
 use crate::run::config::ModelSettings;
 use crate::run::words::nearest;
 
-/// The names of all mechanisms, for help and errors.
 pub fn names() -> String {
     AttentionConfig::NAMES.join(", ")
 }

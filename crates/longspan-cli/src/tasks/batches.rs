@@ -14,18 +14,15 @@ use super::tokens::PAD;
 pub struct Random(SplitMix64);
 
 impl Random {
-    /// The stream of `seed` and `stream`.
     pub fn new(seed: u64, stream: u64) -> Self {
         let base = SplitMix64::seed_from_u64(seed).next_u64();
         Self(SplitMix64::seed_from_u64(base ^ stream.wrapping_mul(0xd134_2543_de82_ef95)))
     }
 
-    /// The next number.
     pub fn next(&mut self) -> u64 {
         self.0.next_u64()
     }
 
-    /// Shuffles in place (Fisher and Yates).
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             // The bias of the remainder is below len / 2⁶⁴.
@@ -59,17 +56,14 @@ impl Batches {
         Self { lengths, batch_size, seed, epoch: None, order: Vec::new(), bounds: Vec::new() }
     }
 
-    /// Batches in one epoch.
     pub fn per_epoch(&self) -> usize {
         self.lengths.len().div_ceil(self.batch_size)
     }
 
-    /// Tokens of all examples.
     pub fn tokens(&self) -> f64 {
         self.lengths.iter().map(|&(predicted, read)| (predicted + read) as f64).sum()
     }
 
-    /// The examples of a step's batch.
     pub fn at(&mut self, step: usize) -> &[usize] {
         let (epoch, index) = (step / self.per_epoch(), step % self.per_epoch());
         if self.epoch != Some(epoch) {

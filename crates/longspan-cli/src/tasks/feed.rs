@@ -15,9 +15,7 @@ pub const DEVELOPMENT: usize = 512;
 /// So many at least tell whether a simple method is corrected well.
 const FEWEST: usize = 16;
 
-/// Gives the batch of every step.
 pub trait Feed {
-    /// What a batch is made of.
     type Example;
 
     /// Steps in which every example comes about once.
@@ -53,7 +51,6 @@ impl<E> Shuffled<E> {
         Self { examples, batches, batch_size }
     }
 
-    /// All examples, in their own order.
     pub fn examples(&self) -> &[E] {
         &self.examples
     }

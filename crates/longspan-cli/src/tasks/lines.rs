@@ -9,6 +9,7 @@ use std::path::Path;
 use anyhow::{Result, anyhow, bail};
 use flate2::bufread::MultiGzDecoder;
 use zip::ZipArchive;
+use zip::read::read_zipfile_from_stream;
 
 /// The first bytes of gzip,
 pub const GZIP: [u8; 2] = [0x1f, 0x8b];
@@ -16,17 +17,14 @@ pub const GZIP: [u8; 2] = [0x1f, 0x8b];
 /// and of zip.
 const ZIP: &[u8] = b"PK\x03\x04";
 
-/// Whether a path stands for standard input.
 pub fn is_standard_input(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
 
-/// The name of a file for people.
 pub fn name(path: &Path) -> String {
     if is_standard_input(path) { "standard input".into() } else { path.display().to_string() }
 }
 
-/// Opens a file.
 pub fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {
     let failed = |error| cannot_read(path, &error);
     let mut reader: Box<dyn BufRead + Send> = if is_standard_input(path) {
@@ -85,18 +83,22 @@ pub fn first_line(path: &Path) -> Result<String> {
         return Ok(first(open(path)?.fill_buf().map_err(failed)?));
     }
     let mut input = io::stdin().lock();
-    let head = input.fill_buf().map_err(failed)?;
+    let mut head = input.fill_buf().map_err(failed)?;
     let mut unpacked = [0; 4096];
-    Ok(first(if head.starts_with(&GZIP) {
-        // What was unpacked before the end of the buffer, which is no end of the file.
-        let count = MultiGzDecoder::new(head).read(&mut unpacked).unwrap_or(0);
-        &unpacked[..count]
+    // What was unpacked before the end of the buffer, which is no end of the file.
+    let count = if head.starts_with(&GZIP) {
+        MultiGzDecoder::new(head).read(&mut unpacked).unwrap_or(0)
+    } else if head.starts_with(ZIP) {
+        let file = read_zipfile_from_stream(&mut head).ok().flatten();
+        file.and_then(|mut file| file.read(&mut unpacked).ok()).ok_or_else(|| {
+            anyhow!("standard input: a zip archive whose beginning cannot be read alone; give its name, or what it holds, as `unzip -p` does")
+        })?
     } else {
-        head
-    }))
+        return Ok(first(head));
+    };
+    Ok(first(&unpacked[..count]))
 }
 
-/// Reads a whole file.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.read_to_end(&mut bytes).map_err(|error| cannot_read(path, &error))?;
@@ -118,6 +120,11 @@ pub fn ending(path: &Path) -> String {
 pub fn text<'a>(bytes: &'a [u8], name: &str) -> Result<Cow<'a, str>> {
     if bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff") {
         bail!("{name}: UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
+    }
+    if bytes.contains(&0) {
+        bail!(
+            "{name}: no text, since it has bytes of 0; export it as text, such as CSV, or convert UTF-16 with `iconv -f utf-16le -t utf-8`"
+        );
     }
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
     let Ok(text) = std::str::from_utf8(bytes) else {

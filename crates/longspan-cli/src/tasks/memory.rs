@@ -13,7 +13,6 @@ use crate::run::config::TrainingSettings;
 /// Assumed where the system does not say how much memory is free.
 const UNKNOWN_MACHINE: f64 = 64e9;
 
-/// Bytes of a number of a model.
 pub const NUMBER: f64 = 4.0;
 
 /// Refuses what needs more memory than there is. `what` begins the error, `help` ends it.

@@ -60,7 +60,6 @@ impl Ranks {
         Ok(None)
     }
 
-    /// How many there are.
     pub fn count(&self) -> usize {
         match *self {}
     }
@@ -74,7 +73,6 @@ impl Ranks {
 #[cfg(feature = "mpi")]
 use mpi::traits::{Communicator, CommunicatorCollectives, Destination, Source};
 
-/// All processes that MPI started.
 #[cfg(feature = "mpi")]
 #[derive(Debug)]
 struct World {
@@ -116,12 +114,10 @@ impl Ranks {
         Ok(Some(Self(universe)))
     }
 
-    /// This process's number.
     pub fn rank(&self) -> usize {
         self.0.world().rank() as usize
     }
 
-    /// How many there are.
     pub fn count(&self) -> usize {
         self.0.world().size() as usize
     }
@@ -143,12 +139,10 @@ impl Ranks {
         first.receive_vec::<u8>().0
     }
 
-    /// Tells rank 0.
     pub fn reply(&self, message: &[u8]) {
         self.0.world().process_at_rank(0).send(message);
     }
 
-    /// What a rank replied.
     pub fn answer_of(&self, rank: usize) -> Vec<u8> {
         self.0.world().process_at_rank(rank as i32).receive_vec::<u8>().0
     }
@@ -179,12 +173,10 @@ impl Ranks {
         self.0.world().abort(1)
     }
 
-    /// Gives numbers to rank 0.
     pub fn give(&self, numbers: &[f32]) {
         self.0.world().process_at_rank(0).send(numbers);
     }
 
-    /// Takes the numbers of a rank.
     pub fn take(&self, rank: usize, numbers: &mut [f32]) {
         self.0.world().process_at_rank(rank as i32).receive_into(numbers);
     }

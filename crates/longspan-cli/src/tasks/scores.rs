@@ -13,12 +13,9 @@ use strsim::generic_levenshtein;
 /// The 97.5 % quantile of the normal distribution: two-sided 95 %.
 pub const Z: f64 = 1.959_963_984_540_054;
 
-/// One answer against its targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Score {
-    /// Edits to the closest target.
     pub edits: usize,
-    /// Tokens of that target.
     pub tokens: usize,
 }
 
@@ -33,48 +30,6 @@ pub fn score<T: PartialEq>(answer: &Vec<T>, targets: &[Vec<T>]) -> Option<Score>
 /// The place of the largest number, of equal ones the first.
 pub fn likeliest(row: &[f32]) -> usize {
     (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a))).unwrap_or(0)
-}
-
-/// A rate with a 95 % confidence interval, as fractions.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Rate {
-    pub rate: f64,
-    pub low: f64,
-    pub high: f64,
-}
-
-impl Rate {
-    /// `successes` of `trials` with the interval of Wilson (1927), which stays sensible near 0 and 1 and for few
-    /// trials. Without trials, a rate of 0 that may be anything.
-    pub fn wilson(successes: usize, trials: usize) -> Self {
-        if trials == 0 {
-            return Self { rate: 0.0, low: 0.0, high: 1.0 };
-        }
-        let n = trials as f64;
-        let rate = successes as f64 / n;
-        let spread = 1.0 + Z * Z / n;
-        let centre = (rate + Z * Z / (2.0 * n)) / spread;
-        let half = Z / spread * (rate * (1.0 - rate) / n + Z * Z / (4.0 * n * n)).sqrt();
-        Self { rate, low: (centre - half).max(0.0), high: (centre + half).min(1.0) }
-    }
-
-    /// Edits per token over whole sequences: [`Interval::ratio`] of two sums, since the sequence, not the token, is what was
-    /// sampled: errors come in clusters. May exceed 1, since insertions count.
-    pub fn ratio(scores: &[Score]) -> Self {
-        if scores.iter().all(|score| score.tokens == 0) {
-            return Self { rate: 0.0, low: 0.0, high: 1.0 };
-        }
-        let pairs: Vec<(f64, f64)> = scores.iter().map(|score| (score.edits as f64, score.tokens as f64)).collect();
-        let Interval { rate, low, high } = Interval::ratio(&pairs);
-        Self { rate, low: low.map_or(0.0, |low| low.max(0.0)), high: high.unwrap_or(rate.max(1.0)) }
-    }
-}
-
-impl Display for Rate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [rate, low, high] = [self.rate, self.low, self.high].map(|x| 100.0 * x);
-        write!(f, "{rate:.1} %  (95 % confidence {low:.1} … {high:.1} %)")
-    }
 }
 
 /// A number with its 95 % confidence interval, where there is enough to tell.
@@ -98,6 +53,31 @@ impl Interval {
         Self { rate, low: known.then_some(rate - half), high: known.then_some(rate + half) }
     }
 
+    /// `successes` of `trials` with the interval of Wilson (1927), which stays sensible near 0 and 1 and for few trials. Without trials, a
+    /// rate of 0 that may be anything.
+    pub fn wilson(successes: usize, trials: usize) -> Self {
+        if trials == 0 {
+            return Self { rate: 0.0, low: Some(0.0), high: Some(1.0) };
+        }
+        let n = trials as f64;
+        let rate = successes as f64 / n;
+        let spread = 1.0 + Z * Z / n;
+        let centre = (rate + Z * Z / (2.0 * n)) / spread;
+        let half = Z / spread * (rate * (1.0 - rate) / n + Z * Z / (4.0 * n * n)).sqrt();
+        Self { rate, low: Some((centre - half).max(0.0)), high: Some((centre + half).min(1.0)) }
+    }
+
+    /// Edits per token over whole sequences: [`ratio`](Self::ratio) of two sums, since the sequence, not the token, is what was sampled:
+    /// errors come in clusters. May exceed 1, since insertions count.
+    pub fn of_edits(scores: &[Score]) -> Self {
+        if scores.iter().all(|score| score.tokens == 0) {
+            return Self::wilson(0, 0);
+        }
+        let pairs: Vec<(f64, f64)> = scores.iter().map(|score| (score.edits as f64, score.tokens as f64)).collect();
+        let Self { rate, low, high } = Self::ratio(&pairs);
+        Self { rate, low: low.map(|low| low.max(0.0)).or(Some(0.0)), high: high.or(Some(rate.max(1.0))) }
+    }
+
     /// Without the part of the interval where the number cannot be.
     pub fn within(self, least: f64, most: f64) -> Self {
         Self { low: self.low.map(|low| low.max(least)), high: self.high.map(|high| high.min(most)), ..self }
@@ -107,13 +87,17 @@ impl Interval {
     pub fn in_percent(&self) -> String {
         let percent = |x: f64| 100.0 * x;
         let whole = Self { rate: percent(self.rate), low: self.low.map(percent), high: self.high.map(percent) };
-        format!("{:.1} %{}", whole.rate, whole.confidence(1))
+        format!("{:.1} %{}", whole.rate, whole.with_unit(1, " %"))
     }
 
     /// The interval in words, with so many decimals; nothing where it is not known.
     pub fn confidence(&self, decimals: usize) -> String {
+        self.with_unit(decimals, "")
+    }
+
+    fn with_unit(&self, decimals: usize, unit: &str) -> String {
         match (self.low, self.high) {
-            (Some(low), Some(high)) => format!("  (95 % confidence {low:.decimals$} … {high:.decimals$})"),
+            (Some(low), Some(high)) => format!("  (95 % confidence {low:.decimals$} … {high:.decimals$}{unit})"),
             _ => String::new(),
         }
     }
@@ -126,12 +110,11 @@ pub struct ErrorRates {
     units: [&'static str; 2],
     pub sequences: usize,
     pub tokens: usize,
-    pub token_error_rate: Rate,
-    pub sequence_error_rate: Rate,
+    pub token_error_rate: Interval,
+    pub sequence_error_rate: Interval,
 }
 
 impl ErrorRates {
-    /// Sums up the scores of single answers.
     pub fn of(scores: &[Score], units: [&'static str; 2]) -> Self {
         // An answer is right exactly when no edit is needed to reach a target.
         let wrong = scores.iter().filter(|score| score.edits > 0).count();
@@ -139,8 +122,8 @@ impl ErrorRates {
             units,
             sequences: scores.len(),
             tokens: scores.iter().map(|score| score.tokens).sum(),
-            token_error_rate: Rate::ratio(scores),
-            sequence_error_rate: Rate::wilson(wrong, scores.len()),
+            token_error_rate: Interval::of_edits(scores),
+            sequence_error_rate: Interval::wilson(wrong, scores.len()),
         }
     }
 }
@@ -151,7 +134,7 @@ impl Display for ErrorRates {
         let count = |count, unit| format!("{count} {unit}{}", if count == 1 { "" } else { "s" });
         writeln!(f, "{}, {} in their targets", count(self.sequences, sequence), count(self.tokens, token))?;
         for (unit, rate) in [(token, self.token_error_rate), (sequence, self.sequence_error_rate)] {
-            writeln!(f, "{:<20} {rate}", format!("{unit} error rate"))?;
+            writeln!(f, "{:<20} {}", format!("{unit} error rate"), rate.in_percent())?;
         }
         Ok(())
     }
@@ -178,10 +161,11 @@ mod tests {
         for (k, n, low, high) in
             [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)]
         {
-            let rate = Rate::wilson(k, n);
-            assert!((rate.low - low).abs() < 5e-5 && (rate.high - high).abs() < 5e-5, "{k}/{n}: {rate:?}");
+            let rate = Interval::wilson(k, n);
+            let [found_low, found_high] = [rate.low, rate.high].map(Option::unwrap);
+            assert!((found_low - low).abs() < 5e-5 && (found_high - high).abs() < 5e-5, "{k}/{n}: {rate:?}");
         }
-        assert_eq!(Rate::wilson(0, 0).high, 1.0);
+        assert_eq!(Interval::wilson(0, 0).high, Some(1.0));
     }
 
     #[test]
@@ -198,8 +182,8 @@ mod tests {
                     Score { edits, tokens }
                 })
                 .collect();
-            let rate = Rate::ratio(&scores);
-            covered += usize::from(rate.low <= 0.125 && 0.125 <= rate.high);
+            let rate = Interval::of_edits(&scores);
+            covered += usize::from(rate.low.unwrap() <= 0.125 && 0.125 <= rate.high.unwrap());
         }
         // 95 % of 1000 with a standard deviation of 7; a binomial interval over tokens would cover about 64 %.
         assert!((925..=975).contains(&covered), "covered {covered} of {repetitions}");

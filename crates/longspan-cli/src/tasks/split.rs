@@ -11,7 +11,6 @@ use super::lines;
 use crate::run::config::Files;
 use crate::terminal::notes::note;
 
-/// Examples by their use.
 #[derive(Debug)]
 pub struct Split<E> {
     pub train: Vec<E>,
@@ -29,9 +28,7 @@ const BUCKETS: u64 = 20;
 /// A hash rather than a random draw: the split is the same on every machine, in every run and for every order of the
 /// lines, and all targets of one source are on the same side.
 struct Sources {
-    /// The `split_version` of the run.
     version: u32,
-    /// The hashes of all sources.
     known: HashSet<u64>,
 }
 
@@ -53,7 +50,6 @@ impl Sources {
     }
 }
 
-/// FNV-1a (64 bit) of a text's UTF-8.
 fn fnv(text: &str) -> u64 {
     let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     text.bytes().fold(0xcbf2_9ce4_8422_2325u64, step)

@@ -10,7 +10,6 @@ use longspan::models::{BlockConfig, EncoderBlock, Positions};
 use super::memory;
 use crate::run::config::{Config, ModelSettings, TaskSettings};
 
-/// Blocks of these sizes and forms.
 pub fn block(settings: &ModelSettings) -> BlockConfig {
     BlockConfig {
         d_model: settings.d_model,

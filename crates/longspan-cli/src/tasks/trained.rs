@@ -8,7 +8,6 @@ use crate::run::checkpoint::{Saved, optimizer};
 use crate::run::config::Config;
 use crate::run::folder::{CHECKPOINT, RunFolder};
 
-/// A trained run.
 pub struct Trained<T: Task> {
     pub config: Config<T::Settings>,
     pub task: T,
@@ -17,7 +16,6 @@ pub struct Trained<T: Task> {
 }
 
 impl<T: Task> Trained<T> {
-    /// Reads and verifies a run.
     pub fn load(folder: RunFolder, config: Config<T::Settings>) -> Result<Self> {
         let task = T::load(&folder, &config)?;
         let model = folder.load_weights(task.model(&config, &Device::flex())?)?;

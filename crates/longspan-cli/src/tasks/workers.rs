@@ -23,7 +23,6 @@ pub struct Workers {
 const KEPT: usize = 3;
 
 impl Workers {
-    /// So many threads.
     pub fn new(count: usize) -> Result<Self> {
         let workers = Self { count: count.max(1), pools: Mutex::default() };
         // What the machine does not allow is told before work begins.
@@ -36,7 +35,6 @@ impl Workers {
         thread::available_parallelism().map_or(1, usize::from).min(8)
     }
 
-    /// How many threads there are.
     pub fn count(&self) -> usize {
         self.count
     }

@@ -9,7 +9,6 @@ use plotters::prelude::*;
 use super::plot::{DEVELOPMENT, GRID, Picture, Point, TEXT, TRAINING, legend};
 use super::samples::visible;
 
-/// The forecast of a channel.
 #[derive(Clone)]
 pub struct Drawing {
     pub title: String,
@@ -23,14 +22,12 @@ pub struct Drawing {
     pub dates: Option<Written>,
 }
 
-/// What a time is as text.
 pub type Written = Arc<dyn Fn(f64) -> String + Send + Sync>;
 
 /// Several of them, each in its panel.
 #[derive(Clone)]
 pub struct Forecasts(pub Vec<Drawing>);
 
-/// Panels that are drawn at most.
 const PANELS: usize = 6;
 
 impl Picture for Forecasts {

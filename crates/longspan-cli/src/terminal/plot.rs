@@ -10,7 +10,6 @@ use plotters::style::{FontStyle, FontTransform, register_font};
 
 use super::samples::visible;
 
-/// A point of a curve: step and loss.
 pub type Point = (f64, f64);
 
 pub const TRAINING: RGBColor = RGBColor(0x1f, 0x6f, 0xb4);
@@ -24,15 +23,12 @@ pub const FONT: &[u8] = include_bytes!("../../assets/DejaVuSans-latin.ttf");
 /// Points of a curve that are drawn, about: a picture has no room for more.
 const POINTS: usize = 2000;
 
-/// Curves and their title.
 #[derive(Debug, Clone, Copy)]
 pub struct LossCurve<'a> {
     /// The loss of every training batch; drawn faint, with a running mean.
     pub training: &'a [Point],
-    /// The loss on development examples.
     pub development: &'a [Point],
     pub title: &'a str,
-    /// What the loss is counted in.
     pub measure: &'a str,
 }
 
@@ -44,7 +40,6 @@ pub struct Matrix {
     pub counts: Vec<Vec<usize>>,
     /// Examples of each label, also those whose prediction has no column.
     pub totals: Vec<usize>,
-    /// How many labels there are.
     pub of: usize,
 }
 
@@ -55,12 +50,9 @@ impl Matrix {
 
 const FAILED: &str = "cannot draw the picture";
 
-/// What can be drawn.
 pub trait Picture {
-    /// Width and height in pixels.
     const SIZE: (u32, u32);
 
-    /// Draws it on any surface.
     fn draw<B: DrawingBackend<ErrorType: 'static>>(&self, area: &DrawingArea<B, Shift>) -> Result<()>;
 
     /// As SVG, whose letters are text.
@@ -71,7 +63,6 @@ pub trait Picture {
         Ok(svg)
     }
 
-    /// As PNG.
     fn png(&self) -> Result<Vec<u8>> {
         register()?;
         let (width, height) = Self::SIZE;
@@ -85,7 +76,6 @@ pub trait Picture {
     }
 }
 
-/// Makes the font known, once.
 fn register() -> Result<()> {
     static REGISTERED: OnceLock<bool> = OnceLock::new();
     if *REGISTERED.get_or_init(|| register_font("sans-serif", FontStyle::Normal, FONT).is_ok()) {
@@ -202,7 +192,6 @@ impl Picture for Matrix {
     }
 }
 
-/// A line in a legend.
 pub fn legend(colour: RGBColor) -> impl Fn((i32, i32)) -> PathElement<(i32, i32)> {
     move |(x, y)| PathElement::new(vec![(x, y), (x + 24, y)], colour.stroke_width(3))
 }

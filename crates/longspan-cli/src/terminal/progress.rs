@@ -19,14 +19,12 @@ const ROOM_FOR_BAR: usize = 100;
 pub struct Progress {
     /// Where the bar is drawn; elsewhere plain lines are written.
     terminal: Option<Term>,
-    /// When something was last shown.
     shown: Option<Instant>,
     /// Columns that are drawn on now.
     drawn: usize,
 }
 
 impl Progress {
-    /// Nothing is shown yet.
     pub fn new() -> Self {
         let terminal = Term::buffered_stderr();
         // A terminal that calls itself dumb, or nothing, cannot move its cursor.
@@ -56,13 +54,11 @@ impl Progress {
         }
     }
 
-    /// Prints a line above the bar.
     pub fn note(&mut self, line: impl Display) {
         self.clear();
         note(line);
     }
 
-    /// Removes the bar.
     fn clear(&mut self) {
         let Some(terminal) = self.terminal.as_ref().filter(|_| self.drawn > 0) else { return };
         // A window that became narrower has broken the line into several rows.
@@ -80,7 +76,6 @@ impl Drop for Progress {
     }
 }
 
-/// Columns of the window.
 fn columns(terminal: &Term) -> usize {
     usize::from(terminal.size().1).max(1)
 }

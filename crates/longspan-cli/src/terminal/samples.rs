@@ -2,7 +2,6 @@
 
 use console::{Term, measure_text_width, truncate_str};
 
-/// Columns where there is no terminal.
 const WIDTH: usize = 100;
 
 /// Columns that a source is padded to.
@@ -11,7 +10,6 @@ const SOURCE: usize = 14;
 /// Ends an answer that was cut at the limit.
 pub const CUT: &str = " …";
 
-/// What is shown of an answer.
 pub struct Sample {
     pub source: String,
     pub answer: String,

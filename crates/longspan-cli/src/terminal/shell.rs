@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-/// A text as one argument.
 pub fn quoted(text: &str) -> String {
     // A text with a NUL cannot be an argument; then nothing is worth pasting.
     shlex::try_quote(text).unwrap_or_default().into_owned()
@@ -14,7 +13,6 @@ pub fn path(path: &Path) -> String {
     quoted(&if text.starts_with('-') { format!("./{text}") } else { text })
 }
 
-/// How this program was called.
 pub fn program() -> &'static str {
     // `cargo run` sets this for the programs it starts.
     if std::env::var_os("CARGO").is_some() { "cargo run --release --" } else { "longspan" }

@@ -34,7 +34,6 @@ fn is_ignored(signal: i32) -> bool {
     }
 }
 
-/// Whether a signal asked to stop.
 #[derive(Debug, Clone)]
 pub struct Stop(Arc<AtomicBool>);
 
@@ -51,7 +50,6 @@ impl Stop {
         Ok(stop)
     }
 
-    /// Never asked to stop.
     #[cfg(test)]
     pub fn never() -> Self {
         Self(Arc::new(AtomicBool::new(false)))
@@ -62,7 +60,6 @@ impl Stop {
         self.0.store(true, Ordering::SeqCst);
     }
 
-    /// Whether to save and stop.
     pub fn asked(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }

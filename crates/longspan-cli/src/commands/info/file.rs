@@ -12,8 +12,8 @@ use crate::tasks::lines;
 use crate::tasks::series::file::{self as series, Found, Reading};
 use crate::tasks::table::{Form, Table};
 use crate::tasks::{labelled, pairs};
+use crate::terminal::samples::counted;
 
-/// Describes a file.
 pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
     let ending = lines::ending(path);
@@ -21,35 +21,47 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     let form = Form::of(&ending, &text);
     let is_table = !["ts", "tsf", "arff"].contains(&ending.as_str()) && !text.trim_start().starts_with('@');
     // Tabs may have no header.
-    let table = if is_table && form != Form::Tabs { Table::read(&text, form, &name).ok().flatten() } else { None };
+    let table = if is_table && form != Form::Tabs {
+        Table::read(&text, form, &name).ok().flatten().map(Table::headed)
+    } else {
+        None
+    };
     let all: Vec<(String, String)> =
         table.as_ref().map(|table| table.header.iter().cloned().zip(table.summary()).collect()).unwrap_or_default();
-    let reading = Reading { columns: Some(columns), labels: true, ..Reading::default() };
+    let series = |labels| {
+        series::parse(&bytes, &ending, &name, &Reading { columns: Some(columns), labels, ..Reading::default() })
+    };
+    // What has no labels, or none that can be read, is still to forecast.
+    let forecast = series(false);
+    let titled = columns.label.is_some()
+        || table.as_ref().is_some_and(|table| ["label", "class"].iter().any(|key| table.find(key).is_some()));
+    let has_labels = titled || forecast.as_ref().is_ok_and(|found| found.series.iter().any(|one| one.label.is_some()));
+    let (labelled, forecast) = if has_labels { (series(true), Some(forecast)) } else { (forecast, None) };
+    let forecast = forecast.filter(|found| labelled.is_err() && found.is_ok());
     let said = |found: Result<String>| {
         let error = |error: anyhow::Error| {
             format!("no: {}", error.to_string().trim_start_matches(&name).trim_start_matches([',', ':', ' ']))
         };
         found.unwrap_or_else(error)
     };
+    let texts = || {
+        let (all, _) = labelled::file::parse(&bytes, &ending, &name, columns)?;
+        let labels: BTreeSet<&str> = all.iter().map(|one| one.label.as_str()).collect();
+        Ok(format!("{} texts with {} labels", all.len(), labels.len()))
+    };
+    let pairs = || Ok(format!("{} pairs", pairs::file::parse(&bytes, &ending, &name, columns)?.len()));
     let tasks = [
-        ("--series", said(series::parse(&bytes, &ending, &name, &reading).map(|found| in_words(&found)))),
-        (
-            "--labelled",
-            said(labelled::file::parse(&bytes, &ending, &name, columns).map(|(all, _)| {
-                let labels: BTreeSet<&str> = all.iter().map(|one| one.label.as_str()).collect();
-                format!("{} texts with {} labels", all.len(), labels.len())
-            })),
-        ),
-        (
-            "--pairs",
-            said(pairs::file::parse(&bytes, &ending, &name, columns).map(|all| format!("{} pairs", all.len()))),
-        ),
+        ("--series", Some(labelled.map(|found| in_words(&found)))),
+        ("--forecast", forecast.map(|found| found.map(|found| in_words(&found)))),
+        ("--labelled", Some(texts())),
+        ("--pairs", Some(pairs())),
     ];
+    let tasks = tasks.into_iter().filter_map(|(flag, found)| Some((flag, said(found?))));
     let mut out = std::io::stdout().lock();
     if as_json {
         let columns: Vec<Value> = all.iter().map(|(title, holds)| json!({ "name": title, "holds": holds })).collect();
         let tasks: serde_json::Map<String, Value> =
-            tasks.into_iter().map(|(flag, said)| (flag.trim_start_matches('-').to_string(), json!(said))).collect();
+            tasks.map(|(flag, said)| (flag.trim_start_matches('-').to_string(), json!(said))).collect();
         let rows = table.as_ref().map(|table| table.rows.len());
         writeln!(out, "{}", json!({ "file": name, "rows": rows, "columns": columns, "tasks": tasks }))?;
         return Ok(());
@@ -68,19 +80,17 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     Ok(())
 }
 
-/// Series in words.
 fn in_words(found: &Found) -> String {
     let all = &found.series;
     let lengths: Vec<usize> = all.iter().map(|one| one.times.len()).collect();
     let (least, most) = (lengths.iter().min().copied().unwrap_or(0), lengths.iter().max().copied().unwrap_or(0));
-    let points = if least == most { format!("{most} points") } else { format!("{least} to {most} points") };
+    let points = if least == most { counted(most, "points") } else { format!("{least} to {most} points") };
     let missing = all.iter().flat_map(|one| &one.values).filter(|value| value.is_nan()).count();
     let labelled = all.iter().filter(|one| one.label.is_some()).count();
     let columns = found.columns.as_ref().map_or(String::new(), |(_, said)| format!("; {said}"));
-    let channels = all.first().map_or(0, |one| one.width);
+    let channels = counted(all.first().map_or(0, |one| one.width), "channels");
     format!(
-        "{} series of {points} and {channels} channel{}, {missing} values missing, {labelled} with a label{columns}",
-        all.len(),
-        if channels == 1 { "" } else { "s" }
+        "{} series of {points} and {channels}, {missing} values missing, {labelled} with a label{columns}",
+        all.len()
     )
 }

@@ -21,7 +21,6 @@ const HEAD_DIM: usize = 64;
 /// The length up to which growth is asked for: long enough that constant terms do not show.
 const LONGEST: usize = 1 << 22;
 
-/// What is known of one mechanism.
 #[derive(Serialize)]
 struct Facts {
     name: &'static str,
@@ -41,14 +40,12 @@ struct Facts {
     algorithms: Vec<&'static str>,
 }
 
-/// A learned tensor.
 #[derive(Serialize)]
 struct Learned {
     name: &'static str,
     shape: Vec<usize>,
 }
 
-/// Prints the table.
 pub fn run(json: bool) -> Result<Outcome> {
     let facts: Vec<Facts> = AttentionConfig::NAMES.iter().map(|name| Facts::of(name)).collect::<Result<_>>()?;
     let mut out = std::io::stdout().lock();

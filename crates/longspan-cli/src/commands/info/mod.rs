@@ -19,7 +19,6 @@ use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::progress::duration;
 use crate::terminal::shell;
 
-/// What `longspan info` takes.
 #[derive(Args)]
 pub struct Arguments {
     /// The folder of a run, or a file of data: then its columns, and how each task would read it

@@ -28,11 +28,9 @@ pub fn draw<M: Module>(model: M, seed: u64) -> M {
     model
 }
 
-/// The loss and gradient of a batch.
 pub struct Found<C> {
     /// The mean of `−log p` over the predicted tokens, in nats, without smoothing.
     pub loss: f64,
-    /// The gradient of the smoothed loss.
     pub gradients: GradientsParams,
     /// What the parts of the batch leave to the next batch, in their order.
     pub carried: Vec<C>,

@@ -38,7 +38,6 @@ use crate::terminal::signals::Stop;
 use schedule::relative_rate;
 use session::Session;
 
-/// What `longspan train` takes. Flags win over --set, --set wins over --config.
 #[derive(Args)]
 #[command(after_long_help = keys_help())]
 pub struct Arguments {
@@ -136,7 +135,6 @@ const CHANGEABLE: [&str; 11] = [
     "held_out",
 ];
 
-/// Trains, and reports how well the run does on what it has not seen.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let ranks = Ranks::join()?.map(Rc::new);
     let stop = Stop::listen()?;
@@ -159,7 +157,6 @@ fn train(arguments: &Arguments, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result
     }
 }
 
-/// A new run.
 fn begin(arguments: &Arguments, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
     let settings = gather(arguments)?;
     fn with<T: Task>(
@@ -182,7 +179,6 @@ fn begin(arguments: &Arguments, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result
     for_task!(settings.resolve()?, with(arguments, &settings, ranks, stop))
 }
 
-/// A run that goes on from its last checkpoint.
 fn resume(arguments: &Arguments, path: &Path, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
     let folder = RunFolder::open(path)?;
     let lock = folder.lock()?;
@@ -248,7 +244,6 @@ fn check_ranks<S: TaskSettings>(config: &Config<S>, ranks: Option<&Ranks>) -> Re
     Ok(())
 }
 
-/// Takes the steps that are left, and reports.
 fn finish<T: Task>(mut session: Session<T>, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
     session.ranks = ranks;
     if let Some(ranks) = &session.ranks {
@@ -277,7 +272,6 @@ fn finish<T: Task>(mut session: Session<T>, ranks: Option<Rc<Ranks>>, stop: &Sto
     Ok(Outcome::Done)
 }
 
-/// Says what is about to happen.
 fn introduce<T: Task>(session: &Session<T>) {
     let Session { config, data, .. } = session;
     note(session.task.introduce(config, data));
@@ -302,7 +296,6 @@ fn introduce<T: Task>(session: &Session<T>) {
     ));
 }
 
-/// Scores held-out examples and prints what to do next.
 fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     let mut model = session.model.valid();
     if let Some(best) = session.saved.best.filter(|best| best.step < session.step()) {
@@ -330,13 +323,8 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     }
     let simple = session.simple()?;
     let name = session.config.held_out().map_or(session.config.data_name(), lines::name);
-    let how = Answering {
-        config: &session.config,
-        beam: 1,
-        workers: &session.workers,
-        name: &name,
-        line: &|place| place + 1,
-    };
+    let (config, workers) = (&session.config, &session.workers);
+    let how = Answering { config, beam: 1, workers, name: &name, line: &|place| place + 1 };
     let held_out = session.data.scored(&session.config);
     let mut text = String::new();
     if held_out.is_empty() {
@@ -399,7 +387,6 @@ fn gather(arguments: &Arguments) -> Result<Settings> {
     Ok(settings)
 }
 
-/// A path as a setting, which is text.
 fn text(flag: &str, path: &Path) -> Result<Value> {
     let text =
         path.to_str().ok_or_else(|| anyhow!("{flag} {}: the name is not UTF-8; rename the file", path.display()))?;

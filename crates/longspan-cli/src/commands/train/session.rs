@@ -33,7 +33,6 @@ use crate::terminal::progress::{Progress, duration};
 use crate::terminal::shell;
 use crate::terminal::signals::Stop;
 
-/// A run in training.
 pub struct Session<T: Task> {
     pub folder: RunFolder,
     _lock: Lock,
@@ -60,7 +59,6 @@ pub struct Session<T: Task> {
     simple: Option<Rc<[Simple]>>,
 }
 
-/// What came of a step.
 enum Taken {
     /// Its loss, the norm of its gradient, and the size of its batch.
     Step((f64, f64, usize)),
@@ -186,7 +184,6 @@ impl<T: Task> Session<T> {
         })
     }
 
-    /// What simple methods give on what is held out.
     pub fn simple(&mut self) -> Result<Rc<[Simple]>> {
         if self.simple.is_none() {
             let held_out = self.data.scored(&self.config);
@@ -197,12 +194,10 @@ impl<T: Task> Session<T> {
         Ok(self.simple.clone().unwrap_or_default())
     }
 
-    /// Steps taken up to the last checkpoint.
     pub fn step(&self) -> usize {
         self.saved.step
     }
 
-    /// Takes steps until the run is complete or someone asks to stop.
     pub fn train(&mut self, stop: &Stop) -> Result<Outcome> {
         let first = self.step();
         if self.minutes.is_some() {
@@ -371,7 +366,6 @@ impl<T: Task> Session<T> {
         mean_loss(&self.task, &self.model, examples, batch, &self.workers)
     }
 
-    /// The step whose weights are kept.
     fn kept(&self) -> usize {
         self.saved.best.map_or(self.step(), |best| best.step)
     }
@@ -466,7 +460,6 @@ fn is_lower(before: &[f64], after: &[f64], overlap: f64) -> bool {
     count >= 4.0 && sum > 2.0 * (overlap * count / (count - 1.0) * squares).sqrt()
 }
 
-/// Means over the last steps, for the display.
 #[derive(Default)]
 struct Recent {
     weight: f64,

@@ -11,7 +11,6 @@ use crate::run::config::{Common, Config, ModelSettings, TaskSettings};
 /// Settings that are chosen together, where none of them is given.
 pub const KEYS: [&str; 6] = ["d_model", "heads", "d_ff", "layers", "encoder_layers", "decoder_layers"];
 
-/// Widths to choose from.
 const WIDTHS: [usize; 10] = [32, 64, 96, 128, 192, 256, 384, 512, 768, 1024];
 
 /// From this width on, models grow in depth, too.

@@ -29,7 +29,6 @@ use crate::tasks::{Task, for_task};
 use crate::terminal::notes::note;
 use crate::terminal::signals::Stop;
 
-/// What rank 0 announces.
 #[derive(Serialize, Deserialize)]
 enum Word {
     /// Get ready for this run, which has taken so many steps.
@@ -45,18 +44,15 @@ enum Word {
     Step(usize, f64),
     /// Where the feed stands after so many steps.
     Place(usize),
-    /// Nothing more.
     End,
 }
 
-/// What became of a rank's share.
 #[derive(Serialize, Deserialize)]
 enum Reply {
     /// There is a loss, and a gradient that was added.
     Done(f64),
     /// The feed's note, and the shapes of tensors whose numbers follow.
     Place(Value, Vec<Vec<usize>>),
-    /// A signal asked to stop.
     Stopped,
     Failed(String),
 }
@@ -76,7 +72,6 @@ pub fn invite<T: Task>(ranks: &Ranks, session: &Session<T>) -> Result<()> {
     answers(ranks).map(drop)
 }
 
-/// Rank 0: lets the others go.
 pub fn end(ranks: &Ranks) -> Result<()> {
     ranks.announce(&serde_json::to_vec(&Word::End)?);
     Ok(())
@@ -150,7 +145,6 @@ fn added<C>(ranks: &Ranks, model: &impl Module, found: &Result<Option<Found<C>>>
     numbers
 }
 
-/// The other ranks: do what rank 0 says until it ends.
 pub fn help(ranks: &Ranks, stop: &Stop) -> Result<Outcome> {
     let Word::Run { program: first, folder, kind, settings, data_sha256, step } = hear(ranks)? else {
         return Ok(Outcome::Done);

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use burn::module::Param;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan::layers::pinball;
@@ -50,16 +50,12 @@ const MANY: usize = 50;
 /// The fewest points that are seen, where series are so long.
 const CONTEXT: usize = 64;
 
-/// Windows that are drawn at the end.
 const DRAWN: usize = 4;
 
-/// Series on which simple methods are compared.
 const LEARNED: usize = 500;
 
-/// Windows of the development loss.
 const DEVELOPMENT: usize = 512;
 
-/// What a run that forecasts has beside its weights.
 pub struct Forecast {
     scaling: Scaling,
     sizes: Sizes,
@@ -376,7 +372,6 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
 /// What is told of a value, in the order of [`QUANTILES`].
 type Quantiles = [f64; QUANTILES.len()];
 
-/// The quantiles as they are written.
 fn decimals() -> Vec<f64> {
     QUANTILES.iter().map(|q| (f64::from(*q) * 100.0).round() / 100.0).collect()
 }
@@ -387,7 +382,6 @@ fn shown(value: f64, unit: f64) -> f64 {
     format!("{value:.digits$}").parse().unwrap_or(value)
 }
 
-/// Reads series.
 fn read(config: &Config, path: &Path, reading: &Reading<'_>) -> Result<Found> {
     file::read(path, reading, config.task.missing == Missing::Refuse, "the value before")
 }
@@ -469,13 +463,9 @@ impl Predict for Forecast {
 
     fn predict(&self, model: &SeriesModel, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
         let reading = self.reading(how.config);
-        let read = |one: &Asked| {
-            let wrong = lines::in_line(how.name, one.line);
-            let one = match &one.series {
-                Some(one) => one.clone(),
-                None => file::from_json(&one.text, one.line, &reading).map_err(|problem| wrong(anyhow!(problem)))?,
-            };
-            let (seen, times) = self.ahead(&one).map_err(wrong)?;
+        let read = |asked: &Asked| {
+            let one = reading.of(asked, how.name)?;
+            let (seen, times) = self.ahead(&one).map_err(lines::in_line(how.name, asked.line))?;
             Ok((one, seen, times))
         };
         let all = file::not_empty(asked).map(read).collect::<Result<Vec<_>>>()?;
@@ -540,12 +530,10 @@ impl Predict for Forecast {
 }
 
 impl Forecast {
-    /// Numbers that the model gives at a point.
     fn outputs(&self) -> usize {
         self.scaling.channels() * QUANTILES.len()
     }
 
-    /// Windows of all stretches.
     fn windows(&self, parts: Split<Stretch>, config: &Config) -> Result<Data<Self>> {
         let mut hash = Sha256::new();
         for (part, own) in [
@@ -583,17 +571,10 @@ impl Forecast {
         })
     }
 
-    /// How files are read to predict from.
     fn reading<'a>(&'a self, config: &'a Config) -> Reading<'a> {
-        Reading {
-            columns: Some(&config.task.files.columns),
-            dates: self.scaling.dates.as_ref(),
-            labels: false,
-            learned: true,
-        }
+        Reading::learned(&config.task.files, self.scaling.dates.as_ref(), false)
     }
 
-    /// The channels that are predicted.
     fn predicted(&self) -> impl Iterator<Item = usize> {
         (0..self.scaling.channels()).filter(|channel| !self.scaling.is_known(*channel))
     }
@@ -623,7 +604,6 @@ impl Forecast {
         Ok((self.seen(one, known, &ahead)?, times))
     }
 
-    /// Names of some channels.
     fn list(&self, holds: impl Fn(usize) -> bool) -> String {
         let names = self.scaling.names().into_iter().enumerate().filter(|(channel, _)| holds(*channel));
         names.map(|(_, name)| format!("`{name}`")).collect::<Vec<_>>().join(", ")

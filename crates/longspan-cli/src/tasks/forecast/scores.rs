@@ -5,8 +5,8 @@ use std::fmt::{self, Display};
 use serde::Serialize;
 
 use crate::tasks::scores::Interval;
+use crate::terminal::samples::counted;
 
-/// Scores of forecasts.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Scores {
     pub series: usize,
@@ -40,7 +40,6 @@ pub struct Sums {
 }
 
 impl Sums {
-    /// Both.
     pub fn plus(self, other: &Self) -> Self {
         Self {
             windows: self.windows + other.windows,
@@ -84,7 +83,13 @@ impl Scores {
 
 impl Display for Scores {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} series, {} windows, {} values", self.series, self.windows, self.values)?;
+        writeln!(
+            f,
+            "{} series, {}, {}",
+            self.series,
+            counted(self.windows, "windows"),
+            counted(self.values, "values")
+        )?;
         let unit = if self.several { ", in deviations of the channels" } else { "" };
         let line = |f: &mut fmt::Formatter<'_>, name: &str, found: &Interval, end: &str| {
             writeln!(f, "{name:<27} {:.4}{}{end}", found.rate, found.confidence(4))

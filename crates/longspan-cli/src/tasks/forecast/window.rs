@@ -83,13 +83,11 @@ impl Window {
         hasher.finish()
     }
 
-    /// The last value of a channel that is known.
     pub fn last(&self, channel: usize) -> Option<f64> {
         let values = self.known.clone().rev().map(|n| self.series.values[n * self.series.width + channel]);
         values.into_iter().find(|value| !value.is_nan())
     }
 
-    /// The values that are known.
     pub fn values(&self) -> Vec<f64> {
         let width = self.series.width;
         self.series.values[self.known.start * width..self.known.end * width].to_vec()
@@ -98,12 +96,8 @@ impl Window {
     /// The values that are to be predicted, point after point; NaN where one is missing or known.
     pub fn truth(&self, scaling: &Scaling) -> Vec<f64> {
         let width = self.series.width;
-        let values = &self.series.values[self.known.end * width..self.until * width];
-        values
-            .iter()
-            .enumerate()
-            .map(|(n, value)| if scaling.is_known(n % width) { f64::NAN } else { *value })
-            .collect()
+        let values = self.series.values[self.known.end * width..self.until * width].iter().enumerate();
+        values.map(|(n, value)| if scaling.is_known(n % width) { f64::NAN } else { *value }).collect()
     }
 }
 
@@ -143,17 +137,10 @@ impl Seen {
         let mut times = scaling.measured(one.times[known].iter().chain(ahead.iter().map(|(time, _)| time)).copied());
         let last = count.checked_sub(1).map_or(0.0, |last| times[last]);
         times.iter_mut().for_each(|time| *time -= last);
-        let to_predict: Vec<Vec<f64>> = ahead
-            .iter()
-            .map(|(_, values)| {
-                values
-                    .iter()
-                    .enumerate()
-                    .map(|(n, value)| if scaling.is_known(n) { *value } else { f64::NAN })
-                    .collect()
-            })
-            .collect();
-        let points = values.chunks(width).chain(to_predict.iter().map(Vec::as_slice));
+        let known_ahead = |(n, value): (usize, &f64)| if scaling.is_known(n) { *value } else { f64::NAN };
+        let to_predict: Vec<f64> =
+            ahead.iter().flat_map(|(_, values)| values.iter().enumerate().map(known_ahead)).collect();
+        let points = values.chunks(width).chain(to_predict.chunks(width));
         let (mut numbers, mut carried) = (Vec::with_capacity(times.len() * inputs(scaling)), vec![0.0; width]);
         for (n, (point, time)) in points.zip(&times).enumerate() {
             for (channel, ((value, (centre, unit)), carried)) in
@@ -223,10 +210,8 @@ pub struct Drawn {
 /// Points after which such is kept.
 const KEPT: usize = 100_000;
 
-/// How long windows are.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
-    /// Points that are told.
     pub told: usize,
     /// Points before them that are seen, where there are so many.
     pub context: usize,
@@ -246,30 +231,16 @@ impl Sizes {
 }
 
 impl Drawn {
-    /// Windows of stretches.
     pub fn new(scaling: Scaling, stretches: Vec<Stretch>, sizes: Sizes, batch_size: usize, seed: u64) -> Self {
-        let windows = |stretch: &Stretch| (stretch.points.len() + 1).saturating_sub(sizes.told) as u64;
-        let counts = stretches
-            .iter()
-            .scan(0, |sum, stretch| {
-                *sum += windows(stretch);
-                Some(*sum)
-            })
-            .collect();
-        Self {
-            scaling,
-            stretches,
-            counts,
-            sizes,
-            batch_size,
-            seed,
-            batch: Vec::new(),
-            development: 0,
-            told: HashMap::new(),
-        }
+        let counted = |sum: &mut u64, stretch: &Stretch| {
+            *sum += (stretch.points.len() + 1).saturating_sub(sizes.told) as u64;
+            Some(*sum)
+        };
+        let counts = stretches.iter().scan(0, counted).collect();
+        let (batch, told) = (Vec::new(), HashMap::new());
+        Self { scaling, stretches, counts, sizes, batch_size, seed, batch, development: 0, told }
     }
 
-    /// How many windows there are.
     pub fn count(&self) -> u64 {
         self.counts.last().copied().unwrap_or(0)
     }

@@ -12,7 +12,6 @@ use crate::tasks::split::composed;
 use crate::tasks::table::columns::TextColumn;
 use crate::tasks::table::{Form, Table};
 use crate::terminal::notes::note;
-use crate::terminal::shell;
 
 pub const TEXT: TextColumn = TextColumn {
     key: "text",
@@ -22,7 +21,6 @@ pub const TEXT: TextColumn = TextColumn {
 pub const LABEL: TextColumn =
     TextColumn { key: "label", flag: "--label", names: &["class", "category", "target", "sentiment", "labels", "y"] };
 
-/// A text and its label.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Labelled {
     pub text: String,
@@ -42,8 +40,7 @@ pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
 /// The labelled texts, no two alike, and how many lines came again.
 pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Labelled>, usize)> {
     let text = lines::text(bytes, name)?;
-    let are_names = |title: &str| TEXT.knows(title) || LABEL.knows(title) || columns.names_text(title);
-    let Some(table) = Table::of_texts(&text, Form::of(ending, &text), name, &["text", "label"], are_names)? else {
+    let Some(table) = Table::of_texts(&text, Form::of(ending, &text), name, &[&TEXT, &LABEL], columns)? else {
         bail!("{name}: no labelled texts in it; give a file with one text and its label a line");
     };
     let has = |key: &str| table.find(key).is_some();
@@ -77,19 +74,8 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
             again += 1;
         }
     }
-    let Some(Labelled { text, label }) = all.first() else {
+    if all.is_empty() {
         bail!("{name}: no labelled texts in it; give a file with one text and its label a line");
-    };
-    // Of tabs a first line that names no column is a row.
-    let is_row = table.rows.first().is_some_and(|row| row.line == table.line);
-    if is_row && all.len() > 10 && all[1..].iter().all(|other| other.label != *label) {
-        note(format_args!(
-            "{name}, line {}: read as a text and its label {label:?}, which no other text has; if the line names the columns, give \
-             --text-column {} --label {}",
-            table.line,
-            shell::quoted(text),
-            shell::quoted(label)
-        ));
     }
     Ok((all, again))
 }

@@ -6,14 +6,13 @@ use std::fmt::{self, Display};
 
 use serde::Serialize;
 
-use crate::tasks::scores::Rate;
+use crate::tasks::scores::Interval;
 use crate::terminal::plot::Matrix;
 use crate::terminal::samples::{counted, visible};
 
 /// Labels of a matrix that is shown whole.
 const SHOWN: usize = 12;
 
-/// Columns of a label.
 const WIDTH: usize = 12;
 
 /// Above the labels as they are, before those that were predicted.
@@ -22,11 +21,10 @@ const HEADING: &str = "true \\ predicted";
 /// Right and wrong answers by label.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Confusion {
-    /// What a person calls the examples.
     #[serde(skip)]
     unit: &'static str,
     pub examples: usize,
-    pub accuracy: Rate,
+    pub accuracy: Interval,
     /// The mean of the labels' F1, of those that occur or are answered.
     pub macro_f1: f64,
     pub labels: Vec<String>,
@@ -78,7 +76,7 @@ impl Confusion {
         Self {
             unit,
             examples: answers.len(),
-            accuracy: Rate::wilson((0..labels.len()).map(right).sum(), answers.len()),
+            accuracy: Interval::wilson((0..labels.len()).map(right).sum(), answers.len()),
             macro_f1: f1.iter().sum::<f64>() / f1.len().max(1) as f64,
             labels: labels.to_vec(),
             confusion: counts.iter().map(cell).collect(),
@@ -144,7 +142,7 @@ impl Confusion {
 impl Display for Confusion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}, {}", counted(self.examples, self.unit), counted(self.labels.len(), "labels"))?;
-        writeln!(f, "accuracy             {}", self.accuracy)?;
+        writeln!(f, "accuracy             {}", self.accuracy.in_percent())?;
         writeln!(f, "macro F1             {:.1} %", 100.0 * self.macro_f1)?;
         if self.unknown_labels > 0 {
             let labels = "with a label that did not occur in training, counted as wrong";

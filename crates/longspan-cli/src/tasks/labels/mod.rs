@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
 use super::batches::{micro_batches, values};
 use super::scores::likeliest;
 use super::simple::Simple;
+use super::table::value;
 use super::task::{Answer, Answering, Loss, Titles, Vocabulary};
 use crate::run::columns::Columns;
 use crate::run::config::LabelKind;
@@ -27,7 +28,6 @@ use crate::terminal::plot::Matrix;
 use confusion::Confusion;
 use numbers::Errors;
 
-/// The file in a run folder.
 const FILE: &str = "labels.json";
 
 /// Examples answered together.
@@ -36,7 +36,6 @@ const BATCH: usize = 64;
 /// So many different numbers are labels still, if nobody says what they are.
 const MOST_NUMBERED: usize = 20;
 
-/// What a run tells.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Target {
@@ -46,7 +45,6 @@ pub enum Target {
     Number { mean: f64, deviation: f64 },
 }
 
-/// What is right of one example, as the model is to give it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Goal {
     Label(u32),
@@ -74,7 +72,7 @@ impl Goal {
 
 /// A finite number.
 pub fn number(text: &str) -> Option<f64> {
-    text.trim().parse::<f64>().ok().filter(|number| number.is_finite())
+    value(text).filter(|number| !number.is_nan())
 }
 
 /// Whether a number is a name: with zeros before it, as codes have.
@@ -155,7 +153,6 @@ impl Target {
         Ok(Self::Labels(labels))
     }
 
-    /// Reads what [`store`](Self::store) wrote.
     pub fn load(folder: &RunFolder) -> Result<Self> {
         serde_json::from_slice(&folder.read(FILE)?).map_err(|_| {
             anyhow!(
@@ -165,12 +162,10 @@ impl Target {
         })
     }
 
-    /// Writes it into a run folder.
     pub fn store(&self, folder: &RunFolder) -> Result<()> {
         write_atomic(&path(folder), serde_json::to_string_pretty(self)?.as_bytes())
     }
 
-    /// Numbers that the model gives.
     pub fn outputs(&self) -> usize {
         match self {
             Self::Labels(labels) => labels.len(),
@@ -178,7 +173,6 @@ impl Target {
         }
     }
 
-    /// What the loss is counted in.
     pub fn measure(&self) -> &'static str {
         match self {
             Self::Labels(_) => "nats per label",
@@ -186,7 +180,6 @@ impl Target {
         }
     }
 
-    /// As a vocabulary.
     pub fn vocabulary(&self) -> Vocabulary {
         match self {
             Self::Labels(labels) => Vocabulary { side: "label", kind: "labels", size: labels.len() },
@@ -243,7 +236,6 @@ impl Target {
         if let Self::Labels(_) = self { row.iter().map(|count| count.ln()).collect() } else { row }
     }
 
-    /// What is given where an answer is certain.
     pub fn certain(&self, goal: Goal) -> Vec<f32> {
         match goal {
             Goal::Number(number) => vec![number],
@@ -251,12 +243,10 @@ impl Target {
         }
     }
 
-    /// What a person calls this.
     pub fn prior_name(&self) -> &'static str {
         if let Self::Labels(_) = self { "the commonest label" } else { "the mean" }
     }
 
-    /// How a simple method's predictions score.
     pub fn simple(&self, name: &str, labels: &[&str], rows: &[Vec<f32>], unit: &'static str) -> Result<Simple> {
         let (score, shown) = match self.score(labels, rows, unit)? {
             Scores::Number(found) => {
@@ -441,7 +431,6 @@ pub fn moments(numbers: &[f64]) -> (f64, f64) {
     (mean, if deviation > 0.0 && deviation.is_finite() { deviation } else { 1.0 })
 }
 
-/// How well labels or numbers were told.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Scores {
@@ -458,7 +447,6 @@ impl Scores {
         }
     }
 
-    /// The picture that shows them.
     pub fn picture(&self) -> Option<Matrix> {
         match self {
             Self::Labels(confusion) => Some(confusion.picture()),

@@ -5,11 +5,10 @@ use std::fmt::{self, Display};
 use serde::Serialize;
 
 use crate::tasks::scores::Interval;
+use crate::terminal::samples::counted;
 
-/// Errors of numbers that were foretold.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Errors {
-    /// What a person calls the examples.
     #[serde(skip)]
     unit: &'static str,
     pub examples: usize,
@@ -40,7 +39,7 @@ impl Errors {
 
 impl Display for Errors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} {}", self.examples, self.unit)?;
+        writeln!(f, "{}", counted(self.examples, self.unit))?;
         match &self.r_squared {
             Some(r) => writeln!(f, "R²                   {:.3}{}", r.rate, r.confidence(3))?,
             None => writeln!(f, "R²                   none, since all numbers are alike")?,

@@ -22,7 +22,6 @@ pub fn examples() -> Result<Vec<Example>> {
     Ok(group(entries).0)
 }
 
-/// Splits one line into word and phonemes.
 fn entry(line: &str) -> Option<(String, String)> {
     let line = line.split('#').next().unwrap_or_default();
     if line.starts_with(";;") {

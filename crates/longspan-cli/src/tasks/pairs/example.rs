@@ -12,7 +12,6 @@ pub struct Example {
     pub lines: Vec<usize>,
 }
 
-/// One source with one target, as a file has them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     pub line: usize,

@@ -20,7 +20,6 @@ pub const TARGET: TextColumn = TextColumn {
     names: &["tgt", "output", "answer", "response", "completion", "pronunciation", "to"],
 };
 
-/// Reads pairs, gathered by source.
 pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Example>> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
     let entries = parse(&bytes, &lines::ending(path), &name, columns)?;
@@ -36,8 +35,7 @@ pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Example>> {
 /// Lines that are entirely empty are passed over. A column may be empty.
 pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<Vec<Entry>> {
     let text = lines::text(bytes, name)?;
-    let are_names = |title: &str| SOURCE.knows(title) || TARGET.knows(title) || columns.names_text(title);
-    let Some(table) = Table::of_texts(&text, Form::of(ending, &text), name, &["source", "target"], are_names)? else {
+    let Some(table) = Table::of_texts(&text, Form::of(ending, &text), name, &[&SOURCE, &TARGET], columns)? else {
         bail!("{name}: no pairs in it; give a file with one pair a line");
     };
     if columns.source.is_none() && table.find("text").is_some() && table.find("label").is_some() {

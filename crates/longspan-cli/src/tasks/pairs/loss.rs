@@ -10,7 +10,6 @@ use crate::tasks::batches::padded;
 use crate::tasks::task::Loss;
 use crate::tasks::tokens::{END, START};
 
-/// The loss of a batch of pairs.
 pub fn loss(model: &Seq2Seq, batch: &[&Pair], smoothing: f64, device: &Device) -> Result<Loss> {
     let sources: Vec<Vec<u32>> = batch.iter().map(|pair| source_ids(&pair.source)).collect();
     let inputs: Vec<Vec<u32>> = batch.iter().map(|pair| [&[START], pair.target.as_slice()].concat()).collect();

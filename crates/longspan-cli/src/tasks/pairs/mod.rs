@@ -35,7 +35,6 @@ type Answering<'a> = task::Answering<'a, PairsSettings>;
 /// Tokens of development examples, where they are long: a checkpoint should wait a second for them, not a minute.
 const DEVELOPMENT_TOKENS: usize = 100_000;
 
-/// The tokenizers of a run on pairs.
 pub struct Pairs {
     source: Tokenizer,
     target: Tokenizer,
@@ -225,7 +224,6 @@ impl Pairs {
         Ok(())
     }
 
-    /// Examples as ids.
     fn encode(&self, split: Split<Example>, config: &Config) -> Result<Data<Self>> {
         let tokens = |pair: &Pair| pair.source.len().max(pair.target.len());
         let train = self.ids(&split.train, &config.data_name())?;

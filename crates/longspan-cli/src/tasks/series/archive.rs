@@ -33,7 +33,6 @@ fn counted(values: Vec<f64>) -> Vec<Point> {
     values.into_iter().enumerate().map(|(n, value)| (n as f64, vec![value])).collect()
 }
 
-/// What the head of a `.ts` says.
 #[derive(Default)]
 struct Head {
     timed: bool,
@@ -48,7 +47,6 @@ struct Head {
 }
 
 impl Head {
-    /// Takes a line that begins with `@`.
     fn take(&mut self, words: &str) -> Result<(), String> {
         let mut words = words.split_whitespace();
         let key = words.next().unwrap_or_default().to_lowercase();
@@ -132,33 +130,48 @@ impl Head {
     }
 }
 
+/// Lines with their numbers.
+type Lines<'a> = Vec<(usize, &'a str)>;
+
+/// The lines of a head, without the `@` that they begin with, and the series after `@data`.
+fn parts<'a>(text: &'a str, name: &str) -> Result<(Lines<'a>, Lines<'a>)> {
+    let (mut heads, mut rows, mut begun) = (Lines::new(), Lines::new(), false);
+    for (line, number) in text.lines().map(str::trim).zip(1..) {
+        if line.is_empty() || line.starts_with(['#', '%']) {
+        } else if let Some(words) = line.strip_prefix('@') {
+            begun |= words.to_lowercase().starts_with("data");
+            heads.push((number, words));
+        } else if begun {
+            rows.push((number, line));
+        } else {
+            return Err(lines::in_line(name, number)(
+                "a series before the line @data; put the lines that begin with @ first",
+            ));
+        }
+    }
+    if !begun {
+        bail!("{name}: no line @data; give a file of the UEA, UCR or Monash archive");
+    }
+    Ok((heads, rows))
+}
+
 /// Values with the texts of their times, or counted.
 type Channel<'a> = Vec<(Option<&'a str>, f64)>;
 
 /// Series from a `.ts`: lines that begin with `@` say what is in it, those after `@data` are series.
 pub fn read(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
-    let (mut head, mut begun) = (Head::default(), false);
+    let (heads, rows) = parts(text, name)?;
+    let mut head = Head::default();
+    heads.iter().try_for_each(|(line, words)| head.take(words).map_err(lines::in_line(name, *line)))?;
     let mut found: Vec<(usize, Vec<Channel<'_>>, Option<String>)> = Vec::new();
-    for (line, number) in text.lines().zip(1..) {
-        let line = line.trim();
+    for (number, line) in rows {
         let wrong = lines::in_line(name, number);
-        if line.is_empty() || line.starts_with(['#', '%']) {
-        } else if let Some(words) = line.strip_prefix('@') {
-            head.take(words).map_err(wrong)?;
-            begun |= words.to_lowercase().starts_with("data");
-        } else if !begun {
-            return Err(wrong("a series before the line @data; put the lines that begin with @ first".into()));
-        } else {
-            let (fields, label) = head.fields(line).map_err(&wrong)?;
-            let channels =
-                fields.into_iter().map(|field| if head.timed { timed_points(field) } else { plain_points(field) });
-            let channels = channels.collect::<Result<Vec<_>, _>>().map_err(&wrong)?;
-            head.check(label, channels.iter().map(Vec::len).max().unwrap_or(0)).map_err(&wrong)?;
-            found.push((number, channels, label.map(String::from)));
-        }
-    }
-    if !begun {
-        bail!("{name}: no line @data; give a .ts file of the UEA or UCR archive");
+        let (fields, label) = head.fields(line).map_err(&wrong)?;
+        let channels =
+            fields.into_iter().map(|field| if head.timed { timed_points(field) } else { plain_points(field) });
+        let channels = channels.collect::<Result<Vec<_>, _>>().map_err(&wrong)?;
+        head.check(label, channels.iter().map(Vec::len).max().unwrap_or(0)).map_err(&wrong)?;
+        found.push((number, channels, label.map(String::from)));
     }
     let texts: Vec<&str> =
         found.iter().flat_map(|(_, channels, _)| channels.iter().flatten()).filter_map(|(time, _)| *time).collect();
@@ -180,7 +193,7 @@ pub fn read(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
 /// Points of all channels at any time.
 fn together(channels: &[Channel<'_>], dates: Option<&Dates>) -> Result<Vec<Point>, String> {
     // By the bits of the time, which sort as times do from 0 on, and serve to find equal ones.
-    let mut rows: BTreeMap<Time, Vec<f64>> = BTreeMap::new();
+    let mut rows: BTreeMap<(Time, usize), Vec<f64>> = BTreeMap::new();
     for (channel, points) in channels.iter().enumerate() {
         for (n, (text, value)) in points.iter().enumerate() {
             let time = match (text, dates) {
@@ -192,14 +205,16 @@ fn together(channels: &[Channel<'_>], dates: Option<&Dates>) -> Result<Vec<Point
                     format!("{text:?} is no point such as (0.5,1.25): its time is neither a number nor a date")
                 })?,
             };
-            rows.entry(Time(time)).or_insert_with(|| vec![f64::NAN; channels.len()])[channel] = *value;
+            // Several points of a channel at one time are all kept.
+            let is_taken = |nth: &usize| rows.get(&(Time(time), *nth)).is_some_and(|row| !row[channel].is_nan());
+            let nth = (0..).take_while(is_taken).count();
+            rows.entry((Time(time), nth)).or_insert_with(|| vec![f64::NAN; channels.len()])[channel] = *value;
         }
     }
-    Ok(rows.into_iter().map(|(Time(time), values)| (time, values)).collect())
+    Ok(rows.into_iter().map(|((Time(time), _), values)| (time, values)).collect())
 }
 
-/// A time as a key.
-#[derive(PartialEq)]
+#[derive(PartialEq, Clone, Copy)]
 struct Time(f64);
 
 impl Eq for Time {}
@@ -233,31 +248,22 @@ fn timed_points(text: &str) -> Result<Channel<'_>, String> {
 
 /// Series from a `.tsf`: attributes of a series, with colons between them, then its values.
 pub fn forecasting(text: &str, name: &str) -> Result<Found> {
-    let (mut attributes, mut frequency, mut begun) = (Vec::new(), (0.0, 0.0), false);
-    let mut found = Vec::new();
-    for (line, number) in text.lines().zip(1..) {
-        let (line, wrong) = (line.trim(), lines::in_line(name, number));
-        if line.is_empty() || line.starts_with(['#', '%']) {
-        } else if let Some(words) = line.strip_prefix('@') {
-            let words = words.to_lowercase();
-            match words.split_whitespace().collect::<Vec<_>>()[..] {
-                ["attribute", title, kind, ..] => attributes.push((title.to_string(), kind == "date")),
-                ["frequency", word, ..] => {
-                    if step_of(word).is_none() {
-                        note(format_args!("{name}: @frequency {word} is not known; points are counted, without dates"));
-                    }
-                    frequency = step_of(word).unwrap_or_default();
+    let (mut attributes, mut frequency) = (Vec::new(), (0.0, 0.0));
+    let (heads, rows) = parts(text, name)?;
+    for (_, words) in heads {
+        match words.to_lowercase().split_whitespace().collect::<Vec<_>>()[..] {
+            ["attribute", title, kind, ..] => attributes.push((title.to_string(), kind == "date")),
+            ["frequency", word, ..] => {
+                if step_of(word).is_none() {
+                    note(format_args!("{name}: @frequency {word} is not known; points are counted, without dates"));
                 }
-                ["data", ..] => begun = true,
-                _ => {}
+                frequency = step_of(word).unwrap_or_default();
             }
-        } else if begun {
-            found.push(from_monash(line, &attributes, frequency, number).map_err(wrong)?);
-        } else {
-            return Err(wrong("a series before the line @data; put the lines that begin with @ first".to_string()));
+            _ => {}
         }
     }
-    Ok(Found { series: found, ..Found::default() })
+    let one = |(line, text)| from_monash(text, &attributes, frequency, line).map_err(lines::in_line(name, line));
+    Ok(Found { series: rows.into_iter().map(one).collect::<Result<_>>()?, ..Found::default() })
 }
 
 /// The months and the seconds from a point to the next one.
@@ -323,32 +329,23 @@ fn from_monash(
 
 /// Series from an `.arff`: a row of values and a label, or several rows in quotes, with `\n` between channels.
 pub fn attributes(text: &str, name: &str) -> Result<Found> {
-    let (mut begun, mut named, mut numbers) = (false, false, false);
-    let (mut found, mut classes) = (Vec::new(), 0);
-    for (line, number) in text.lines().zip(1..) {
-        let (line, wrong) = (line.trim(), lines::in_line(name, number));
-        let lower = line.to_lowercase();
-        if line.is_empty() || line.starts_with('%') || lower.starts_with("@relation") || lower.starts_with("@end") {
-        } else if lower.starts_with("@data") {
-            begun = true;
-            if classes > usize::from(named) {
-                return Err(wrong(
-                    "an attribute before the last one has names in braces, and the last one is the label; put the label last, and leave \
-                     other names out"
-                        .into(),
-                ));
-            }
-        } else if lower.starts_with("@attribute") {
+    let (mut named, mut numbers, mut classes) = (false, false, 0);
+    let (heads, rows) = parts(text, name)?;
+    for (line, words) in heads {
+        let lower = words.to_lowercase();
+        if lower.starts_with("data") && classes > usize::from(named) {
+            let problem = "an attribute before the last one has names in braces, and the last one is the label; put the label last, and \
+                           leave other names out";
+            return Err(lines::in_line(name, line)(problem));
+        } else if lower.starts_with("attribute") {
             // The last one says what labels are.
-            named = line.ends_with('}');
+            named = words.ends_with('}');
             classes += usize::from(named);
             numbers = !named && (lower.ends_with("numeric") || lower.ends_with("real"));
-        } else if begun {
-            found.push(from_attributes(line, number).map_err(wrong)?);
-        } else {
-            return Err(wrong("neither @relation, @attribute nor @data; give an .arff of series".to_string()));
         }
     }
+    let one = |(line, text)| from_attributes(text, line).map_err(lines::in_line(name, line));
+    let found = rows.into_iter().map(one).collect::<Result<_>>()?;
     let target = if named { Some(LabelKind::Label) } else { numbers.then_some(LabelKind::Number) };
     Ok(Found { series: found, target, ..Found::default() })
 }

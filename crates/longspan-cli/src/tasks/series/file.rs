@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 
 use super::archive;
 use crate::run::columns::Columns;
-use crate::run::config::LabelKind;
+use crate::run::config::{Files, LabelKind};
 use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
@@ -21,6 +21,7 @@ use crate::tasks::table::dates::Dates;
 use crate::tasks::table::{Form, Row, Table, is_missing, json, value};
 use crate::tasks::task::Asked;
 use crate::terminal::notes::note;
+use crate::terminal::samples::counted;
 
 /// A series: points in the order of their times.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,10 +30,8 @@ pub struct Series {
     /// Point after point, `width` numbers each; NaN where one is missing.
     pub values: Vec<f64>,
     pub width: usize,
-    /// Names of the channels, where the file has them.
     pub names: Arc<[String]>,
     pub label: Option<String>,
-    /// What the file calls the series.
     pub id: Option<String>,
     /// Points after the last one that has a value to learn from: their values are to be predicted.
     pub ahead: Vec<Point>,
@@ -40,7 +39,6 @@ pub struct Series {
     pub dates: Option<Arc<Dates>>,
     /// A hash of times and values, which decides on whether the series is held out.
     pub key: String,
-    /// The line in which it begins.
     pub line: usize,
     /// Whether its points had to be sorted, and whether two of them have the same time.
     pub backwards: bool,
@@ -48,27 +46,22 @@ pub struct Series {
 }
 
 impl Series {
-    /// The same up to a point.
     pub fn first(&self, count: usize) -> Self {
         let (times, values) = (self.times[..count].to_vec(), self.values[..count * self.width].to_vec());
         Self { times, values, ..self.clone() }
     }
 
-    /// Some of its points.
     pub fn points(&self, range: Range<usize>) -> Vec<Point> {
         range.map(|n| (self.times[n], self.values[n * self.width..(n + 1) * self.width].to_vec())).collect()
     }
 
-    /// A time as the file writes it.
     pub fn time(&self, time: f64) -> String {
         self.dates.as_ref().map_or_else(|| time.to_string(), |dates| dates.text(time))
     }
 }
 
-/// A point: its time and its values.
 pub type Point = (f64, Vec<f64>);
 
-/// How a file is to be read.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Reading<'a> {
     /// The columns that a person named, or that the run learned from.
@@ -81,11 +74,22 @@ pub struct Reading<'a> {
     pub learned: bool,
 }
 
-/// What was read.
+impl<'a> Reading<'a> {
+    /// By a run that has learned.
+    pub fn learned(files: &'a Files, dates: Option<&'a Dates>, labels: bool) -> Self {
+        Self { columns: Some(&files.columns), dates, labels, learned: true }
+    }
+
+    /// The series of a question.
+    pub fn of(&self, asked: &Asked, name: &str) -> Result<Series> {
+        let read = || from_json(&asked.text, asked.line, self).map_err(lines::in_line(name, asked.line));
+        asked.series.clone().map_or_else(read, Ok)
+    }
+}
+
 #[derive(Debug, Default)]
 pub struct Found {
     pub series: Vec<Series>,
-    /// What the file itself says that labels are.
     pub target: Option<LabelKind>,
     /// The columns as they were found in a table, and in words.
     pub columns: Option<(Columns, String)>,
@@ -163,6 +167,9 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
         0 => {}
         some => note(format_args!("{name}: {some} series have several points at one time; all are kept")),
     }
+    codes(all)
+        .iter()
+        .for_each(|code| note(format_args!("{name}: {code}; if it says that a value is missing, leave it empty")));
     match all.iter().map(missing).sum::<usize>() {
         0 => {}
         some => {
@@ -176,14 +183,10 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
 
 /// The series of a file that is answered whole, once each is checked; `None` of lines of JSON, which are answered as they come.
 pub fn asked(path: &Path, reading: &Reading<'_>, check: impl Fn(&Series) -> Result<()>) -> Result<Option<Vec<Asked>>> {
-    // Of standard input, objects are answered one by one as they come; anything else is a whole file.
-    let one_by_one = if lines::is_standard_input(path) {
-        let line = lines::first_line(path)?;
-        line.is_empty() || line.trim_start().starts_with('{') && holds_series(&line)
-    } else {
-        ["jsonl", "ndjson"].contains(&lines::ending(path).as_str())
-    };
-    if one_by_one {
+    // Series that are lines of JSON are answered one by one as they come; anything else, points in such lines too, is a whole file.
+    let line = lines::first_line(path)?;
+    let comes = lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str());
+    if comes && (line.is_empty() || line.trim_start().starts_with('{') && holds_series(&line)) {
         return Ok(None);
     }
     let name = lines::name(path);
@@ -220,7 +223,7 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, reading: &Reading<'_>) -> R
             ..Found::default()
         },
         _ => match Table::read(&text, form, name)? {
-            Some(table) => from_table(&table, reading)?,
+            Some(table) => from_table(table, reading)?,
             None => Found::default(),
         },
     };
@@ -275,7 +278,6 @@ pub fn dates_of(texts: &[&str], reading: &Reading<'_>) -> Result<Option<Arc<Date
     }
 }
 
-/// A series in each object.
 fn from_lines(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
     // Dates are of one format in all series.
     let mut texts: Vec<String> = Vec::new();
@@ -311,7 +313,6 @@ pub fn from_json(text: &str, line: usize, reading: &Reading<'_>) -> Result<Serie
 const EXAMPLE: &str =
     "expected an object such as {\"times\": [0, 0.5, 2], \"values\": [1.5, 1.4, 0.2], \"label\": \"a\"}";
 
-/// The keys of a series.
 const KEYS: [&str; 5] = ["times", "values", "label", "id", "forecast"];
 
 /// A series from an object of JSON. Without times, points are counted.
@@ -373,25 +374,22 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
 }
 
 /// Series from a table: a point a row, or a series.
-fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
+fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     let none = Columns::default();
     let columns = reading.columns.unwrap_or(&none);
     if columns.wide {
-        return from_wide(table, columns, reading);
+        return from_wide(&table, columns, reading);
     }
-    let name = &table.name;
-    let headed;
-    let table = if table.header.iter().all(|title| value(title).is_some_and(f64::is_finite)) {
-        headed = table.headed();
+    let name = &table.name.clone();
+    let named = table.rows.len();
+    let table = table.headed();
+    if table.rows.len() > named {
         note(format_args!(
             "{name}: the first line has numbers and no names; it is read as a row, and columns are called `column 1`, …"
         ));
-        &headed
-    } else {
-        table
-    };
-    let one_hot = categories(table, columns, reading)?;
-    let (table, columns) = one_hot.as_ref().map_or((table, columns), |(table, columns)| (table, columns));
+    }
+    let one_hot = categories(&table, columns, reading)?;
+    let (table, columns) = one_hot.as_ref().map_or((&table, columns), |(table, columns)| (table, columns));
     let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
     let pointed = table.with_points(&[&roles.time[..], roles.label.as_slice()].concat());
     let table = pointed.as_ref().unwrap_or(table);
@@ -458,27 +456,45 @@ fn from_table(table: &Table, reading: &Reading<'_>) -> Result<Found> {
             }
         }
     }
-    let (mut series_found, mut empty) = (Vec::new(), 0);
-    for (line, id, points, label) in found {
-        match series(points, &known, label, line) {
-            Ok(one) => {
-                series_found.push(Series {
+    let series_found = with_values(
+        name,
+        found.into_iter().map(|(line, id, points, label)| {
+            let id = (!roles.id.is_empty()).then_some(id);
+            (
+                line,
+                series(points, &known, label, line).map(|one| Series {
                     names: names.clone(),
-                    id: (!roles.id.is_empty()).then_some(id),
+                    id,
                     dates: dates.clone(),
                     ..one
-                });
-            }
-            Err(problem) if problem == NO_VALUE && places.len() > 1 => empty += 1,
-            Err(problem) => return Err(lines::in_line(name, line)(problem)),
-        }
-    }
-    if empty > 0 {
-        note(format_args!("{name}: {empty} of {} series have no value at all and are left out", places.len()));
-    }
+                }),
+            )
+        }),
+    )?;
     say_partly_known(name, &series_found, &known);
     let columns = (roles.named(table, columns), roles.introduce(table, dates.as_deref()));
     Ok(Found { series: series_found, target: None, columns: Some(columns) })
+}
+
+/// Series from their lines, without those that have no value, if others have.
+fn with_values(name: &str, all: impl Iterator<Item = (usize, Result<Series, String>)>) -> Result<Vec<Series>> {
+    let (mut found, mut empty) = (Vec::new(), Vec::new());
+    for (line, one) in all {
+        match one {
+            Ok(one) => found.push(one),
+            Err(problem) if problem == NO_VALUE => empty.push(line),
+            Err(problem) => return Err(lines::in_line(name, line)(problem)),
+        }
+    }
+    match (&empty[..], found.len()) {
+        ([], _) => {}
+        ([line, ..], 0) => return Err(lines::in_line(name, *line)(NO_VALUE)),
+        (_, count) => {
+            let (empty, all) = (empty.len(), empty.len() + count);
+            note(format_args!("{name}: {empty} of {all} series have no value at all and are left out"));
+        }
+    }
+    Ok(found)
 }
 
 /// The most different texts of a column that become channels.
@@ -546,7 +562,8 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     let numbers = table.texts(place).filter(is_number).count();
     let title = &table.header[place];
     let text: String = cell(row, place).chars().take(60).collect();
-    let is_written_otherwise = value(&text.replace([',', ' ', '_', '%', '$', '€'], "")).is_some();
+    let bare = value(&text.replace([',', ' ', '_', '%', '$', '€', '£', '−', '(', ')'], ""));
+    let is_written_otherwise = bare.is_some_and(f64::is_finite);
     if is_written_otherwise || 2 * numbers >= table.rows.len() {
         let help = if value(&text).is_some() {
             "others of it have decimal commas; write all alike"
@@ -572,6 +589,25 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     )
 }
 
+/// Numbers that often stand for missing values, come again, and lie further off than all others from one another.
+fn codes(all: &[Series]) -> Vec<String> {
+    const CODES: [f64; 8] = [-99.0, -999.0, -9999.0, -99999.0, 99.0, 999.0, 9999.0, 99999.0];
+    let mut found = Vec::new();
+    for channel in 0..all.first().map_or(0, |one| one.width) {
+        let values = || all.iter().flat_map(|one| one.values.iter().skip(channel).step_by(one.width)).copied();
+        for code in CODES.into_iter().filter(|code| values().filter(|value| value == code).count() > 1) {
+            let others = values().filter(|value| !value.is_nan() && *value != code);
+            let (low, high) =
+                others.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
+            if low < high && (low - code).max(code - high) > high - low {
+                let of = all[0].names.get(channel).map_or(String::new(), |name| format!(" of `{name}`"));
+                found.push(format!("some values{of} are {code}, the others from {low} to {high}"));
+            }
+        }
+    }
+    found
+}
+
 /// A note where the last points of series have some channels, and others not up to the end: they may be meant to be predicted.
 fn say_partly_known(name: &str, all: &[Series], known: &[bool]) {
     let Some(first) = all.first().filter(|one| one.width > 1 && known.is_empty()) else { return };
@@ -587,8 +623,8 @@ fn say_partly_known(name: &str, all: &[Series], known: &[bool]) {
         some.collect::<Vec<_>>().join(",")
     };
     note(format_args!(
-        "{name}: the last {} points have no {}; they count as known points with a missing value: to predict it there, train with --known {}",
-        ends[channel],
+        "{name}: no {1} at the end ({0}), where it counts as a missing value of points that are known: to predict it there, train with --known {2}",
+        counted(ends[channel], "points"),
         list(true),
         list(false)
     ));
@@ -639,19 +675,15 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
     let id = id.or(texts.first().copied());
     let numbers = values.iter().map(|place| table.numbers(*place)).collect::<Result<Vec<_>, _>>();
     let numbers = numbers.map_err(|row| row.wrong(name, "a value is no number; leave it empty if it is missing"))?;
-    let (mut found, mut empty) = (Vec::new(), 0);
-    for (n, row) in table.rows.iter().enumerate() {
-        let points = times.iter().zip(&numbers).map(|(time, column)| (*time, vec![column[n]])).collect();
-        let own = label.map(|place| cell(row, place)).filter(|own| !own.is_empty());
-        match series(points, &[], own, row.line) {
-            Ok(one) => found.push(Series { id: id.map(|place| cell(row, place)), dates: dates.clone(), ..one }),
-            Err(problem) if problem == NO_VALUE => empty += 1,
-            Err(problem) => return Err(row.wrong(name, problem)),
-        }
-    }
-    if empty > 0 {
-        note(format_args!("{name}: {empty} of {} series have no value at all and are left out", table.rows.len()));
-    }
+    let found = with_values(
+        name,
+        table.rows.iter().enumerate().map(|(n, row)| {
+            let points = times.iter().zip(&numbers).map(|(time, column)| (*time, vec![column[n]])).collect();
+            let own = label.map(|place| cell(row, place)).filter(|own| !own.is_empty());
+            let one = series(points, &[], own, row.line);
+            (row.line, one.map(|one| Series { id: id.map(|place| cell(row, place)), dates: dates.clone(), ..one }))
+        }),
+    )?;
     let used = |place: &usize| values.contains(place) || [id, label].contains(&Some(*place));
     let unread: Vec<String> = (0..table.header.len())
         .filter(|place| !used(place))
@@ -769,6 +801,18 @@ mod tests {
         let columns = Columns { id: Some("a,b".into()), ..none() };
         let (_, ids, values, _) = of_table("a,b,time,x\np q,r,0,1\np,q r,0,2\np q,r,1,3\n", columns).unwrap();
         assert_eq!((ids, values), (vec![Some("p q,r".into()), Some("p,q r".into())], vec![1.0, 3.0]));
+        let (said, ids, values, _) = say(
+            "date,site,wday,kind,x\n0,n,Mon,a,1\n0,n,Mon,b,2\n0,s,Mon,a,3\n0,s,Mon,b,4\n1,n,Tue,a,5\n1,n,Tue,b,6\n1,s,Tue,a,7\n1,s,Tue,b,8\n",
+        );
+        assert!(said.contains("ids `site` and `kind`, channels `x`; not read: `wday` (a part of the time)"), "{said}");
+        assert_eq!((ids[1].as_deref(), values), (Some("n,b"), vec![1.0, 5.0]), "texts that tell rows apart together");
+        assert_eq!(say("rownames,time,x,on\n20.1,0,1,TRUE\n3,1,2,false\n").2, [1.0, 1.0, 2.0, 0.0]);
+        assert_eq!(
+            say("date,Datum,x\n,30.12.1999,1\n,31.12.1999,2\n").3,
+            ["30.12.1999", "31.12.1999"],
+            "no empty column"
+        );
+        assert_eq!(say("date,x\n991230,1\n000102,2\n000103,3\n").3, ["991230", "000102", "000103"]);
         // Columns that number rows, whatever the file calls them, and columns without values are no channels.
         let (said, ..) =
             say("No.,date,row_number,x,notes\n7,2024-01-01,1,0.5,\n8,2024-01-02,2,0.7,\n9,2024-01-03,3,0.1,\n");
@@ -793,6 +837,8 @@ mod tests {
             of_table("a,b\n1,2\n3,4\n", Columns { time: Some("row".into()), ..none() }).unwrap();
         assert!(said.contains("rows are counted"), "{said}");
         assert_eq!((values, times), (vec![1.0, 2.0, 3.0, 4.0], vec!["0".to_string(), "1".into()]));
+        let year = Columns { time: Some("year".into()), ..none() };
+        assert_eq!(of_table("year,x\n90,1.5\n90,2.5\n", year).unwrap().2, [1.5, 2.5], "a person may say so");
         let (said, _, values, _) = of_table("1,0.5\n2,0.7\n", none()).unwrap();
         assert!(said.contains("times `column 1` (numbers), channels `column 2`"), "{said}");
         assert_eq!(values, [0.5, 0.7], "without a header the first line is a row");
@@ -808,6 +854,18 @@ mod tests {
         for (text, columns, part) in [
             ("time,Time,x\n0,0,1\n", none(), "f, line 1: `time`, `Time` may all be times; say which with --time"),
             ("time,x,x\n0,1,1\n", none(), "two columns are called `x`"),
+            ("time,x,X\n0,1,1\n", Columns { channels: vec![" x".into()], ..none() }, "two columns are called `x`"),
+            (
+                "year,time,x\n1990,9.9,1\n1991,9.8,2\n1992,9.85,2\n",
+                none(),
+                "`time`, `year` may all be times; say which with --time",
+            ),
+            (
+                "year,day,x\n90,1,0.5\n90,2,1.5\n91,1,2.5\n91,2,3.5\n91,3,3.5\n",
+                none(),
+                "5 of 5 rows share the time `year` with another row; name all columns that say which series a row is of with --id, or those \
+                 of the time with --time, count rows with --time row, or keep it with --time 'year'",
+            ),
             (
                 "a,b\n1,2\n",
                 none(),
@@ -875,6 +933,8 @@ mod tests {
         let other = read("sky,time,x,label\nsnow,0,1,a\nsun,1,2,a\n", &columns, true).unwrap();
         assert_eq!(other.series[0].names, one.names);
         assert_eq!(other.series[0].values[..], [1.0, 0.0, 0.0, 2.0, 0.0, 1.0]);
+        let case = read("time,x,sky,label\n0,1,Sun,a\n1,2,sun,a\n2,3,rain,a\n", &Columns::default(), true).unwrap();
+        assert_eq!(case.series[0].names[..], ["x", "sky=Sun", "sky=rain", "sky=sun"]);
         let decimal = read("time;x;label\n0;20,5;a\n1;21,5;a\n", &Columns::default(), true).unwrap();
         assert_eq!(decimal.series[0].values[..], [20.5, 21.5], "numbers are none, with decimal commas either");
         // Of forecasts they may be known ahead, and are not predicted.
@@ -925,6 +985,8 @@ mod tests {
             (dated.series[0].width, dated.series[0].time(dated.series[0].times[1])),
             (1, "2019-01-01 11:00:00".into())
         );
+        let twice = of("@timestamps true\n@data\n(0,1),(0,2),(1,3):(0,4),(1,5):a\n", "ts").unwrap();
+        assert_eq!(format!("{:?}", twice.series[0].values), "[1.0, 4.0, 2.0, NaN, 3.0, 5.0]", "two points at one time");
         let holes = of("@classLabel true a\n@data\n1,?,3,?:a\n", "ts").unwrap();
         assert_eq!((holes.series[0].times.len(), holes.series[0].values[1].is_nan()), (3, true));
 
@@ -985,8 +1047,27 @@ mod tests {
     }
 
     #[test]
+    fn numbers_that_stand_for_missing_values_are_found() {
+        let codes = |text: &str| codes(&all(text, "csv"));
+        assert_eq!(
+            codes("time,x\n0,5\n1,-999\n2,7\n3,-999\n"),
+            ["some values of `x` are -999, the others from 5 to 7"]
+        );
+        for other in ["time,x\n0,-990\n1,-999\n2,7\n3,-999\n", "time,x\n0,5\n1,-999\n2,7\n", "time,x\n0,99\n1,99\n"] {
+            assert!(codes(other).is_empty(), "{other}");
+        }
+    }
+
+    #[test]
     fn mistakes_are_named_with_their_line() {
         for (text, ending, part) in [
+            (
+                "{\"values\": [1], \"label\": 1, \"values\": [2]}\n",
+                "jsonl",
+                "f, line 1: the key `values` comes twice; take one out",
+            ),
+            ("t\0i\0m\0e\0,\0x\0\n\0", "csv", "f: no text, since it has bytes of 0"),
+            ("time,x\n0,−5\n1,3\n", "csv", "\"−5\" in the column `x` is no number; write a point in numbers"),
             ("{\"values\": [1]}\n{\"values\": [\"x\"]}\n", "jsonl", "f, line 2: an entry of `values`"),
             ("{\"values\": [1, 2], \"times\": [1]}\n", "jsonl", "1 times and 2 values"),
             ("{\"values\": [[1, 2], [1]]}\n", "jsonl", "a point has 1 values, those before it 2"),

@@ -6,7 +6,7 @@ pub mod scaling;
 
 use std::path::Path;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use burn::tensor::{Device, Tensor, TensorData};
 use longspan::models::{SeriesModel, SeriesModelConfig};
 use serde_json::json;
@@ -34,13 +34,11 @@ use scaling::{Clock, Scaling};
 type Config = config::Config<SeriesSettings>;
 type Answering<'a> = task::Answering<'a, SeriesSettings>;
 
-/// The file of the convolutions in a run folder.
 const KERNELS: &str = "kernels.safetensors";
 
 /// Points of a series that simple methods get at most.
 const EVEN: usize = 2048;
 
-/// What a run on series has beside its weights.
 pub struct SeriesTask {
     scaling: Scaling,
     target: Target,
@@ -257,7 +255,6 @@ fn read_split(config: &Config, reading: &Reading<'_>) -> Result<(Split<Series>, 
     Ok((split::of(&config.task.files, &config.data_name(), series, SeriesTask::EXAMPLES, read, |one| &one.key)?, found))
 }
 
-/// Reads series that all have labels.
 fn labelled(path: &Path, config: &Config, reading: &Reading<'_>) -> Result<Found> {
     let found = file::read(path, reading, config.task.missing == Missing::Refuse, "the mean of the channel")?;
     match found.series.iter().find(|one| one.label.as_ref().is_none_or(String::is_empty)) {
@@ -282,12 +279,8 @@ impl Predict for SeriesTask {
     fn predict(&self, model: &SeriesModel, asked: &[Asked], how: &Answering<'_>) -> Result<Vec<Told>> {
         let reading = self.reading(how.config);
         let read = |one: &Asked| {
-            let wrong = lines::in_line(how.name, one.line);
-            let read = match &one.series {
-                Some(one) => one.clone(),
-                None => file::from_json(&one.text, one.line, &reading).map_err(|problem| wrong(anyhow!(problem)))?,
-            };
-            let points = self.scaling.apply(&read).map_err(wrong)?;
+            let read = reading.of(one, how.name)?;
+            let points = self.scaling.apply(&read).map_err(lines::in_line(how.name, one.line))?;
             Ok((read, points))
         };
         let (all, points): (Vec<Series>, Vec<Points>) =
@@ -306,17 +299,10 @@ impl Predict for SeriesTask {
 }
 
 impl SeriesTask {
-    /// How files are read to predict from.
     fn reading<'a>(&'a self, config: &'a Config) -> Reading<'a> {
-        Reading {
-            columns: Some(&config.task.files.columns),
-            dates: self.scaling.dates.as_ref(),
-            labels: true,
-            learned: true,
-        }
+        Reading::learned(&config.task.files, self.scaling.dates.as_ref(), true)
     }
 
-    /// A series as simple methods get it.
     fn even(&self, one: &Series) -> Grid {
         self.scaling.even(one, EVEN)
     }
@@ -364,7 +350,6 @@ impl SeriesTask {
         )
     }
 
-    /// What the model gives for each series.
     fn outputs(
         &self,
         model: &SeriesModel,

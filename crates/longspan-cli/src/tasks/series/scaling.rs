@@ -10,8 +10,8 @@ use crate::tasks::labels::moments;
 use crate::tasks::simple::kernels::Grid;
 use crate::tasks::simple::smoothing::Smoothing;
 use crate::tasks::table::dates::Dates;
+use crate::terminal::samples::counted;
 
-/// The file in a run folder.
 const FILE: &str = "series.json";
 
 /// What the series to learn from are like: others are given to the model in the same measure.
@@ -71,7 +71,6 @@ impl Clock {
         (span > 0.0 && span <= 2.0 * longest && begin.abs() <= span).then_some(Self { begin, span })
     }
 
-    /// Sines and cosines at a time.
     fn waves(self, time: f64) -> impl Iterator<Item = f32> {
         let part = (time - self.begin) / self.span;
         WAVES.into_iter().flat_map(move |waves| {
@@ -101,7 +100,6 @@ impl Scaling {
         Self { names, means, deviations, step, masked, clock, dates, grid, base: Vec::new(), known: Vec::new() }
     }
 
-    /// Reads what [`store`](Self::store) wrote.
     pub fn load(folder: &RunFolder) -> Result<Self> {
         let path = folder.path().join(FILE);
         let damaged =
@@ -114,12 +112,10 @@ impl Scaling {
         Ok(found)
     }
 
-    /// Writes it into a run folder.
     pub fn store(&self, folder: &RunFolder) -> Result<()> {
         write_atomic(&folder.path().join(FILE), serde_json::to_string_pretty(self)?.as_bytes())
     }
 
-    /// Names of the channels, or what stands for them.
     pub fn names(&self) -> Vec<String> {
         let count = self.channels();
         match &self.names[..] {
@@ -129,7 +125,6 @@ impl Scaling {
         }
     }
 
-    /// Whether a channel is known at the times to predict.
     pub fn is_known(&self, channel: usize) -> bool {
         self.known.get(channel).copied().unwrap_or(false)
     }
@@ -202,12 +197,10 @@ impl Scaling {
         times.enumerate().map(far).collect()
     }
 
-    /// Channels of a series.
     pub fn channels(&self) -> usize {
         self.means.len()
     }
 
-    /// Numbers that the model gets at a point.
     pub fn inputs(&self) -> usize {
         let waves = if self.clock.is_some() { 2 * WAVES.len() } else { 0 };
         self.channels() * if self.masked { 2 } else { 1 } + waves
@@ -217,12 +210,8 @@ impl Scaling {
     pub fn check(&self, one: &Series) -> Result<()> {
         let (width, names) = (self.channels(), self.names.join(", "));
         if one.width != width {
-            let channels = if one.width == 1 { "channel" } else { "channels" };
-            bail!(
-                "{} {channels}, and this run was trained on {width} ({}); give as many",
-                one.width,
-                self.names().join(", ")
-            );
+            let found = counted(one.width, "channels");
+            bail!("{found}, and this run was trained on {width} ({}); give as many", self.names().join(", "));
         }
         if !one.names.is_empty() && !self.names.is_empty() && *one.names != *self.names {
             bail!(

@@ -20,7 +20,6 @@ use crate::tasks::stack;
 pub struct Compressor {
     /// From a sequence to its row: causal blocks, of which the last row counts.
     encoder: Classifier,
-    /// A vector for each place.
     places: Embedding,
     norm: TokenNorm,
     decoder: FeedForward,
@@ -53,12 +52,10 @@ impl Compressor {
         })
     }
 
-    /// The blocks of the encoder.
     pub fn blocks(&self) -> &Vec<EncoderBlock> {
         &self.encoder.blocks
     }
 
-    /// The loss of the tokens that are asked for.
     pub fn loss(&self, tokens: Tensor<2, Int>, right: Vec<Option<u32>>, smoothing: f64) -> Result<CrossEntropyLoss> {
         let (places, right): (Vec<usize>, Vec<_>) =
             right.into_iter().enumerate().filter(|(_, token)| token.is_some()).unzip();

@@ -10,7 +10,6 @@ use super::listops;
 use crate::run::config::COMPRESSION;
 use crate::tasks::batches::Random;
 
-/// The largest size.
 const LARGEST: usize = 1 << 20;
 
 /// Tokens of their own that noise is drawn from.
@@ -24,7 +23,6 @@ pub struct Spec {
     sizes: Vec<(&'static str, usize)>,
 }
 
-/// What is to be told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// Multi-query associative recall (Arora et al. 2024): `k₁ v₁ … kₙ vₙ`, then each key once more among random tokens, where its
@@ -53,7 +51,6 @@ enum Kind {
 /// A size: its name, what it is if nobody says, the least it can be.
 type Size = (&'static str, usize, usize);
 
-/// Every task.
 const ALL: [(&str, Kind, &[Size]); 7] = [
     ("mqar", Kind::Mqar, &[("pairs", 8, 1), ("length", 128, 1), ("vocabulary", 256, 1)]),
     ("recall", Kind::Recall, &[("pairs", 16, 1), ("length", 128, 1), ("vocabulary", 64, 1), ("noise", 0, 0)]),
@@ -113,7 +110,6 @@ impl Spec {
         self.sizes.iter().find(|(known, _)| *known == name).map_or(0, |(_, size)| *size)
     }
 
-    /// Tokens of the longest sequence.
     pub fn length(&self) -> usize {
         self.size("length")
     }
@@ -323,12 +319,10 @@ impl Spec {
     }
 }
 
-/// A number below `limit`.
 pub fn below(random: &mut Random, limit: usize) -> u32 {
     (random.next() % limit as u64) as u32
 }
 
-/// A number above 0 and up to 1.
 fn unit(random: &mut Random) -> f64 {
     ((random.next() >> 11) + 1) as f64 / (1u64 << 53) as f64
 }

@@ -38,7 +38,6 @@ type Answering<'a> = task::Answering<'a, SyntheticSettings>;
 const DEVELOPMENT: u64 = 256;
 const HELD_OUT: u64 = 1000;
 
-/// Sequences answered together.
 const BATCH: usize = 16;
 
 /// What the random streams of a seed are for.
@@ -93,7 +92,6 @@ fn draw(spec: &Spec, seed: u64, what_for: u64, n: u64) -> Sequence {
     spec.draw(&mut Random::new(seed, 3 * n + what_for), what_for == FOR_SCORES)
 }
 
-/// How often what was asked was given.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Recalled {
     pub sequences: usize,
@@ -311,7 +309,6 @@ impl<M: Model> Synthetic<M> {
     }
 }
 
-/// Tokens as numbers with space between them.
 fn numbers(text: &str) -> Result<Vec<u32>> {
     let number =
         |word: &str| word.parse().map_err(|_| anyhow!("{word:?} is no token; write whole numbers with space between"));

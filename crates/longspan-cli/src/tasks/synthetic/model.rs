@@ -27,7 +27,6 @@ pub trait Model: Module + Sync {
     /// Logits at these places, counted over all sequences.
     fn at(&self, tokens: Tensor<2, Int>, places: &[usize]) -> Result<Tensor<2>>;
 
-    /// The places that a person asks about.
     fn asked(tokens: usize) -> Range<usize>;
 }
 
@@ -56,7 +55,6 @@ impl Model for LanguageModel {
         Ok(self.forward_at(tokens, places)?)
     }
 
-    /// What comes after the last token.
     fn asked(tokens: usize) -> Range<usize> {
         tokens - 1..tokens
     }

@@ -1,6 +1,7 @@
 //! Which columns of a table are what: by the names that a person gave, else where the header leaves no doubt.
 
 use std::collections::{HashMap, HashSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
@@ -17,22 +18,9 @@ use crate::terminal::samples::visible;
 /// Names of a column of times,
 const TIMES: [&str; 8] = ["time", "date", "datetime", "timestamp", "ds", "date_time", "datestamp", "t"];
 
-/// of columns that are a part of a time, from the longest on,
-const PARTS: [&str; 13] = [
-    "year",
-    "quarter",
-    "month",
-    "week",
-    "day",
-    "hour",
-    "hr",
-    "minute",
-    "second",
-    "weekday",
-    "dayofweek",
-    "period",
-    "yr",
-];
+/// of columns that are a part of a time,
+const PARTS: &str = "year|yr|quarter|qtr|month|mon|month_name|week|day|hour|hr|minute|second|period|weekday|wday|dow|dayofweek|\
+                     day_of_week|day_name|day_of_month|mday|day_of_year|dayofyear|yday|doy";
 
 /// the parts of a day,
 const CLOCK: [&[&str]; 3] = [&["hour", "hr"], &["minute"], &["second"]];
@@ -65,9 +53,6 @@ const IDS: [&str; 14] = [
 /// of labels of series,
 const LABELS: [&str; 2] = ["label", "class"];
 
-/// of numbers of rows,
-const INDICES: [&str; 7] = ["index", "rownames", "row", "obs", "observation", "column 1", ""];
-
 /// and words in names of columns that may number rows.
 const NUMBERS: [&str; 12] =
     ["row", "no", "nr", "num", "number", "idx", "index", "rec", "record", "seq", "line", "rowid"];
@@ -75,16 +60,13 @@ const NUMBERS: [&str; 12] =
 /// Rows from which it is guessed what a column holds.
 const SOME: usize = 200;
 
-/// The columns of a table of series by their places.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Roles {
     /// Columns that are one time together; none where rows are counted.
     pub time: Vec<usize>,
-    /// Columns that say which series a row is of.
     pub id: Vec<usize>,
     pub label: Option<usize>,
     pub channels: Vec<usize>,
-    /// Columns that are not read, and why.
     unread: Vec<(usize, &'static str)>,
 }
 
@@ -115,14 +97,19 @@ impl Roles {
         let is_free = |taken: &HashSet<usize>, place: usize| !taken.contains(&place);
         let lower: Vec<String> = table.header.iter().map(|title| title.to_lowercase()).collect();
         for (place, title) in lower.iter().enumerate() {
-            let index = INDICES.contains(&title.as_str()) || title.starts_with("unnamed:");
             let why = if !is_free(&taken, place) {
                 continue;
             } else if table.texts(place).all(|text| text.is_none()) && !columns.has_known(title) {
                 "nothing in it"
-            } else if index && is_row_numbers(table, place) || counts_rows(table, place, labels) {
+            } else if is_index(title) && is_row_numbers(table, place) || counts_rows(table, place, labels) {
                 "row numbers"
-            } else if PARTS.contains(&title.as_str()) && !time.is_empty() {
+            } else if columns.channels.is_empty()
+                && (place == 0 || !title.is_empty())
+                && is_row_name(title)
+                && is_different(table, place)
+            {
+                "row names"
+            } else if is_part(title) && !time.is_empty() {
                 "a part of the time"
             } else {
                 continue;
@@ -161,6 +148,19 @@ impl Roles {
             }
         };
         taken.extend(&id);
+        if columns.time.is_none() && columns.id.is_none() && !time.is_empty() {
+            let shared = sharing(table, &[&id, &time]);
+            if shared * 2 > table.rows.len() {
+                let time = names(table, &time, ",").replace('`', "");
+                bail!(
+                    "{}: {shared} of {} rows share the time `{time}` with another row{}; name all columns that say which series a row \
+                     is of with --id, or those of the time with --time, count rows with --time row, or keep it with --time '{time}'",
+                    table.at_header(),
+                    table.rows.len(),
+                    if id.is_empty() { String::new() } else { format!(" of the same {}", names(table, &id, " and ")) }
+                );
+            }
+        }
         let channels = if channels.is_empty() {
             (0..table.header.len()).filter(|place| is_free(&taken, *place)).collect()
         } else {
@@ -192,7 +192,11 @@ impl Roles {
         let used: Vec<usize> = [&self.time[..], &self.id, &self.channels].concat();
         for (n, place) in used.iter().enumerate() {
             let title = &table.header[*place];
-            if used[..n].iter().any(|other| table.header[*other].to_lowercase() == title.to_lowercase()) {
+            // Channels of categories have texts in their names, which may differ in case alone.
+            let is_same = |other: &str| {
+                if title.contains('=') { other == title } else { other.to_lowercase() == title.to_lowercase() }
+            };
+            if used[..n].iter().any(|other| is_same(&table.header[*other])) {
                 bail!(
                     "{}: two columns are called `{title}`; rename one, or name those that are read with --channels",
                     table.at_header()
@@ -215,11 +219,8 @@ impl Roles {
         }
     }
 
-    /// What was found, in words.
     pub fn introduce(&self, table: &Table, dates: Option<&Dates>) -> String {
-        let names = |places: &[usize]| {
-            places.iter().map(|place| format!("`{}`", table.header[*place])).collect::<Vec<_>>().join(" and ")
-        };
+        let names = |places: &[usize]| names(table, places, " and ");
         let time = match (self.time.is_empty(), dates) {
             (true, _) => "rows are counted as times".into(),
             (_, Some(dates)) => {
@@ -232,14 +233,12 @@ impl Roles {
         const MOST: usize = 8;
         let more = self.channels.len().saturating_sub(MOST);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let some: Vec<String> =
-            self.channels.iter().take(MOST).map(|place| format!("`{}`", table.header[*place])).collect();
+        let some = self::names(table, &self.channels[..self.channels.len().min(MOST)], ", ");
         let unread: Vec<String> =
             self.unread.iter().take(MOST).map(|(place, why)| format!("`{}` ({why})", table.header[*place])).collect();
         let unread = if unread.is_empty() { String::new() } else { format!("; not read: {}", unread.join(", ")) };
         format!(
-            "columns: {time}{id}{label}, channels {}{more}{unread}; --time, --id, --label, --channels and --dates decide otherwise",
-            some.join(", ")
+            "columns: {time}{id}{label}, channels {some}{more}{unread}; --time, --id, --label, --channels and --dates decide otherwise"
         )
     }
 }
@@ -280,7 +279,6 @@ fn only(table: &Table, names: &[&str], taken: &[usize]) -> Option<usize> {
     found.next().filter(|_| found.next().is_none())
 }
 
-/// The first texts of a column.
 fn some(table: &Table, place: usize) -> Vec<String> {
     table.texts(place).flatten().take(SOME).collect()
 }
@@ -307,6 +305,11 @@ fn holds_parts(table: &Table, place: usize) -> bool {
     holds_numbers(table, place) || some(table, place).iter().all(is_named)
 }
 
+/// Whether a name in small letters is that of a part of a time.
+fn is_part(title: &str) -> bool {
+    PARTS.split('|').any(|part| part == title)
+}
+
 /// Whether a name in small letters is that of a time and its unit, such as `time (s)` or `timestamp_ms`.
 fn is_measured_time(title: &str) -> bool {
     let mut words = title.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
@@ -315,7 +318,16 @@ fn is_measured_time(title: &str) -> bool {
         && words.next().is_none()
 }
 
-/// Whether whole numbers in a column count up.
+/// Whether a name in small letters is that under which pandas and R write the names of rows.
+fn is_row_name(title: &str) -> bool {
+    ["", "row", "rownames", "row.names", "row_names"].contains(&title) || title.starts_with("unnamed:")
+}
+
+/// Whether a name in small letters is that of numbers of rows.
+fn is_index(title: &str) -> bool {
+    ["index", "obs", "observation", "column 1"].contains(&title) || is_row_name(title)
+}
+
 fn is_row_numbers(table: &Table, place: usize) -> bool {
     let Ok(numbers) = table.numbers(place) else { return false };
     numbers.iter().all(|number| number.fract() == 0.0) && numbers.windows(2).all(|pair| pair[1] > pair[0])
@@ -335,19 +347,24 @@ pub fn named_id(table: &Table) -> Option<usize> {
     only(table, &IDS, &[])
 }
 
-/// Whether no two rows have the same there.
+fn is_constant(table: &Table, place: usize) -> bool {
+    let mut texts = table.texts(place);
+    let first = texts.next();
+    texts.all(|text| Some(text) == first)
+}
+
 fn is_different(table: &Table, place: usize) -> bool {
     let mut known = HashSet::new();
     table.texts(place).all(|text| known.insert(text))
 }
 
-/// The columns of times.
 fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
-    let free: Vec<usize> = (0..table.header.len()).filter(|place| !taken.contains(place)).collect();
+    let has_values = |place: &usize| table.rows.is_empty() || table.texts(*place).any(|text| text.is_some());
+    let free: Vec<usize> =
+        (0..table.header.len()).filter(|place| !taken.contains(place) && has_values(place)).collect();
     let lower = |place: usize| table.header[place].to_lowercase();
     let asked = |found: &[usize]| {
-        let names: Vec<String> = found.iter().map(|place| format!("`{}`", table.header[*place])).collect();
-        anyhow!("{}: {} may all be times; say which with --time", table.at_header(), names.join(", "))
+        anyhow!("{}: {} may all be times; say which with --time", table.at_header(), names(table, found, ", "))
     };
     let part = |names: &[&str]| {
         free.iter().copied().find(|place| names.contains(&lower(*place).as_str()) && holds_parts(table, *place))
@@ -361,7 +378,20 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     let is_time = |place: &usize| TIMES.contains(&lower(*place).as_str()) || is_measured_time(&lower(*place));
     let strong: Vec<usize> = free.iter().copied().filter(is_time).collect();
     match strong[..] {
-        [one] => return Ok(with_hours(one)),
+        [one] => {
+            // Numbers that do not run on, beside a year or a day that does: a duration, or the time of a day.
+            let runs =
+                |place: usize| table.numbers(place).is_ok_and(|all| all.is_sorted() || all.iter().rev().is_sorted());
+            let whole = |place: &usize| {
+                ["year", "yr", "month", "day"].contains(&lower(*place).as_str())
+                    && !is_constant(table, *place)
+                    && runs(*place)
+            };
+            if let Some(other) = free.iter().copied().find(whole).filter(|_| holds_numbers(table, one) && !runs(one)) {
+                return Err(asked(&[one, other]));
+            }
+            return Ok(with_hours(one));
+        }
         [a, b] => {
             // A day and a time of the day.
             let clock = |place| some(table, place).iter().all(|text| text.contains(':') && text.len() <= 12);
@@ -376,7 +406,7 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         _ => return Err(asked(&strong)),
     }
     let speaks_of_time = |place: usize| {
-        lower(place).split(|c: char| !c.is_alphanumeric()).any(|word| TIMES.contains(&word) || PARTS.contains(&word))
+        lower(place).split(|c: char| !c.is_alphanumeric()).any(|word| TIMES.contains(&word) || is_part(word))
     };
     let dated: Vec<usize> =
         free.iter().copied().filter(|place| speaks_of_time(*place) && holds_dates(table, *place)).collect();
@@ -387,14 +417,16 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     }
     // From the year to the second, as far as there are columns without a gap.
     if let Some(year) = part(&["year"]) {
-        if let (Some(of_year), None) = (part(&["quarter"]).or(part(&["week"])), part(&["month"])) {
+        if let (Some(of_year), None) = (part(&["quarter", "qtr"]).or(part(&["week"])), part(&["month"])) {
             return Ok(vec![year, of_year]);
         }
         let parts = [&["month"][..], &["day"]].into_iter().chain(CLOCK).map_while(part);
         return Ok(std::iter::once(year).chain(parts).collect());
     }
     let numbered = |names: &[&str]| {
-        only(table, names, &taken.iter().copied().collect::<Vec<_>>()).filter(|place| holds_numbers(table, *place))
+        let found = only(table, names, &taken.iter().copied().collect::<Vec<_>>())?;
+        let numbers = table.numbers(found).ok()?;
+        (numbers.is_sorted() || numbers.iter().all(|number| number.fract() == 0.0)).then_some(found)
     };
     if let Some(one) = numbered(&["month", "week", "day", "hour", "period", "step"]) {
         return Ok(vec![one]);
@@ -403,10 +435,7 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     if let [one] = all[..] {
         return Ok(vec![one]);
     }
-    if let Some(one) = free.iter().copied().find(|place| {
-        let title = lower(*place);
-        (INDICES.contains(&title.as_str()) || title.starts_with("unnamed:")) && is_row_numbers(table, *place)
-    }) {
+    if let Some(one) = free.iter().copied().find(|place| is_index(&lower(*place)) && is_row_numbers(table, *place)) {
         return Ok(vec![one]);
     }
     let texts = table.rows.is_empty() || !free.iter().any(|place| holds_numbers(table, *place));
@@ -438,7 +467,7 @@ pub fn time_text(table: &Table, places: &[usize], row: usize) -> Option<String> 
     };
     let year = cells.first().map(|year| year.strip_suffix(".0").unwrap_or(year)).filter(|_| is(0, &["year"]));
     Some(match (year, &cells[..]) {
-        (Some(year), [_, quarter]) if is(1, &["quarter"]) => {
+        (Some(year), [_, quarter]) if is(1, &["quarter", "qtr"]) => {
             format!("{year} Q{}", two(quarter).trim_start_matches(['0', 'Q', 'q']))
         }
         (Some(year), [_, week]) if is(1, &["week"]) => format!("{year}-W{}", two(week)),
@@ -450,54 +479,74 @@ pub fn time_text(table: &Table, places: &[usize], row: usize) -> Option<String> 
     })
 }
 
-/// A column of texts that says which series a row is of, where times come again otherwise.
+/// Columns of texts that say which series a row is of, where times come again otherwise.
 fn guessed_id(table: &Table, time: &[usize], taken: &HashSet<usize>, columns: &Columns) -> Result<Vec<usize>> {
     if time.is_empty() || !columns.channels.is_empty() && columns.channels.len() + time.len() == table.header.len() {
         return Ok(Vec::new());
     }
-    let times: Vec<Option<String>> = (0..table.rows.len()).map(|row| time_text(table, time, row)).collect();
-    let mut counts: HashMap<&Option<String>, usize> = HashMap::new();
-    times.iter().for_each(|time| *counts.entry(time).or_default() += 1);
-    let shared = times.iter().filter(|time| counts[time] > 1).count();
     // Once or twice a year an hour comes twice.
+    let shared = sharing(table, &[time]);
     if shared * 10 < table.rows.len() || shared == 0 {
         return Ok(Vec::new());
     }
-    let tells_apart = |place: &usize| {
-        let mut known = HashSet::new();
-        let mut values = HashSet::new();
-        let apart = table.texts(*place).zip(&times).all(|(text, time)| {
-            values.insert(text.clone());
-            known.insert((text, time))
-        });
-        apart && values.len() * 2 <= table.rows.len()
-    };
+    let is_repeated = |places: &[usize]| counts(table, &[places]).len() * 2 <= table.rows.len();
+    let apart = |places: &[usize]| sharing(table, &[places, time]) == 0;
     let free = (0..table.header.len()).filter(|place| !taken.contains(place));
-    let (numbers, texts): (Vec<usize>, Vec<usize>) = free.partition(|place| holds_numbers(table, *place));
-    let names = |places: &[usize]| {
-        places.iter().map(|place| format!("`{}`", table.header[*place])).collect::<Vec<_>>().join(", ")
-    };
-    let found: Vec<usize> = texts.into_iter().filter(tells_apart).collect();
+    let (numbers, mut texts): (Vec<usize>, Vec<usize>) = free.partition(|place| holds_numbers(table, *place));
+    texts.retain(|place| is_repeated(&[*place]));
+    let found: Vec<usize> = texts.iter().copied().filter(|place| apart(&[*place])).collect();
     match found[..] {
         [one] => return Ok(vec![one]),
         [] => {}
         _ => bail!(
             "{}: rows share times, and {} may say which series each is of; say which with --id",
             table.at_header(),
-            names(&found)
+            names(table, &found, ", ")
         ),
     }
+    // Texts that only together tell rows apart, without those that are not needed for it.
+    if is_repeated(&texts) && apart(&texts) {
+        for place in texts.clone().into_iter().rev() {
+            let others: Vec<usize> = texts.iter().copied().filter(|other| *other != place).collect();
+            if apart(&others) {
+                texts = others;
+            }
+        }
+        return Ok(texts);
+    }
     let whole = |place: &usize| table.numbers(*place).is_ok_and(|all| all.iter().all(|number| number.fract() == 0.0));
+    let tells_apart = |place: &usize| is_repeated(&[*place]) && apart(&[*place]);
     let found: Vec<usize> = numbers.into_iter().filter(whole).filter(tells_apart).collect();
     if !found.is_empty() && columns.channels.is_empty() {
         bail!(
             "{}: rows share times, and {} may say which series each is of: say so with --id {}, or name all channels with --channels",
             table.at_header(),
-            names(&found),
+            names(table, &found, ", "),
             table.header[found[0]]
         );
     }
     Ok(Vec::new())
+}
+
+/// How many rows have the same in all of these columns, for the hash of each that one has.
+fn counts(table: &Table, places: &[&[usize]]) -> HashMap<u64, usize> {
+    let mut counts = HashMap::new();
+    for row in &table.rows {
+        let mut key = DefaultHasher::new();
+        places.iter().copied().flatten().for_each(|place| text(&row.cells[*place]).hash(&mut key));
+        *counts.entry(key.finish()).or_default() += 1;
+    }
+    counts
+}
+
+/// How many rows have the same in all of these columns as another row.
+fn sharing(table: &Table, places: &[&[usize]]) -> usize {
+    counts(table, places).into_values().filter(|count| *count > 1).sum()
+}
+
+/// The names of columns as errors have them.
+fn names(table: &Table, places: &[usize], between: &str) -> String {
+    places.iter().map(|place| format!("`{}`", table.header[*place])).collect::<Vec<_>>().join(between)
 }
 
 /// A column of texts: its name on the command line, and names that it often has.
@@ -534,7 +583,6 @@ impl TextColumn {
         }
         let bytes = lines::read(path)?;
         let text = lines::text(&bytes, &name)?;
-        let is_name = |title: &str| self.knows(title) || wanted.is_some_and(|name| name == title);
         // One known name is a header: what is beside it may have any.
         let form = Form::of(&ending, &text);
         let named = form != Form::Tabs
@@ -542,8 +590,11 @@ impl TextColumn {
                 line.split('\t')
                     .any(|title| title.trim() == self.key || wanted.is_some_and(|name| name == title.trim()))
             });
-        let table =
-            if named { Table::read(&text, form, &name)? } else { Table::of_texts(&text, form, &name, &[], is_name)? };
+        let table = if named {
+            Table::read(&text, form, &name)?
+        } else {
+            Table::of_texts(&text, form, &name, &[self], &Columns::default())?
+        };
         let Some(table) = table else { return Ok(Some(Vec::new())) };
         let place = if table.header.is_empty() { 0 } else { self.place(&table, wanted, None)? };
         let asked = |row: &Row| match &row.cells[place] {
@@ -567,7 +618,6 @@ impl TextColumn {
         titles.iter().find(is_ours).filter(|_| form == Form::Json || titles.len() > 1).cloned()
     }
 
-    /// Its place in a table: by the name that a person gave, by its own name, or by the one of the names that it often has.
     pub fn place(&self, table: &Table, wanted: Option<&String>, other: Option<usize>) -> Result<usize> {
         if let Some(name) = wanted {
             return table.named(name, self.flag);

@@ -20,14 +20,15 @@ pub struct Dates {
     offset: i32,
 }
 
-/// What dates are counted in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Calendar {
-    /// Seconds since 1970.
     Seconds,
     /// Months since the year 0: all dates are on one day of the month, or its last where it is shorter, at one second of the day.
-    Months { day: i8, second: i64 },
+    Months {
+        day: i8,
+        second: i64,
+    },
 }
 
 /// Days, as people write them,
@@ -40,21 +41,21 @@ const MONTHS: &str = "%Y-%m|%Y/%m|%Y %b|%Y-%b|%Y %B|%b %Y|%B %Y|%b-%Y|%b-%y|%b %
                       %Y-%B|%G-W%V-%u|%G-W%V|%GW%V";
 
 /// times of the day after a day and a space or a T,
-const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H-%M-%S|%H%M%S|%I:%M %p|%I:%M:%S %p";
+const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H-%M-%S|%H%M%S|%H%M|%I:%M %p|%I:%M:%S %p";
 
 /// time zones after them,
 const ZONES: &str = "|Z|%:z|%z|%:::z| %:z| %z| UTC";
 
 /// dates that look like numbers, by their length.
-const NUMBERS: [(usize, &str); 5] =
-    [(8, "%Y%m%d"), (6, "%Y%m"), (7, "%Y.%m"), (12, "%Y%m%d%H%M"), (14, "%Y%m%d%H%M%S")];
+const NUMBERS: [(usize, &str); 6] =
+    [(8, "%Y%m%d"), (6, "%Y%m"), (6, "%y%m%d"), (7, "%Y.%m"), (12, "%Y%m%d%H%M"), (14, "%Y%m%d%H%M%S")];
 
 /// Texts that are tried for the way in which a format prints.
 const SOME: usize = 500;
 
 impl Dates {
     /// The dates that all these texts are, in `wanted` where a person said how they are written; `None` where they are numbers or no
-    /// dates at all. Numbers are dates where all are like `20230227`, `202302` or `2023.02`.
+    /// dates at all. Numbers are dates where all are like `20230227`, `202302`, `230227` or `2023.02`.
     pub fn of(texts: &[&str], wanted: Option<&str>) -> Result<Option<Self>, String> {
         let Some(first) = texts.first().copied().filter(|_| wanted != Some("number")) else { return Ok(None) };
         let candidates = match wanted {
@@ -71,7 +72,12 @@ impl Dates {
                         text.len() == *length && year(text).is_some_and(|year| (1700..2200).contains(&year))
                     })
                 };
-                let Some((_, format)) = NUMBERS.iter().find(|form| are_dates(form)) else { return Ok(None) };
+                let months = |format: &str| {
+                    texts.iter().filter_map(|text| Some(parse(format, text)?.0.month())).collect::<BTreeSet<_>>()
+                };
+                // Within one month `%y%m%d` might as well count up.
+                let fits = |form: &&(usize, &str)| are_dates(form) && (form.1 != "%y%m%d" || months(form.1).len() > 1);
+                let Some((_, format)) = NUMBERS.iter().find(fits) else { return Ok(None) };
                 vec![format.to_string()]
             }
             None => formats().into_iter().filter(|format| parse(format, first).is_some()).collect(),
@@ -179,7 +185,6 @@ impl Dates {
             .map(|_| format!("dates count in months here, on {day} of each at one time of the day"))
     }
 
-    /// The calendar in words.
     pub fn counted(&self) -> &'static str {
         match self.calendar {
             Calendar::Seconds => "seconds",
@@ -206,7 +211,6 @@ impl Calendar {
     }
 }
 
-/// All formats that are tried.
 fn formats() -> Vec<String> {
     let mut all: Vec<String> = DAYS.split('|').chain(MONTHS.split('|')).map(String::from).collect();
     for day in DAYS.split('|') {
@@ -240,7 +244,6 @@ fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
     (1000..=9999).contains(&date.year()).then_some((date, offset))
 }
 
-/// A date in this format.
 fn print(format: &str, date: DateTime, offset: i32) -> Option<String> {
     let mut broken = BrokenDownTime::from(date);
     broken.set_offset(Some(Offset::from_seconds(offset).ok()?));
@@ -289,6 +292,8 @@ mod tests {
             (["2001-01-01", "2002-01-01", "2003-01-01"], "2004-01-01"),
             (["2023-02-26", "2023-02-27", "2023-02-28"], "2023-03-01"),
             (["20230226", "20230227", "20230228"], "20230301"),
+            (["230227", "230228", "230301"], "230302"),
+            (["20230228T2200", "20230228T2300", "20230301T0000"], "20230301T0100"),
             (["202210", "202211", "202212"], "202301"),
             (["2022.10", "2022.11", "2022.12"], "2023.01"),
             (["202302282200", "202302282300", "202303010000"], "202303010100"),

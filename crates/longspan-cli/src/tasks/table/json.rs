@@ -1,7 +1,10 @@
 //! Values of JSON one after the other, as lines have them or a list, each with the line in which it begins.
 
+use std::fmt;
+
 use anyhow::{Result, anyhow, bail};
-use serde_json::{Deserializer, Value};
+use serde::de::{self, Deserialize, MapAccess, Visitor};
+use serde_json::{Deserializer, Map, Value};
 
 /// Hands each value of a text to `take`, with its line; `name` is the text's name in errors.
 pub fn each(text: &str, name: &str, mut take: impl FnMut(Value, usize) -> Result<()>) -> Result<()> {
@@ -26,13 +29,10 @@ pub fn each(text: &str, name: &str, mut take: impl FnMut(Value, usize) -> Result
             }
             bail!("{name}, line {here}: text after the end of the list; take it out");
         }
-        let mut values = Deserializer::from_str(rest).into_iter::<Value>();
-        let value = match values.next() {
-            Some(Ok(value)) => value,
-            Some(Err(error)) => bail!("{name}, line {}: {}", here + error.line().max(1) - 1, problem(&error, rest)),
-            None => break,
+        let failed = |error| {
+            anyhow!("{name}, line {}: {}", here + serde_json::Error::line(&error).max(1) - 1, problem(&error, rest))
         };
-        let read = values.byte_offset();
+        let (value, read) = first(rest).map_err(failed)?;
         take(value, here)?;
         skip(&mut rest, read);
         let white = between(rest, is_list.then_some(','));
@@ -45,9 +45,50 @@ pub fn each(text: &str, name: &str, mut take: impl FnMut(Value, usize) -> Result
     }
 }
 
-/// A line as JSON.
 pub fn line(text: &str) -> Result<Value, String> {
-    serde_json::from_str(text).map_err(|error| problem(&error, text))
+    let (value, read) = first(text).map_err(|error| problem(&error, text))?;
+    if text[read..].trim().is_empty() { Ok(value) } else { Err("no JSON: trailing characters".into()) }
+}
+
+/// The first value of a text, and how many bytes it takes.
+fn first(text: &str) -> serde_json::Result<(Value, usize)> {
+    if text.trim_start().starts_with('{') {
+        let mut all = Deserializer::from_str(text).into_iter::<Object>();
+        let object = all.next().transpose()?.map_or(Value::Null, |object| Value::Object(object.0));
+        return Ok((object, all.byte_offset()));
+    }
+    let mut all = Deserializer::from_str(text).into_iter::<Value>();
+    // Without any value the error of an empty text.
+    let value = all.next().unwrap_or_else(|| serde_json::from_str(""))?;
+    Ok((value, all.byte_offset()))
+}
+
+/// An object whose keys all differ: of two alike a `Value` would keep the last.
+struct Object(Map<String, Value>);
+
+impl<'de> Deserialize<'de> for Object {
+    fn deserialize<D: de::Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = Object;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Object, A::Error> {
+                let mut object = Map::new();
+                while let Some((key, value)) = entries.next_entry::<String, Value>()? {
+                    if object.contains_key(&key) {
+                        return Err(de::Error::custom(format_args!("the key `{key}` comes twice; take one out")));
+                    }
+                    object.insert(key, value);
+                }
+                Ok(Object(object))
+            }
+        }
+        input.deserialize_map(Entries)
+    }
 }
 
 /// What is wrong, without the place, which counts from the text that was given.
@@ -60,6 +101,7 @@ fn problem(error: &serde_json::Error, text: &str) -> String {
         words.contains("expected value") || words.contains("expected ident") || words.contains("invalid number")
     }) {
         Some(word) => format!("no JSON: it has no {word}; write null for a missing value"),
+        None if error.is_data() => words.into(),
         None => format!("no JSON: {words}"),
     }
 }

@@ -11,34 +11,36 @@ use csv::{ReaderBuilder, Terminator};
 use serde_json::Value;
 
 use super::split::composed;
+use crate::run::columns::Columns;
+use crate::terminal::notes::note;
+use crate::terminal::samples::counted;
+use crate::terminal::shell;
+use columns::TextColumn;
 
 /// What stands for a missing value, beside an empty field.
 const MISSING: [&str; 17] = [
     "?", "NaN", "nan", "-nan", "NAN", "NA", "na", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "None", "-", ".",
 ];
 
-/// A table.
 #[derive(Debug, Clone)]
 pub struct Table {
-    /// The file's name in errors.
     pub name: String,
-    /// The line of the header.
     pub line: usize,
     /// Names of the columns, without the space around them.
     pub header: Vec<String>,
     pub rows: Vec<Row>,
     /// Whether a comma may stand for the decimal point, since none is between columns.
     commas: bool,
+    /// Whether a column has decimal commas, so that points that group three digits elsewhere stand between thousands.
+    groups: bool,
 }
 
-/// A row, and the line in which it begins.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     pub line: usize,
     pub cells: Vec<Value>,
 }
 
-/// How a file is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// Objects, one after the other or in a list.
@@ -59,7 +61,7 @@ impl Form {
             "tsv" | "tab" => Self::Tabs,
             _ if start.starts_with("{\"") || start.starts_with("[{") || start.starts_with("{ ") => Self::Json,
             _ if first.contains('\t') => Self::Tabs,
-            _ if first.contains(',') || first.contains(';') => Self::Csv,
+            _ if first.contains([',', ';', '|']) => Self::Csv,
             _ => Self::Tabs,
         }
     }
@@ -86,17 +88,19 @@ impl Table {
         let Some(Row { line, cells }) = rows.next() else { return Ok(None) };
         let header: Vec<String> =
             cells.iter().map(|cell| cell.as_str().unwrap_or_default().trim().to_owned()).collect();
-        Self { name: name.into(), line, header, rows: Vec::new(), commas }.with_rows(rows.collect()).map(Some)
+        Self { name: name.into(), line, header, rows: Vec::new(), commas, groups: false }
+            .with_rows(rows.collect())
+            .map(Some)
     }
 
-    /// As [`read`](Self::read), of columns of text, whose names `are_names` knows; with tabs between them a first line that has none of
-    /// these is a row already, and rows have the two `columns`, or anything after the first where none is given.
+    /// As [`read`](Self::read), of the columns of text `expected`; with tabs between them a first line that has none of their names, or of
+    /// those that a person gave in `columns`, is a row already, and rows have these two, or anything after the first where one is expected.
     pub fn of_texts(
         text: &str,
         form: Form,
         name: &str,
-        columns: &[&str],
-        are_names: impl Fn(&str) -> bool,
+        expected: &[&TextColumn],
+        columns: &Columns,
     ) -> Result<Option<Self>> {
         if form != Form::Tabs {
             return Self::read(text, form, name);
@@ -105,33 +109,56 @@ impl Table {
         let Some(Row { line, cells }) = rows.first() else { return Ok(None) };
         let (line, titles) =
             (*line, cells.iter().map(|cell| cell.as_str().unwrap_or_default().trim().to_owned()).collect::<Vec<_>>());
-        if titles.iter().filter(|title| are_names(title)).count() >= titles.len().min(2) {
-            let table = Self { name: name.into(), line, header: titles, rows: Vec::new(), commas };
+        let is_name = |title: &&String| columns.names_text(title) || expected.iter().any(|column| column.knows(title));
+        if titles.iter().filter(is_name).count() >= titles.len().min(2) {
+            let table = Self { name: name.into(), line, header: titles, rows: Vec::new(), commas, groups: false };
             return table.with_rows(rows.into_iter().skip(1).collect()).map(Some);
         }
-        if let ([first, second], Some(Row { line, cells })) = (columns, rows.iter().find(|row| row.cells.len() != 2)) {
-            let (plural, help) = match cells.len() {
-                1 => ("", format!("separate {first} and {second} by a tab, or learn a text as it is with --text")),
-                _ => ("s", "keep two columns, as `cut -f 1,2` does, or name the columns in the first line".into()),
+        if let ([first, second], Some(Row { line, cells })) = (expected, rows.iter().find(|row| row.cells.len() != 2)) {
+            let (first, second) = (first.key, second.key);
+            let help = match cells.len() {
+                1 => format!("separate {first} and {second} by a tab, or learn a text as it is with --text"),
+                _ => "keep two columns, as `cut -f 1,2` does, or name the columns in the first line".into(),
             };
-            bail!("{name}, line {line}: {} column{plural}, expected two ({first}, tab, {second}); {help}", cells.len());
+            bail!(
+                "{name}, line {line}: {}, expected two ({first}, tab, {second}); {help}",
+                counted(cells.len(), "columns")
+            );
         }
-        Ok(Some(Self {
-            name: name.into(),
-            line,
-            header: columns.iter().map(ToString::to_string).collect(),
-            rows,
-            commas,
-        }))
+        if let [first, second] = expected
+            && rows.len() > 10
+            && titles.iter().all(|title| looks_like_name(title))
+            && (0..2).any(|place| {
+                rows.iter().filter(|row| row.cells[place].as_str().is_some_and(looks_like_name)).count() * 10
+                    <= rows.len()
+            })
+        {
+            note(format_args!(
+                "{name}, line {line}: read as a row, the {} {:?} and the {} {:?}; if the line names the columns, give {} {} {} {}",
+                first.key,
+                titles[0],
+                second.key,
+                titles[1],
+                first.flag,
+                shell::quoted(&titles[0]),
+                second.flag,
+                shell::quoted(&titles[1])
+            ));
+        }
+        let header = expected.iter().map(|column| column.key.into()).collect();
+        Ok(Some(Self { name: name.into(), line, header, rows, commas, groups: false }))
     }
 
-    /// The same with a header of numbers, its first line being a row.
-    pub fn headed(&self) -> Self {
+    /// The same if its first line names the columns, else with that line as a row, where it has nothing but numbers.
+    pub fn headed(self) -> Self {
+        if !self.header.iter().all(|title| value(title).is_some_and(f64::is_finite)) {
+            return self;
+        }
         let first =
             Row { line: self.line, cells: self.header.iter().map(|title| Value::String(title.clone())).collect() };
         let header = (1..=self.header.len()).map(|n| format!("column {n}")).collect();
-        let rows = std::iter::once(first).chain(self.rows.iter().cloned()).collect();
-        Self { name: self.name.clone(), header, rows, ..*self }
+        let rows = std::iter::once(first).chain(self.rows).collect();
+        Self { header, rows, ..self }
     }
 
     /// The same with a column of 0 and 1, `column=text`, for each of these texts of columns.
@@ -148,7 +175,6 @@ impl Table {
         Self { name: self.name.clone(), header, rows: self.rows.iter().map(row).collect(), ..*self }
     }
 
-    /// Takes rows that are as wide as the header.
     fn with_rows(mut self, mut rows: Vec<Row>) -> Result<Self> {
         let width = self.header.len();
         for Row { line, cells } in &mut rows {
@@ -157,21 +183,23 @@ impl Table {
                 cells.pop();
             }
             if cells.len() != width {
-                let plural = if cells.len() == 1 { "" } else { "s" };
+                let (found, commas) =
+                    (counted(cells.len(), "columns"), if self.commas { "semicolons, tabs or bars" } else { "commas" });
                 bail!(
-                    "{}, line {line}: {} column{plural}, the header has {width}; put a field with commas in quotes",
-                    self.name,
-                    cells.len()
+                    "{}, line {line}: {found}, the header has {width}; put a field with {commas} in quotes",
+                    self.name
                 );
             }
         }
         self.rows = rows;
+        self.groups = (0..width).any(|place| self.decimal_commas(place).is_some());
         Ok(self)
     }
 
     /// Objects, whose keys are the columns.
     fn from_json(text: &str, name: &str) -> Result<Option<Self>> {
-        let mut table = Self { name: name.into(), line: 1, header: Vec::new(), rows: Vec::new(), commas: false };
+        let mut table =
+            Self { name: name.into(), line: 1, header: Vec::new(), rows: Vec::new(), commas: false, groups: false };
         let mut places: HashMap<String, usize> = HashMap::new();
         json::each(text, name, |value, line| {
             let Value::Object(object) = value else {
@@ -213,18 +241,20 @@ impl Table {
         let place = self.find(name).ok_or_else(|| {
             anyhow!("{}: {flag} {name}: no such column; the header is {}", self.at_header(), self.titles())
         })?;
-        if self.header.iter().filter(|title| **title == self.header[place]).count() > 1 {
+        let is_exact = self.header[place] == name;
+        let same = |title: &&String| {
+            if is_exact { *title == name } else { title.to_lowercase() == name.trim().to_lowercase() }
+        };
+        if self.header.iter().filter(same).count() > 1 {
             bail!("{}: two columns are called `{}`; rename one of them", self.at_header(), self.header[place]);
         }
         Ok(place)
     }
 
-    /// Where the header stands.
     pub fn at_header(&self) -> String {
         format!("{}, line {}", self.name, self.line)
     }
 
-    /// The header, for errors.
     pub fn titles(&self) -> String {
         const MOST: usize = 12;
         let some: Vec<String> = self.header.iter().take(MOST).map(|title| format!("`{title}`")).collect();
@@ -239,19 +269,23 @@ impl Table {
 
     /// The numbers of a column, NaN where one is missing, or the first row whose cell is no number.
     pub fn numbers(&self, place: usize) -> Result<Vec<f64>, &Row> {
-        let comma =
-            self.commas && self.rows.iter().any(|row| row.cells[place].as_str().is_some_and(|text| text.contains(',')));
-        let numbers = self.rows.iter().map(|row| number(&row.cells[place], comma).ok_or(row));
-        numbers.collect()
+        let has = |mark| self.rows.iter().any(|row| row.cells[place].as_str().is_some_and(|text| text.contains(mark)));
+        let read = |comma| self.rows.iter().map(|row| number(&row.cells[place], comma).ok_or(row)).collect();
+        let grouped: Result<Vec<f64>, &Row> = read(self.commas && (has(',') || self.groups && has('.')));
+        if grouped.is_err() && !has(',') { read(false) } else { grouped }
+    }
+
+    /// The numbers of a column in which a comma is the decimal point without doubt: where three digits follow each, they may be thousands.
+    fn decimal_commas(&self, place: usize) -> Option<Vec<f64>> {
+        let is_decimal = |text: String| text.split_once(',').is_some_and(|(_, fraction)| fraction.len() != 3);
+        let is_clear = self.commas && self.texts(place).flatten().any(is_decimal);
+        self.numbers(place).ok().filter(|_| is_clear)
     }
 
     /// The same with points in those of these columns that hold numbers with decimal commas, if any does: times and labels are read as
     /// numbers later.
     pub fn with_points(&self, places: &[usize]) -> Option<Self> {
-        // Where three digits follow each comma, they may be thousands.
-        let is_decimal = |text: String| text.split_once(',').is_some_and(|(_, fraction)| fraction.len() != 3);
-        let is_clear = |place: usize| self.commas && self.texts(place).flatten().any(is_decimal);
-        let found = |place: &usize| Some((*place, self.numbers(*place).ok().filter(|_| is_clear(*place))?));
+        let found = |place: &usize| Some((*place, self.decimal_commas(*place)?));
         let columns: Vec<(usize, Vec<f64>)> = places.iter().filter_map(found).collect();
         let mut pointed = (!columns.is_empty()).then(|| self.clone())?;
         for (place, numbers) in columns {
@@ -264,10 +298,14 @@ impl Table {
 }
 
 impl Row {
-    /// What is wrong with the row.
     pub fn wrong(&self, name: &str, problem: impl std::fmt::Display) -> anyhow::Error {
         anyhow!("{name}, line {}: {problem}", self.line)
     }
+}
+
+/// Whether a text looks like the name of a column: one word of letters, digits and `_`, which begins with a letter.
+fn looks_like_name(text: &str) -> bool {
+    text.starts_with(char::is_alphabetic) && text.chars().all(|c| c.is_alphanumeric() || c == '_')
 }
 
 /// Whether a field says that its value is missing.
@@ -292,6 +330,8 @@ fn number(cell: &Value, comma: bool) -> Option<f64> {
         Value::Null => Some(f64::NAN),
         Value::Bool(flag) => Some(f64::from(u8::from(*flag))),
         Value::Number(number) => number.as_f64(),
+        Value::String(text) if text.trim().eq_ignore_ascii_case("true") => Some(1.0),
+        Value::String(text) if text.trim().eq_ignore_ascii_case("false") => Some(0.0),
         Value::String(text) if comma && !is_missing(text) => value(&with_point(text)?),
         Value::String(text) => value(text),
         Value::Array(_) | Value::Object(_) => None,
@@ -302,7 +342,8 @@ fn number(cell: &Value, comma: bool) -> Option<f64> {
 fn with_point(text: &str) -> Option<String> {
     let (whole, fraction) = text.split_once(',').unwrap_or((text, ""));
     let (first, thousands) = whole.split_once('.').map_or((whole, None), |(first, rest)| (first, Some(rest)));
-    let apart = thousands.is_none_or(|rest| rest.split('.').all(|three| three.len() == 3) && first.len() <= 4);
+    let is_first = !first.trim_start_matches(['-', '+']).starts_with('0') && first.len() <= 4;
+    let apart = thousands.is_none_or(|rest| rest.split('.').all(|three| three.len() == 3) && is_first);
     let digits = whole.replace('.', "");
     let read = if fraction.is_empty() { digits } else { format!("{digits}.{fraction}") };
     (apart && !fraction.contains('.')).then_some(read)
@@ -324,12 +365,10 @@ fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
     // Within quotes that are never closed the end is no end of a record, and the reader would not say so.
     const END: &str = "\u{1}";
     let input = format!("{}\n{END}\n", &text[skipped..]);
+    // A carriage return within a line is a character of a field, which Python writes without quotes.
     let mut reader = ReaderBuilder::new();
-    reader.has_headers(false).flexible(true).delimiter(delimiter).quote(quote);
-    if form == Form::Tabs {
-        reader.quoting(false).terminator(Terminator::Any(b'\n'));
-    }
-    let mut reader = reader.from_reader(input.as_bytes());
+    reader.has_headers(false).flexible(true).delimiter(delimiter).quote(quote).quoting(form == Form::Csv);
+    let mut reader = reader.terminator(Terminator::Any(b'\n')).from_reader(input.as_bytes());
     let (mut record, mut rows) = (csv::StringRecord::new(), Vec::new());
     let (mut at, mut line) = (0, 1 + text[..skipped].matches('\n').count());
     while reader.read_record(&mut record).map_err(|error| anyhow!("{name}: {error}; check that it is a table"))? {
@@ -338,11 +377,13 @@ fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
         let begin = begin + input[begin..].bytes().take_while(|byte| b"\r\n".contains(byte)).count();
         line += input[at..begin].matches('\n').count();
         at = begin;
-        let field = |text: &str| {
-            Value::String(if form == Form::Tabs { text.strip_suffix('\r').unwrap_or(text) } else { text }.into())
-        };
-        let cells: Vec<Value> = record.iter().map(field).collect();
-        // With tabs a line with nothing but its end has a field.
+        let mut cells: Vec<Value> = record.iter().map(Value::from).collect();
+        if let Some(Value::String(last)) =
+            cells.last_mut().filter(|cell| cell.as_str().is_some_and(|text| text.ends_with('\r')))
+        {
+            last.pop();
+        }
+        // A line with nothing but its end has a field.
         if !(cells.len() == 1 && cells[0] == "") {
             rows.push(Row { line, cells });
         }
@@ -413,6 +454,9 @@ mod tests {
         ] {
             assert_eq!(rows(text, Form::Csv), all, "{text}");
         }
+        let text = "a,b\r\n1,x\ry\r\n\"2\",\"z\"\r\n";
+        let all = expected(&[(1, &["a", "b"]), (2, &["1", "x\ry"]), (3, &["2", "z"])]);
+        assert_eq!(rows(text, Form::Csv), all, "a carriage return in a line is none of its end");
         let text = "a\tb\r\n\"x\ty\rz\r\n\n\t\n";
         assert_eq!(
             rows(text, Form::Tabs),
@@ -432,6 +476,11 @@ mod tests {
         assert_eq!(numbers("x;y\n1,5;a\n1.234,5;b\n2;c\n", Form::Csv), Ok(vec![1.5, 1234.5, 2.0]));
         assert_eq!(numbers("x;y\n1.5;a\n", Form::Csv), Ok(vec![1.5]));
         assert_eq!(numbers("x,y\n\"1,5\",a\n", Form::Csv), Err(2));
+        // Points that group digits in a file with decimal commas, and none that do not.
+        assert_eq!(numbers("x;y\n1.500;2,5\n12.000;1,5\n7;1,5\n", Form::Csv), Ok(vec![1500.0, 12000.0, 7.0]));
+        assert_eq!(numbers("x;y\n1.500;2,5\n0.25;1,5\n", Form::Csv), Ok(vec![1.5, 0.25]));
+        assert_eq!(numbers("x;y\n0.500;2,5\n0.250;1,5\n", Form::Csv), Ok(vec![0.5, 0.25]), "no thousands begin with 0");
+        assert_eq!(numbers("x;y\n1.500;2\n", Form::Csv), Ok(vec![1.5]));
         assert_eq!(numbers("sep=;\r\nx;y\r\n1,5;a\r\n", Form::Csv), Ok(vec![1.5]));
         // A point beside decimal commas stands between thousands alone.
         assert_eq!(numbers("x;y\n-12.345.678,5;a\n1e3;b\n1,5e-1;c\n", Form::Csv), Ok(vec![-12_345_678.5, 1e3, 0.15]));
@@ -471,6 +520,7 @@ mod tests {
             ("txt", "[{\"a\": 1}]", Form::Json),
             ("txt", "a,b\n", Form::Csv),
             ("", "sep=;\r\na;b\n", Form::Csv),
+            ("txt", "a|b\n", Form::Csv),
             ("", "a, b\tc\n", Form::Tabs),
             ("", "one", Form::Tabs),
         ] {
