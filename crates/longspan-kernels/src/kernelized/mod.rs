@@ -26,13 +26,13 @@ mod features;
 mod forward;
 mod layout;
 mod naive;
+mod pairs;
 mod problem;
 mod row_pass;
 pub(crate) mod running_sum;
 mod state;
 mod step;
 mod summary;
-mod taylor;
 mod tile;
 
 mod reference;

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::decays::Decay;
 use super::layout::FeatureLayout;
+use super::pairs::Taylor;
 use super::row_pass::Segment;
 use super::state::Head;
-use super::taylor::Taylor;
 use super::{KernelizedAttention, Score};
 use crate::call::{
     Arena, Call, Dims, Lines, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_state,
@@ -189,11 +189,6 @@ impl<'a, T: Real> Problem<'a, T> {
             negative: NegativeRows::new(false),
             ..*self
         })
-    }
-
-    /// The first of the columns of features whose products form weights, and their number.
-    pub fn weigh_columns(&self) -> (usize, usize) {
-        self.taylor.map_or((0, self.depth), |taylor| (taylor.first, self.dims.head_dim))
     }
 
     /// What [`factors`](Self::factors) are to be: `e^g`, 1 where a key is ignored.

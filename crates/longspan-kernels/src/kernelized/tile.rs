@@ -6,14 +6,13 @@ use super::features::Lift;
 use super::problem::{CHUNK, Problem, Table, Unit};
 use super::state::Head;
 use super::summary::SummaryRef;
-use super::taylor::Weigh;
 use crate::call::Arena;
 use crate::feature_map::elementwise::{Shift, copy_rows};
 use crate::kernelized::running_sum::{Run, combine};
+use crate::simd::Real;
 use crate::simd::block::{add_scaled, multiply, scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;
-use crate::simd::{Real, dispatch};
 
 /// Rows of a chunk and the keys that it touches.
 ///
@@ -375,7 +374,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             self.tile[..piece.rows * row_length].fill(T::ZERO);
         }
         if content {
-            self.multiply_pairs(problem, piece);
+            self.weigh_pairs(problem, piece);
             if content_scale != T::ONE {
                 scale_by(&mut self.tile[..piece.rows * row_length], content_scale);
             }
@@ -406,24 +405,10 @@ impl<'s, T: Real> Buffers<'s, T> {
     }
 
     /// Writes the weights of the piece's rows and its own keys into the tile, and their slopes where there is room for them.
-    pub fn multiply_pairs(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
-        let (row_length, chunk) = (self.sizes.tile_row, self.sizes.chunk);
-        let (first, depth) = problem.weigh_columns();
-        let (rows, keys) = (piece.rows, piece.keys);
-        let weights = &mut self.tile[piece.lead..];
-        Product::of(
-            (&self.q[first..], problem.head_width),
-            (&self.k_columns[first * chunk..], chunk),
-            (weights, row_length),
-            [rows, keys, depth],
-        )
-        .c_band(Band::up_to(0))
-        .compute();
-        if let Some(taylor) = problem.taylor {
-            // The first feature of a key is 1 if it is there.
-            let (weights, present) = (&mut *self.tile, &self.k_columns[..chunk]);
-            dispatch(Weigh { taylor, rows, keys, weights, row_length, present, slopes: self.slopes });
-        }
+    pub fn weigh_pairs(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
+        let weights = (&mut self.tile[piece.lead..], self.sizes.tile_row);
+        let keys = (&*self.k_columns, self.sizes.chunk);
+        problem.weigh_pairs(self.q, keys, weights, [piece.rows, piece.keys], self.slopes);
     }
 
     /// Fills the tile with the parts of denominators that a piece's own keys have, where those are not its weights.

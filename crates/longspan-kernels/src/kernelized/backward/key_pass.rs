@@ -139,7 +139,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 let count = (stop - at) as usize;
                 if let Some(start) = start {
                     let far = (&mut *far, &mut far_count);
-                    self.piece(stage.number, at, count, start, start_decay, local, far, buffers);
+                    self.piece(stage.number, (at, count), (start, start_decay), local, far, buffers);
                     start_decay = self.unit.decay.over_both([start_decay, buffers.decays.total()], (at, to));
                 } else {
                     let far = problem.radius.filter(|&radius| problem.causal || radius > 0);

@@ -1,8 +1,8 @@
 //! The keys of a unit, what a row sees of them, and the tiles of weights between them and a block of rows.
 
 use super::super::features::Lift;
+use super::super::pairs::Weigh;
 use super::super::problem::{Problem, Table, Unit};
-use super::super::taylor::Weigh;
 use crate::call::Arena;
 use crate::feature_map::elementwise::{Shift, copy_rows, load_exponentials};
 use crate::simd::block::{add_row_dots, add_scaled, multiply, scale_by, transpose};
