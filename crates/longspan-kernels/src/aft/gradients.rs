@@ -15,7 +15,6 @@ pub(super) const GROUPS: usize = 16;
 /// Numbers that the rows of one block may take, if it has more than one head.
 pub(super) const BLOCK_NUMBERS: usize = 1 << 20;
 
-/// A backward call.
 pub(super) struct Backward<'a, T: 'static> {
     pub problem: &'a Problem<'a, T>,
     pub cotangent: &'a Cotangent<'a, T>,

@@ -58,7 +58,6 @@ pub(super) struct OutputRows<'a, T> {
 }
 
 impl<T: Copy> OutputRows<'_, T> {
-    /// Whether all of them are there.
     pub fn are_there(&self, width: usize) -> bool {
         let gated = self.q.is_none_or(|q| covers(&q, self.count, width));
         gated && covers(&self.d_out, self.count, width) && covers(&self.out, self.count, width)
@@ -120,7 +119,6 @@ pub(super) struct TokenGradients<'a, T> {
 }
 
 impl<T: Real> TokenGradients<'_, T> {
-    /// Whether there is room for so many.
     pub fn have_room(&self, count: usize, width: usize) -> bool {
         [&self.dk, &self.dv].into_iter().all(|to| to.rows() >= count && to.width() >= width)
     }

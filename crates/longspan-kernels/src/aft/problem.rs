@@ -13,7 +13,6 @@ use crate::simd::Real;
 use crate::simd::product::Product;
 use crate::simd::rows::padded;
 
-/// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
     pub aft: &'a Aft,
     pub call: &'a Call<'a, T>,
@@ -163,12 +162,10 @@ impl<'a, T: Real> Problem<'a, T> {
         })
     }
 
-    /// Whether there are no channels or no heads.
     pub fn is_empty(&self) -> bool {
         self.dims.head_dim == 0 || self.dims.heads == 0
     }
 
-    /// Numbers in a mean.
     pub fn mean(&self) -> usize {
         PARTS * self.width
     }
@@ -310,7 +307,6 @@ pub(super) struct Block {
 }
 
 impl Block {
-    /// All of a call.
     pub fn whole<T: Real>(problem: &Problem<'_, T>) -> Self {
         Self { sequences: 0..problem.sequences.len(), heads: 0..problem.dims.kv_heads }
     }
@@ -338,17 +334,15 @@ impl Block {
         }
         blocks
     }
-    /// Its sequences.
     pub fn sequences<'p, T>(&self, problem: &'p Problem<'_, T>) -> &'p [Sequence<'p>] {
         &problem.sequences[self.sequences.clone()]
     }
 
-    /// How many heads of queries.
     pub fn query_heads<T>(&self, problem: &Problem<'_, T>) -> usize {
         self.heads.len() * problem.dims.group()
     }
 
-    /// The first row of each sequence and how many there are in all, if those of all its heads stand one after the other.
+    /// The first row of each sequence and the number of rows in all, with the rows of all heads one after the other.
     pub fn rows<T>(&self, problem: &Problem<'_, T>) -> (Vec<usize>, usize) {
         let (mut starts, mut count) = (Vec::new(), 0);
         for sequence in self.sequences(problem) {

@@ -34,7 +34,7 @@ operation!(FindRunningMax, |tokens: Tokens<'a, T>, before: &'a [T], running_max:
             }
             set_part(running_max, 0, 0, column, most);
             for (most, least) in most.into_iter().zip(least) {
-                // A channel that has seen nothing yet is one whose sums are not kept.
+                // A channel that has seen no key yet has no sum to keep.
                 let seen = least.sub(V::splat(floor()));
                 let depth = seen.if_positive(most.sub(least), V::splat(T::ZERO).sub(V::splat(floor())));
                 deepest = deepest.max(depth.largest());

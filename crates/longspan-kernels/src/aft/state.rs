@@ -10,7 +10,6 @@ use crate::simd::Real;
 use crate::simd::block::floor;
 use crate::simd::rows::padded;
 
-/// The parts of one head's state.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Head<S> {
     /// `Σ e^{k_j − x} v_j` over the keys that windows no longer reach, `head_dim`.
@@ -33,7 +32,6 @@ pub(super) const OLDEST: usize = 0;
 pub(super) const FILLED: usize = 1;
 pub(super) const POSITION: usize = 2;
 pub(super) const MARKS: usize = 3;
-/// Which part of a head's state they are.
 const MARKS_PART: usize = 5;
 
 /// The row of a ring for the token of `back` tokens ago.
@@ -70,7 +68,6 @@ impl<'a, T: Real> Head<&'a [T]> {
 }
 
 impl<T: Real, S: Deref<Target = [T]>> Head<S> {
-    /// Into the rows of a mean.
     pub fn read(&self, mean: &mut [T]) {
         let (width, len) = (mean.len() / MEAN_PARTS, self.numerator.len());
         mean[2 * width..][..len].copy_from_slice(&self.numerator);
@@ -121,7 +118,6 @@ pub(super) fn shape(aft: &Aft, dims: &Dims) -> Result<StateShape, Error> {
     Ok(StateShape::new(aft.name(), fingerprint(aft.variant.state_id()), dims, parts).in_lines(MARKS_PART))
 }
 
-/// The state before the first token.
 pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> {
     let shape = shape(aft, dims)?;
     let fits = shape.batch.checked_mul(shape.kv_heads).and_then(|n| n.checked_mul(shape.head_len()));
@@ -135,7 +131,6 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
     Ok(state)
 }
 
-/// Checks the marks of a state of the right sizes.
 pub(super) fn check_marks<T: Real>(aft: &Aft, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let rows = aft.ring().max(1);
     for marks in state.each(MARKS_PART) {

@@ -22,7 +22,7 @@ pub(super) struct Links<'a, T: 'static> {
     problem: &'a Problem<'a, T>,
     /// The final state's gradient, and its mean as an item for each head.
     last: Option<(&'a State<T>, Vec<T>)>,
-    /// All numbers of the initial state's.
+    /// Where the gradient of the initial state goes.
     first: Option<SharedRows<'a, T>>,
 }
 
@@ -109,7 +109,6 @@ impl<'a, T: Real> Links<'a, T> {
         }))
     }
 
-    /// Whether a state at either end has a gradient.
     pub fn any(&self) -> bool {
         self.last.is_some() || self.first.is_some()
     }

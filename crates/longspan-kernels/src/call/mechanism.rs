@@ -131,7 +131,6 @@ impl<'a, T> Output<'a, T> {
         Self { final_state: final_state.into(), ..self }
     }
 
-    /// What the call is made for.
     pub(crate) fn purpose(&self) -> Purpose {
         if self.denominators.is_some() { Purpose::Training } else { Purpose::Inference }
     }

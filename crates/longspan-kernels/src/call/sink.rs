@@ -3,7 +3,6 @@
 use super::{Dims, SharedRows, ViewMut};
 use crate::simd::Real;
 
-/// Where a forward pass writes.
 #[derive(Clone, Copy)]
 pub(crate) struct Sink<'a, T> {
     pub out: SharedRows<'a, T>,
@@ -34,7 +33,6 @@ impl<'a, T: Real> Sink<'a, T> {
     }
 }
 
-/// Where a backward pass writes.
 #[derive(Clone, Copy)]
 pub(crate) struct GradientSink<'a, T> {
     pub dq: SharedRows<'a, T>,

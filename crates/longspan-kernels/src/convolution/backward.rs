@@ -15,7 +15,6 @@ struct Block<'s, T> {
     products: &'s mut [T],
     /// What `a` gives of their sums, from the first position on.
     sums: &'s mut [T],
-    /// The gradients of these sums.
     d_sums: &'s mut [T],
     /// `a'`, then the gradients of products.
     rest: &'s mut [T],
@@ -99,7 +98,6 @@ pub(super) fn backward<T: Real>(
     }
 }
 
-/// Where tasks write, each its own rows.
 struct Places<'a, T> {
     sink: GradientSink<'a, T>,
     /// Rows of the heads' products.

@@ -49,7 +49,6 @@ impl ShortConvolution {
     /// The largest width. What is longer is no longer short: its transforms would be faster.
     pub const LARGEST_WIDTH: usize = 64;
 
-    /// Tokens before a query's own that it sees.
     fn before(&self) -> usize {
         self.width - 1
     }

@@ -11,7 +11,6 @@ fn room<T>(head_dim: usize) -> usize {
     padded::<T>(head_dim) + WIDEST
 }
 
-/// Working memory of both.
 pub(super) fn work_len<T>(head_dim: usize) -> usize {
     room::<T>(head_dim) + head_dim * WIDEST
 }

@@ -106,7 +106,6 @@ impl Fourier {
         [1 + u64::from(self.wave == Wave::Pairs), normalizer, optional_id(axes)]
     }
 
-    /// Angles of a head.
     pub(crate) fn angles(&self, features: usize) -> usize {
         match self.wave {
             Wave::Each => features,
@@ -173,7 +172,6 @@ impl Fourier {
         all.iter().enumerate().map(part).collect()
     }
 
-    /// Takes the parameters apart.
     pub(crate) fn tensors<'a, T>(&self, parameters: &[&'a [T]]) -> Tensors<&'a [T]> {
         let mut rest = parameters.iter().copied();
         self.split(&mut rest)
@@ -190,7 +188,6 @@ impl Fourier {
         }
     }
 
-    /// Checks the options against each other.
     pub(crate) fn check(&self, operation: &'static str, features: usize) -> Result<(), Error> {
         let axes = self.positions.axes();
         let fits = (1..isize::MAX as usize / 64).contains(&axes.saturating_mul(features.max(1)));

@@ -14,7 +14,6 @@ use crate::simd::rows::Rows;
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
-/// Where tasks write, each its own rows.
 struct Places<'a, T> {
     sink: GradientSink<'a, T>,
     log_decay: Option<SharedRows<'a, T>>,
@@ -22,7 +21,6 @@ struct Places<'a, T> {
     initial_state: Option<SharedRows<'a, T>>,
 }
 
-/// What a task works on.
 struct Worker<'s, T> {
     chunk: Chunk<'s, T>,
     /// The states before each chunk, and after the last.
@@ -41,9 +39,7 @@ struct Worker<'s, T> {
     /// Gradients of the rows of operands, and of the keys that they are compared with.
     d_operands: &'s mut [T],
     d_keys: &'s mut [T],
-    /// The triangular system of the delta rule.
     system: &'s mut [T],
-    /// Of the log decays.
     d_logs: &'s mut [T],
 }
 
@@ -73,7 +69,6 @@ impl<'s, T: Real> Worker<'s, T> {
     }
 }
 
-/// Computes every gradient of a call.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,

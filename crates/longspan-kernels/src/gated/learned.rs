@@ -42,7 +42,6 @@ fn slices<T: Real>(gates: &[Lines<T>]) -> Vec<&[T]> {
     gates.iter().map(|numbers| &**numbers).collect()
 }
 
-/// What one key/value head has learned.
 struct Head<'a, T> {
     rate: T,
     bias: &'a [T],
@@ -153,7 +152,6 @@ impl LearnedGates {
         Compute::forward(&self.attention, &call.with_parameters(&slices(&gates)), to, scratch)
     }
 
-    /// The gradients of a causal call.
     fn backward_causal<T: Real>(
         &self,
         call: &Call<'_, T>,

@@ -45,7 +45,6 @@ fn rows<'s, T>(sum: &'s [T], gates: &[T]) -> impl Iterator<Item = &'s [T]> {
     sum.chunks(sum.len().div_ceil(gates.len().max(1)).max(1))
 }
 
-/// The factor of row `n`.
 fn factor<T: Real>(gates: &[T], n: usize) -> T {
     gates.get(n).map_or(T::ONE, |g| g.exp())
 }

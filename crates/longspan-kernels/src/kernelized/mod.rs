@@ -124,7 +124,6 @@ impl Default for KernelizedAttention {
 }
 
 impl KernelizedAttention {
-    /// Whether rows are divided by a denominator.
     fn normalizes(&self) -> bool {
         self.normalize && self.score.fourier().is_none_or(|fourier| fourier.normalizer != FourierNormalizer::None)
     }
@@ -137,7 +136,6 @@ impl KernelizedAttention {
         fingerprint(self.feature_map.state_id().into_iter().chain(fourier).chain([radius]).chain(decay))
     }
 
-    /// Whether weights fall with time.
     fn decays(&self) -> bool {
         self.gate || self.decay.is_some()
     }
@@ -155,13 +153,11 @@ impl KernelizedAttention {
         self.feature_map == FeatureMap::Taylor2 && self.score == Score::Content
     }
 
-    /// Whether a negative denominator is an error.
     fn wants_positive(&self) -> bool {
         self.normalizes()
             && self.score.fourier().is_some_and(|fourier| fourier.normalizer == FourierNormalizer::Literal)
     }
 
-    /// The algorithms that can be forced.
     const ALGORITHMS: [Algorithm; 2] = [Algorithm::Chunked, Algorithm::Naive];
 
     /// Whether the feature map's options make sense for rows of `dims.head_dim`; calls check the same.
@@ -172,13 +168,11 @@ impl KernelizedAttention {
         self.feature_map.check(self.name(), dims.head_dim)
     }
 
-    /// A checked call.
     fn problem<'a, T: Real>(&'a self, call: &'a Call<'a, T>) -> Result<Problem<'a, T>, Error> {
         self.algorithm.check(self.name(), &Self::ALGORITHMS)?;
         Problem::new(self, call)
     }
 
-    /// Checks the options for calls of these sizes.
     fn check_options(&self, dims: &Dims) -> Result<(), Error> {
         let operation = self.name();
         self.check_feature_map(dims)?;
@@ -197,7 +191,6 @@ impl KernelizedAttention {
         self.check_decay(dims.kv_heads)
     }
 
-    /// Checks the decay for so many key/value heads.
     fn check_decay(&self, kv_heads: usize) -> Result<(), Error> {
         let Some(decay) = &self.decay else { return Ok(()) };
         let operation = self.name();
@@ -207,7 +200,6 @@ impl KernelizedAttention {
         expect(wrong.is_none(), operation, "decay", || "numbers in (0, 1]".into(), || format!("{wrong:?}"))
     }
 
-    /// The algorithm that a call runs.
     fn chosen<T: Real>(&self, call: &Call<'_, T>, purpose: Purpose) -> Algorithm {
         if call.initial_state.is_some() || call.outside.is_some() {
             Algorithm::Chunked

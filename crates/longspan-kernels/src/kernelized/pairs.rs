@@ -11,7 +11,6 @@ use crate::simd::block::add_scaled;
 use crate::simd::product::{Band, Product};
 use crate::simd::{Real, dispatch, operation};
 
-/// Where `t` comes from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Taylor {
     /// The first of the `d` columns whose products, times `scale`, are `t`.

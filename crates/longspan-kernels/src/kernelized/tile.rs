@@ -49,7 +49,6 @@ impl Piece {
         (next, next + CHUNK as isize)
     }
 
-    /// Columns of the tile.
     pub fn columns(&self) -> usize {
         self.window_len - self.skip
     }
@@ -91,7 +90,6 @@ pub(super) struct FarDecays<'s, T> {
     pub steps: &'s mut [T],
 }
 
-/// Sizes of the working memory for a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
     pub chunk: usize,
@@ -125,7 +123,7 @@ pub(super) struct Buffers<'s, T> {
     pub v: &'s mut [T],
     /// 1 for the window's rows that are there, else 0; under gates what is left of those of an initial state.
     pub present: &'s mut [T],
-    /// Whether all of them are.
+    /// Whether no key of the window is ignored or missing.
     pub all_present: bool,
     /// Weights, chunk × tile_row.
     pub tile: &'s mut [T],
@@ -152,7 +150,6 @@ pub(super) struct Buffers<'s, T> {
     pub far: &'s mut [T],
     /// Outputs, or the gradients of outputs over their denominators, chunk × value_width.
     pub o: &'s mut [T],
-    /// What forms features.
     pub lift: Lift<'s, T>,
 }
 
@@ -189,7 +186,6 @@ impl<'s, T: Real> Buffers<'s, T> {
         }
     }
 
-    /// Prepares for a unit.
     pub fn start(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
         self.lift.start(problem, unit);
         self.decays.start(unit.decay);

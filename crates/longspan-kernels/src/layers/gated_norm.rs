@@ -100,7 +100,6 @@ pub(super) struct Gates<'a> {
 }
 
 impl Gates<'_> {
-    /// Whether there are some for all these rows.
     fn are_for(&self, rows: &[f32], width: usize) -> bool {
         rows.is_empty() || (rows.len() / width - 1) * self.stride + width <= self.numbers.len()
     }
@@ -123,7 +122,6 @@ impl GatedNormWeights<'_> {
         Ok(unsafe { out.written() })
     }
 
-    /// Replaces rows by their gated norms.
     pub(super) fn apply(&self, rows: &mut [f32], gate: Gates<'_>, head_dim: usize) {
         assert!(gate.are_for(rows, self.gamma.len()));
         if !rows.is_empty() {

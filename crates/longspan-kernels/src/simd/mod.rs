@@ -64,7 +64,6 @@ impl InstructionSet {
         sets
     }
 
-    /// The name that the environment variable takes.
     fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",

@@ -86,7 +86,6 @@ impl<'a, T> Product<'a, T> {
 }
 
 impl<T: Real> Product<'_, T> {
-    /// Computes it.
     #[inline]
     pub fn compute(self) {
         self.compute_with(None, &[]);

@@ -62,7 +62,6 @@ impl SoftmaxAttention {
     /// The largest window: what a state counts up to, twice that, is exact in `f32`.
     pub const LARGEST_WINDOW: usize = 1 << 22;
 
-    /// Rows of a state.
     fn rows(&self) -> usize {
         self.window.unwrap_or(self.capacity)
     }

@@ -11,7 +11,6 @@ use crate::simd::Real;
 use crate::simd::rows::pieces;
 use crate::threads::parallel;
 
-/// Working memory of a task.
 struct Buffers<'s, T> {
     rows: RowBlock<'s, T>,
     dq: &'s mut [T],

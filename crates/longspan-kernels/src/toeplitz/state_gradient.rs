@@ -45,7 +45,6 @@ impl<'s, T: Real> FirstGradient<'s, T> {
 /// What the final state of a unit gives to the gradients of its tokens.
 #[derive(Clone, Copy)]
 pub(super) struct Last<'s, T> {
-    /// The gradient of the state.
     pub head: Head<&'s [T]>,
     /// Tokens before this one are beyond the ring.
     pub ring_from: isize,

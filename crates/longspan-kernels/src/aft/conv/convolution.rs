@@ -40,7 +40,7 @@ pub(super) struct Convolution<'a, T> {
     pub taps: usize,
     /// What items weigh outside of windows.
     pub items: &'a [T],
-    /// As many rows, as long as those of the sums.
+    /// A row for each item, as long as those of the sums.
     pub rows: &'a [T],
     pub row_length: usize,
     pub outputs: usize,

@@ -8,7 +8,6 @@ use crate::simd::Real;
 use crate::simd::block::all_finite;
 use crate::threads;
 
-/// Part of a walk over the keys.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Stage {
     /// Positions, or keys.
@@ -22,7 +21,6 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    /// Whether gradients come of it.
     pub fn writes(&self) -> bool {
         matches!(self.work, Work::Keys | Work::InitialState)
     }
@@ -38,7 +36,6 @@ impl Stage {
     }
 }
 
-/// What a stage does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     /// Rows that only enter the sums: whether the state, and how many positions later the far sum.

@@ -12,7 +12,6 @@ use crate::simd::Real;
 use crate::simd::block::{scale_by, scale_rows};
 use crate::simd::rows::{Ahead, padded};
 
-/// The walk over the keys of one unit.
 pub(super) struct KeyWalk<'w, 'a, T: 'static> {
     pub problem: &'w Problem<'a, T>,
     pub unit: Unit<'a, T>,

@@ -39,7 +39,6 @@ use crate::simd::rows::padded;
 use crate::threads::{self, parallel};
 pub(super) use table::reduce_table;
 
-/// Computes every gradient of a call.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
@@ -160,7 +159,6 @@ pub(super) fn backward<T: Real>(
     }
 }
 
-/// In how many segments a unit's rows are visited.
 fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
     cut_count(problem, unit.sequence.queries - first_row(problem, unit))
 }

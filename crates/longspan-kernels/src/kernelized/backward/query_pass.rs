@@ -12,12 +12,11 @@ use crate::simd::product::{Product, zero_outside};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 
-/// Gradients of queries and of the relative table.
 pub(super) struct QueryGradients<'a, 's, T> {
     pub source: Source<'a, T>,
     pub sink: GradientSink<'a, T>,
-    /// Of this unit and segment, for each head of the unit: of the relative table, `[table width, head_width]`, and the
-    /// sums for the parameters of Fourier positions and of the map.
+    /// For each head of the unit, over this segment: the gradient of the relative table, `[table width, head_width]`, and the sums for
+    /// the parameters of Fourier positions and of the map.
     pub table: &'s mut [T],
     /// The common exponent of each row's piece, for the walk over the keys, and which unit's; under an exponential map only.
     pub shifts: (SharedRows<'a, T>, usize),

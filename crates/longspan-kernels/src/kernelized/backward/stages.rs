@@ -119,7 +119,7 @@ impl KeyMemory {
         walk.finish(&mut buffers);
     }
 
-    /// Walks over the keys of the units from `from` on; none is left out that [`whole_units`] does not count.
+    /// Walks over the keys of the units from `from` on, which is at most [`whole_units`].
     pub fn run<'w, 'a, T: Real>(
         &self,
         problem: &'w Problem<'a, T>,

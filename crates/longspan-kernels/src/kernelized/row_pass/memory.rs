@@ -10,7 +10,6 @@ use crate::simd::Real;
 use crate::simd::rows::padded;
 use crate::threads;
 
-/// Working memory of one worker.
 pub(in crate::kernelized) struct Worker<'s, T> {
     pub buffers: Buffers<'s, T>,
     pub running: &'s mut [T],

@@ -23,7 +23,7 @@ pub(super) use segments::{Segment, cut, cut_count, first_row, segments, whole_un
 pub(super) use walk::{Scales, Scene, Visitor, Walk};
 
 /// Shows every row of the units from `from` on to the visitor that `make` gives for its unit and segment, and leaves the state after
-/// the last row in `last`, one place a unit. No unit is left out that [`whole_units`] does not count.
+/// the last row in `last`, one place a unit. `from` is at most [`whole_units`].
 pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
     problem: &Problem<'_, T>,
     memory: Memory,
@@ -113,12 +113,10 @@ pub(super) fn visit_unit<T: Real, V: Visitor<T>>(
     Visit { problem, memory, table, make, last: None }.unit(index, scratch);
 }
 
-/// Rows of each of a unit's segments but the last.
 fn segment_step(segments: &[Segment]) -> usize {
     segments.first().map_or(1, |first| first.to - first.from)
 }
 
-/// A visit under way.
 struct Visit<'w, 'p, 'a, T: 'static, F> {
     problem: &'w Problem<'a, T>,
     memory: Memory,
@@ -146,7 +144,6 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
         carry
     }
 
-    /// Forms the summary of one segment alone.
     fn summarize(&self, index: usize, segment: Segment, numbers: &mut [T], worker: &mut Worker<'_, T>) {
         let walk = self.walk(index);
         worker.buffers.start(self.problem, &walk.unit);

@@ -47,7 +47,6 @@ fn lead<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Option<(usize,
     Some((first, before, stands - before))
 }
 
-/// How many [`segments`] a unit has.
 pub(super) fn segment_count<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
     if !problem.causal {
         return cut_count(problem, unit.sequence.keys);
@@ -75,7 +74,6 @@ pub(in crate::kernelized) fn cut_count<T: Real>(problem: &Problem<'_, T>, rows: 
     rows.div_ceil(problem.segment(rows))
 }
 
-/// Rows `from..to` in segments.
 pub(in crate::kernelized) fn cut<T: Real>(
     problem: &Problem<'_, T>,
     from: usize,

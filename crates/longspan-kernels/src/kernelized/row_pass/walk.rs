@@ -33,7 +33,6 @@ pub(in crate::kernelized) struct Scales<T> {
     pub start: T,
     pub local: T,
     pub relative: T,
-    /// The common exponent.
     pub shift: T,
 }
 
@@ -139,7 +138,6 @@ impl<T: Real> Walk<'_, '_, T> {
         }
     }
 
-    /// Lets the far sums pass the rows of a piece.
     fn advance_far(
         &self,
         piece: &Piece,
