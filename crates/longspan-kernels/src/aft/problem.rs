@@ -8,7 +8,7 @@ use super::log_sum::PARTS;
 use super::options::{Aft, Variant};
 use super::state::{self, Head};
 use crate::call::{Call, Dims, Keys, Mechanism, Order, Sequence, check_call, check_initial_state};
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 use crate::simd::Real;
 use crate::simd::product::Product;
 use crate::simd::rows::padded;
@@ -94,22 +94,15 @@ impl<'a, T: Real> Problem<'a, T> {
         check_call(aft, call)?;
         let causal = call.mask.order == Order::Causal;
         check_initial_state(aft, call)?;
-        if call.initial_state.is_some() && call.mask.offset != 0 {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "an initial state with an offset",
-                help: "use a causal mask with offset 0",
-            });
-        }
+        let combination = "an initial state with an offset";
+        let help = "use a causal mask with offset 0";
+        refuse(call.initial_state.is_some() && call.mask.offset != 0, operation, combination, help)?;
         if let Variant::Conv2d { image: [height, width], .. } = aft.variant {
             let plain = !causal && call.mask.offset == 0;
-            if !plain || matches!(call.mask.keys, Keys::Lengths(_) | Keys::Packed { .. }) {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "an image under a causal mask, with an offset, lengths or packed sequences",
-                    help: "use a bidirectional mask without an offset, and a padding mask for keys to be ignored",
-                });
-            }
+            let combination = "an image under a causal mask, with an offset, lengths or packed sequences";
+            let help = "use a bidirectional mask without an offset, and a padding mask for keys to be ignored";
+            let refused = !plain || matches!(call.mask.keys, Keys::Lengths(_) | Keys::Packed { .. });
+            refuse(refused, operation, combination, help)?;
             for (name, count) in [("queries", dims.queries), ("keys", dims.keys)] {
                 let expected = || format!("{height} × {width} = {}, the places of the image", height * width);
                 expect(count == height * width, operation, name, expected, || count.to_string())?;

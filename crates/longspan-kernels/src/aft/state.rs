@@ -5,7 +5,7 @@ use std::ops::{Deref, Range};
 use super::log_sum::{PARTS as MEAN_PARTS, clear, join, write_item};
 use super::options::{Aft, Variant};
 use crate::call::{Dims, Mechanism, PARTS, State, StateShape, check_state, fingerprint, is_count};
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 use crate::simd::Real;
 use crate::simd::block::floor;
 use crate::simd::rows::padded;
@@ -98,20 +98,12 @@ impl<T: Real> Head<&mut [T]> {
 pub(super) fn shape(aft: &Aft, dims: &Dims) -> Result<StateShape, Error> {
     aft.check_options(dims)?;
     let operation = aft.name();
-    if let Variant::Local { length: None, .. } = aft.variant {
-        return Err(Error::Unsupported {
-            operation,
-            combination: "a state with biases that belong to one call",
-            help: "give the table of biases a length, so that its rows are positions",
-        });
-    }
-    if let Variant::Conv2d { .. } = aft.variant {
-        return Err(Error::Unsupported {
-            operation,
-            combination: "a state of an image, whose places look both ways",
-            help: "give the call the whole image",
-        });
-    }
+    let combination = "a state with biases that belong to one call";
+    let help = "give the table of biases a length, so that its rows are positions";
+    refuse(matches!(aft.variant, Variant::Local { length: None, .. }), operation, combination, help)?;
+    let combination = "a state of an image, whose places look both ways";
+    let help = "give the call the whole image";
+    refuse(matches!(aft.variant, Variant::Conv2d { .. }), operation, combination, help)?;
     let ring = aft.ring();
     let (width, key_dim) = (dims.head_dim, aft.key_dim(dims));
     let parts = [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS];

@@ -16,7 +16,7 @@ mod turns;
 use smallvec::{SmallVec, smallvec};
 
 use crate::call::{Dims, Parameter, Parameters, optional_id};
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 
 /// Fourier relative positions: the shape of the weights, their normaliser, and what positions are.
 ///
@@ -195,13 +195,10 @@ impl Fourier {
         if self.wave == Wave::Each {
             return Ok(());
         }
-        if matches!(self.normalizer, FourierNormalizer::OnePlus | FourierNormalizer::Dominant) {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "rotary pairs with the normaliser OnePlus or Dominant",
-                help: "use Unrotated, Literal or None",
-            });
-        }
+        let combination = "rotary pairs with the normaliser OnePlus or Dominant";
+        let help = "use Unrotated, Literal or None";
+        let refused = matches!(self.normalizer, FourierNormalizer::OnePlus | FourierNormalizer::Dominant);
+        refuse(refused, operation, combination, help)?;
         let expected = || "an even number of features to turn in pairs".into();
         expect(features.is_multiple_of(2), operation, "head_dim", expected, || features.to_string())
     }

@@ -27,7 +27,7 @@ use crate::call::{
     Reference, Scratch, Sequence, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes,
     fingerprint, kernels,
 };
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 use crate::simd::Real;
 
@@ -138,13 +138,8 @@ impl GatedAttention {
         let expected = || "a finite number".into();
         let scale = self.scale(dims.head_dim);
         expect(scale.is_finite(), operation, "scale", expected, || scale.to_string())?;
-        if mask.order != Order::Causal || mask.offset != 0 {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "a bidirectional mask or an offset",
-                help: "use a causal mask with offset 0",
-            });
-        }
+        let help = "use a causal mask with offset 0";
+        refuse(mask.order != Order::Causal || mask.offset != 0, operation, "a bidirectional mask or an offset", help)?;
         let expected = || format!("as many as keys, {}, since each token brings both; or none, for a state", dims.keys);
         let holds = dims.queries == dims.keys || dims.queries == 0;
         expect(holds, operation, "queries", expected, || dims.queries.to_string())

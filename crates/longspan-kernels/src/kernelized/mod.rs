@@ -45,7 +45,7 @@ use crate::call::{
     Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, downscaled,
     fingerprint, kernels, optional_id,
 };
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 use crate::feature_map::FeatureMap;
 use crate::fourier::{Fourier, FourierNormalizer};
 use crate::plan::{Algorithm, Plan, Purpose};
@@ -181,13 +181,10 @@ impl KernelizedAttention {
             Score::Relative(shaw) | Score::Combined(shaw) => shaw.check(operation)?,
             Score::Fourier(fourier) => fourier.check(operation, self.feature_map.features(dims.head_dim))?,
         }
-        if self.gate && (self.decay.is_some() || self.algorithm == Algorithm::Naive) {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "gates with a constant decay or the naive algorithm",
-                help: "add the logarithm of the constant to those of the gates; let the algorithm be chosen",
-            });
-        }
+        let combination = "gates with a constant decay or the naive algorithm";
+        let help = "add the logarithm of the constant to those of the gates; let the algorithm be chosen";
+        let refused = self.gate && (self.decay.is_some() || self.algorithm == Algorithm::Naive);
+        refuse(refused, operation, combination, help)?;
         self.check_decay(dims.kv_heads)
     }
 
@@ -305,13 +302,8 @@ impl Compute for KernelizedAttention {
         let factors = problem.gates()?;
         let mut problem = Problem { factors: &factors, ..problem };
         check_gradients(self, call, cotangent, &gradients)?;
-        if call.outside.is_some() {
-            return Err(Error::Unsupported {
-                operation: self.name(),
-                combination: "gradients with states of keys outside the call",
-                help: "give the call all keys",
-            });
-        }
+        let help = "give the call all keys";
+        refuse(call.outside.is_some(), self.name(), "gradients with states of keys outside the call", help)?;
         problem.prepare(scratch);
         let algorithm = self.chosen(call, Purpose::Training);
         // The gradient of gates takes that of the initial state where a later call goes on from the final one.

@@ -12,7 +12,7 @@ use crate::call::{
     Arena, Call, Dims, Lines, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_state,
     check_log_decay, check_state,
 };
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 use crate::feature_map::elementwise::{Shift, load_features};
 use crate::feature_map::mapping::Mapping;
 use crate::feature_map::rows::{RawRows, Side as MapSide};
@@ -117,13 +117,8 @@ impl<'a, T: Real> Problem<'a, T> {
         let causal = call.mask.order == Order::Causal;
 
         attention.check_options(&dims)?;
-        if attention.decays() && !causal {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "decay with a bidirectional mask",
-                help: "use a causal mask or leave the decay out",
-            });
-        }
+        let help = "use a causal mask or leave the decay out";
+        refuse(attention.decays() && !causal, operation, "decay with a bidirectional mask", help)?;
         let (parameters, log_decay) = attention.split_gate(call.parameters);
         check_initial_state(attention, call)?;
         check_outside(attention, call)?;
