@@ -74,21 +74,16 @@ impl<T: Real> Problem<'_, T> {
     }
 }
 
-/// Takes products `q·k` to weights.
-pub(super) struct Weigh<'a, T> {
-    pub taylor: Taylor,
-    pub rows: usize,
-    pub keys: usize,
-    /// `rows` lines, `row_length` apart; up to whole registers.
-    pub weights: &'a mut [T],
-    pub row_length: usize,
-    /// 1 for each key, but 0 for those ignored, and beyond the last one as far as registers reach.
-    pub present: &'a [T],
-    /// What weights change by with `q·k`, in the same places; empty where nobody asks.
-    pub slopes: &'a mut [T],
-}
-
-operation!(Weigh, |Self { taylor, rows, keys, weights, row_length, present, slopes }| {
+// Takes products `q·k` to weights, in `rows` lines `row_length` apart, up to whole registers. `present` is 1 for each key, but 0 for
+// those ignored, and beyond the last one as far as registers reach. `slopes`, in the same places, is what weights change by with `q·k`;
+// empty where nobody asks.
+operation!(Weigh, |taylor: Taylor,
+                   rows: usize,
+                   keys: usize,
+                   weights: &'a mut [T],
+                   row_length: usize,
+                   present: &'a [T],
+                   slopes: &'a mut [T]| {
     let columns = keys.next_multiple_of(V::LANES);
     if rows == 0 || columns == 0 {
         return;

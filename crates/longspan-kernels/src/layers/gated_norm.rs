@@ -185,19 +185,14 @@ operation!(Normalize, f32, |weights: GatedNormWeights<'a>, head_dim: usize, gate
     }
 });
 
-/// Turns the gradients of gated norms into those of rows and gates, and adds up that of `γ`.
-struct NormalizeBackward<'a> {
-    weights: GatedNormWeights<'a>,
-    head_dim: usize,
-    x: &'a [f32],
-    gate: Gates<'a>,
-    /// `dy`, and then `dx`.
-    dx: &'a mut [f32],
-    d_gate: &'a mut [f32],
-    d_gamma: &'a mut [f32],
-}
-
-operation!(NormalizeBackward, f32, |Self { weights, head_dim, x, gate, dx, d_gate, d_gamma }| {
+// Turns the gradients of gated norms into those of rows and gates, and adds up that of `γ`. `dx` holds `dy` before.
+operation!(NormalizeBackward, f32, |weights: GatedNormWeights<'a>,
+                                    head_dim: usize,
+                                    x: &'a [f32],
+                                    gate: Gates<'a>,
+                                    dx: &'a mut [f32],
+                                    d_gate: &'a mut [f32],
+                                    d_gamma: &'a mut [f32]| {
     let GatedNormWeights { gamma, epsilon } = weights;
     let (width, stride) = (gamma.len(), gate.stride);
     let rows = x.chunks_exact(width).zip(gate.numbers.chunks(stride));
