@@ -3,7 +3,6 @@
 use super::super::problem::Problem;
 use super::super::summary::Layout;
 use super::super::tile::{Buffers, Sizes};
-use super::far_sums::FarMemory;
 use super::segments::{segment_count, whole_units};
 use crate::call::Arena;
 use crate::simd::Real;
@@ -15,7 +14,7 @@ pub(in crate::kernelized) struct Worker<'s, T> {
     pub running: &'s mut [T],
     pub carry: [&'s mut [T]; 2],
     pub local: &'s mut [T],
-    pub far: FarMemory<'s, T>,
+    pub far: &'s mut [T],
     pub checkpoints: &'s mut [T],
 }
 
@@ -29,8 +28,7 @@ pub(in crate::kernelized) struct Memory {
     pub entry: usize,
     /// Most segments of a unit.
     pub segments: usize,
-    /// Most key segments of a unit whose far sums are kept.
-    far_segments: usize,
+    far: usize,
     pub checkpoints: usize,
     /// Whether gradients of queries are taken back to their raw rows.
     gradients: bool,
@@ -52,7 +50,7 @@ impl Memory {
             summary: layout.len::<T>(),
             entry,
             segments,
-            far_segments: if keeps_far { segments.max(1) } else { 0 },
+            far: if keeps_far { 2 * (segments + 1) * entry } else { 0 },
             checkpoints: if keeps_far { (rows.div_ceil(sizes.chunk) + 1) * entry } else { 0 },
             gradients,
         }
@@ -64,11 +62,7 @@ impl Memory {
 
     /// Numbers shared between the tasks of a unit whose segments run side by side.
     pub fn unit_len(&self) -> usize {
-        self.states_len() + self.far_len()
-    }
-
-    fn far_len(&self) -> usize {
-        if self.far_segments == 0 { 0 } else { (3 * self.far_segments + 2) * self.entry }
+        self.states_len() + self.far
     }
 
     pub fn worker_len<T: Real>(&self, problem: &Problem<'_, T>) -> usize {
@@ -81,31 +75,13 @@ impl Memory {
         cut * self.unit_len() + threads::count() * self.worker_len(problem)
     }
 
-    pub fn far<'s, T: Real>(&self, arena: &mut Arena<'s, T>) -> FarMemory<'s, T> {
-        let entry = self.entry;
-        let n = if self.far_len() == 0 { 0 } else { self.far_segments + 1 };
-        FarMemory {
-            sums: arena.take(self.far_segments * entry),
-            prefix: arena.take(n * entry),
-            suffix: arena.take(n * entry),
-        }
-    }
-
-    /// The prefixes and suffixes in memory laid out by [`far`](Self::far).
-    pub fn far_totals<'s, T>(&self, memory: &'s [T]) -> (&'s [T], &'s [T]) {
-        if memory.is_empty() {
-            return (&[], &[]);
-        }
-        memory[self.far_segments * self.entry..].split_at((self.far_segments + 1) * self.entry)
-    }
-
     pub fn worker<'s, T: Real>(&self, problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Worker<'s, T> {
         Worker {
             buffers: Buffers::new(problem, self.sizes, self.gradients, arena),
             running: arena.take(self.entry),
             carry: [arena.take(self.summary), arena.take(self.summary)],
             local: arena.take(self.summary),
-            far: self.far(arena),
+            far: arena.take(self.far),
             checkpoints: arena.take(self.checkpoints),
         }
     }

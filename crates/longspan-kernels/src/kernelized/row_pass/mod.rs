@@ -10,14 +10,12 @@ mod memory;
 mod segments;
 mod walk;
 
-use far_sums::FarMemory;
-
 use super::problem::{Problem, Table, Unit};
 use super::summary::{Carry, Place, Summary, SummaryRef, add_values, store_state};
 use crate::call::{Arena, SharedRows};
 use crate::simd::Real;
 use crate::threads::parallel;
-pub(super) use far_sums::{FarSums, accumulate};
+use far_sums::{FarSums, accumulate};
 pub(super) use memory::{Memory, Worker};
 pub(super) use segments::{Segment, cut, cut_count, first_row, segments, whole_units};
 pub(super) use walk::{Scales, Scene, Visitor, Walk};
@@ -91,11 +89,9 @@ pub(super) fn visit_rows<T: Real, V: Visitor<T>>(
             let mut local = Summary::new(memory.layout, local);
             walk.causal(segment, state(at), (&mut local, false), running, Some(&mut visitor), buffers);
         } else {
-            let segments = plan.len();
-            let (prefix, suffix) = memory.far_totals(&states[states_len..]);
-            let far = FarSums { segment: segment_step(plan), width: problem.value_width, prefix, suffix, segments };
+            let far = FarSums::new(plan, memory.entry, &states[states_len..]);
             let rows = (segment.from, segment.to);
-            walk.bidirectional_rows(rows, state(segments), &far, &mut visitor, buffers, checkpoints);
+            walk.bidirectional_rows(rows, state(plan.len()), &far, &mut visitor, buffers, checkpoints);
             visitor.end(problem);
         }
     });
@@ -111,10 +107,6 @@ pub(super) fn visit_unit<T: Real, V: Visitor<T>>(
     scratch: &mut [T],
 ) {
     Visit { problem, memory, table, make, last: None }.unit(index, scratch);
-}
-
-fn segment_step(segments: &[Segment]) -> usize {
-    segments.first().map_or(1, |first| first.to - first.from)
 }
 
 struct Visit<'w, 'p, 'a, T: 'static, F> {
@@ -161,8 +153,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
     fn chain(&self, index: usize, plan: &[Segment], shared: &mut [T], worker: &mut Worker<'_, T>) {
         let Memory { layout, summary, .. } = self.memory;
         let unit = self.problem.unit(index);
-        let (states, far) = shared.split_at_mut((self.memory.segments + 1) * summary);
-        let mut far = self.memory.far(&mut Arena::new(far));
+        let (states, far) = shared.split_at_mut(self.memory.states_len());
         let [high, low] = &mut worker.carry;
         let mut carry = self.carry(&unit, [high, low], worker.local);
         for (n, segment) in plan.iter().enumerate() {
@@ -170,35 +161,35 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
             worker.local.copy_from_slice(&states[n * summary..][..summary]);
             states[n * summary..][..summary].copy_from_slice(carry.high.numbers);
             let local = SummaryRef::new(layout, worker.local);
-            self.keep_far(n, local, &mut far);
+            self.keep_far([n, plan.len()], local, far);
             carry.add(self.problem, unit.passes(segment), local);
         }
         states[plan.len() * summary..][..summary].copy_from_slice(carry.high.numbers);
         self.leave(index, &carry.high);
-        self.accumulate_far(&unit, plan.len(), &mut far);
+        self.accumulate_far(&unit, plan.len(), far);
     }
 
-    fn keep_far(&self, n: usize, local: SummaryRef<'_, T>, far: &mut FarMemory<'_, T>) {
-        if !far.sums.is_empty() {
-            let to = &mut far.sums[n * self.memory.entry..][..self.memory.entry];
+    /// Keeps the far sum of segment `n` of `segments`, where `far` has memory for those of a bidirectional call.
+    fn keep_far(&self, [n, segments]: [usize; 2], local: SummaryRef<'_, T>, far: &mut [T]) {
+        if !far.is_empty() {
+            let to = &mut far[(segments + 1 + n) * self.memory.entry..][..self.memory.entry];
             to.fill(T::ZERO);
             to[..self.problem.value_width].copy_from_slice(local.far());
             to[self.problem.value_width] = local.count();
         }
     }
 
-    fn accumulate_far(&self, unit: &Unit<'_, T>, segments: usize, far: &mut FarMemory<'_, T>) {
-        if far.sums.is_empty() {
+    fn accumulate_far(&self, unit: &Unit<'_, T>, segments: usize, far: &mut [T]) {
+        if far.is_empty() {
             return;
         }
-        let Memory { entry, .. } = self.memory;
-        accumulate(&far.sums[..segments * entry], entry, far.prefix, far.suffix);
-        if let Some(outside) = self.problem.call.outside {
-            for (state, totals) in outside.into_iter().zip([&mut *far.prefix, &mut *far.suffix]) {
-                for total in totals[..(segments + 1) * entry].chunks_exact_mut(entry) {
-                    let (sums, count) = total.split_at_mut(self.problem.value_width);
-                    add_values(unit.head(state), self.problem.dims.value_dim, sums, &mut count[0]);
-                }
+        let entry = self.memory.entry;
+        let (before, after) = far[..2 * (segments + 1) * entry].split_at_mut((segments + 1) * entry);
+        accumulate(entry, [before, after]);
+        for (state, sums) in self.problem.call.outside.into_iter().flatten().zip([before, after]) {
+            for sum in sums.chunks_exact_mut(entry) {
+                let (sums, count) = sum.split_at_mut(self.problem.value_width);
+                add_values(unit.head(state), self.problem.dims.value_dim, sums, &mut count[0]);
             }
         }
     }
@@ -225,7 +216,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
                 walk.causal(segment, carry.high.view(), (&mut local, !ends), running, visitor, buffers);
             } else {
                 walk.bidirectional_keys(segment.from, segment.to, &mut local, buffers);
-                self.keep_far(n, local.view(), far);
+                self.keep_far([n, plan.len()], local.view(), far);
             }
             if ends {
                 return;
@@ -237,13 +228,7 @@ impl<'w, 'a, T: Real, V: Visitor<T>, F: Fn(usize, usize) -> V> Visit<'w, '_, 'a,
             return;
         }
         self.accumulate_far(unit, plan.len(), far);
-        let far = FarSums {
-            segment: segment_step(&plan),
-            width: problem.value_width,
-            prefix: far.prefix,
-            suffix: far.suffix,
-            segments: plan.len(),
-        };
+        let far = FarSums::new(&plan, self.memory.entry, far);
         for rows in cut(problem, 0, unit.sequence.queries, problem.offset, true) {
             let total = carry.high.view();
             let mut visitor = (self.make)(index, rows.number);
