@@ -332,7 +332,10 @@ pub(crate) trait Compute: Mechanism {
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error>;
     /// Refuses marks that make no sense in a state of the right sizes: its numbers may come from anywhere.
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error>;
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error>;
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(self.name())?;
+        State::zeros(self.state_shape::<T>(dims)?)
+    }
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error>;
     fn combine_backward<T: Real>(

@@ -1,7 +1,7 @@
 //! Gates that come with the keys, and sequences read in both directions: gated attention as a layer of a model has it.
 
 use super::reversed::Reversed;
-use super::{Gate, GatedAttention, state, step};
+use super::{Gate, GatedAttention, cost, state, step};
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Lines, Mask, Mechanism, Order, Output, Parameter,
     Parameters, Reference, Scratch, State, StateShape, Token, View, ViewMut, check_call, check_gradients,
@@ -243,7 +243,7 @@ impl Mechanism for LearnedGates {
         check_sizes(self, dims, mask)?;
         self.check_options(dims, mask)?;
         let passes = if mask.order == Order::Causal { 1.0 } else { 2.0 };
-        Ok(Plan::new(Algorithm::Auto, vec![self.attention.estimate(dims, passes)]))
+        Ok(cost::plan(&self.attention, dims, passes))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {

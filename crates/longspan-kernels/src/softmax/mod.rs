@@ -14,6 +14,7 @@
 //! gradient takes O(Lk·(d + dv)) for each thread. The derivation stands in this folder's `README.md`.
 
 mod backward;
+mod cost;
 mod forward;
 mod problem;
 mod state;
@@ -29,7 +30,7 @@ use crate::call::{
     Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, kernels,
 };
 use crate::error::{Error, expect};
-use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
+use crate::plan::{Algorithm, Plan};
 use crate::simd::Real;
 
 /// Scaled dot-product attention (Vaswani et al. 2017). It learns nothing itself.
@@ -97,25 +98,7 @@ impl Mechanism for SoftmaxAttention {
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
         check_sizes(self, dims, mask)?;
         check_options(self)?;
-        let widths = (dims.head_dim + dims.value_dim) as f64;
-        let heads = (dims.batch * dims.heads) as f64;
-        let pairs = mask.visible_pairs_within(dims, self.window);
-        let flops = heads * pairs * 2.0 * widths;
-        let counts = [
-            (Rate::SoftmaxNumber, (dims.queries + dims.keys) as f64 * widths),
-            (Rate::SoftmaxWeight, pairs),
-            (Rate::SoftmaxFlop, pairs * 2.0 * widths),
-        ];
-        let work = Work::new(heads, Rate::SoftmaxCall, counts);
-        let estimate = Estimate {
-            algorithm: Algorithm::Tiled,
-            flops,
-            published_elements: dims.queries as f64 * dims.keys as f64,
-            scratch_bytes: 4.0 * problem::ROWS as f64 * (3.0 * widths + problem::KEYS as f64),
-            work,
-            automatic: true,
-        };
-        Ok(Plan::new(Algorithm::Auto, vec![estimate]))
+        Ok(cost::plan(self, dims, mask))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
@@ -170,11 +153,6 @@ impl Compute for SoftmaxAttention {
 
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
         state::check_marks(self, state, argument)
-    }
-
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(self.name())?;
-        State::zeros(self.state_shape::<T>(dims)?)
     }
 
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {

@@ -3,11 +3,11 @@
 
 use std::ops::Range;
 
+use super::backward::{Memory, Pass};
 use super::bias_gradient::line_len;
 use super::far::{self, Far, FarSums, near_rows};
 use super::key_tiles::{KeyGradients, TileBuffers, key_gradients};
 use super::left::{KeyUnit, Left};
-use super::pass::{Memory, Pass};
 use super::problem::{CHUNK, Problem, TILE, Unit};
 use super::state::EXPONENT;
 use super::state_gradient::Last;

@@ -5,9 +5,9 @@
 
 use std::ops::Range;
 
+use super::backward::{Pass, RowBlock};
 use super::exponents::Piece;
 use super::left::Left;
-use super::pass::{Pass, RowBlock};
 use super::problem::{CHUNK, Problem, TILE, Unit};
 use super::tile::{KeyBlock, Weights, each_run};
 use crate::call::Arena;

@@ -16,6 +16,7 @@
 //!
 //! The derivations stand in this folder's `README.md`.
 
+mod backward;
 mod bias;
 mod bias_gradient;
 mod chunks;
@@ -30,7 +31,6 @@ mod key_tiles;
 mod left;
 mod map_sums;
 mod one_pass;
-mod pass;
 mod piecewise;
 mod problem;
 mod query_pass;
@@ -45,7 +45,7 @@ mod weigh;
 
 pub use bias::{Beyond, Bias};
 
-use pass::Backward;
+use backward::Backward;
 use problem::Problem;
 use smallvec::smallvec;
 use state_gradient::{FirstGradient, StateGradients};

@@ -7,9 +7,9 @@
 
 use std::ops::Range;
 
+use super::backward::{Backward, Memory, Pass, Sizes};
 use super::bias_gradient::{line_len, unit_lines_len};
 use super::key_tiles::{KeyGradients, TileBuffers, key_gradients};
-use super::pass::{Backward, Memory, Pass, Sizes};
 use super::problem::{CHUNK, Problem, TILE, Unit};
 use crate::call::{Arena, Scratch, SharedRows};
 use crate::feature_map::elementwise::Shift;

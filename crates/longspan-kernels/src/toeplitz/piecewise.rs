@@ -5,11 +5,11 @@
 
 use std::ops::Range;
 
+use super::backward::{Backward, Pass, RowBlock, Sizes};
 use super::chunks::all_chunks;
 use super::far::{FarSum, FarSums, ROWS, near_keys, near_rows, sides};
 use super::key_pass::{self, KeyPass};
 use super::left::all_units;
-use super::pass::{Backward, Pass, RowBlock, Sizes};
 use super::problem::{Problem, TILE, Unit};
 use super::state::EXPONENT;
 use super::tile::KeyBlock;

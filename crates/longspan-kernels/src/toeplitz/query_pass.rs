@@ -1,8 +1,8 @@
 //! The pass over rows that writes the gradients of queries.
 
+use super::backward::{Backward, Pass, RowBlock};
 use super::chunks::{Reach, RowChunk};
 use super::far::FarSums;
-use super::pass::{Backward, Pass, RowBlock};
 use super::problem::{CHUNK, Problem, TILE, Unit};
 use super::tile::{KeyBlock, Weights, each_tile};
 use crate::call::Arena;

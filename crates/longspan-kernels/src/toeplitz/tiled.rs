@@ -1,10 +1,10 @@
 //! Tiles of scores, weighed by distance: O(queries · keys) work at the rate of the matrix product, O(tile²) memory for
 //! each thread.
 
+use super::backward::{Backward, Memory, Pass, Sizes};
 use super::chunks::{RowChunk, all_chunks};
 use super::key_pass::{self, KeyPass};
 use super::left::{KeyUnit, all_units};
-use super::pass::{Backward, Memory, Pass, Sizes};
 use super::problem::{CHUNK, Problem};
 use super::{forward, one_pass, query_pass};
 use crate::call::{Arena, Scratch, Sink};

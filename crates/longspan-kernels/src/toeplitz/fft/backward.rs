@@ -3,10 +3,10 @@
 
 use realfft::num_complex::Complex;
 
+use super::super::backward::{Backward, Pass, Sizes};
 use super::super::bias_gradient::{line_len, unit_lines};
 use super::super::chunks::{RowChunk, push_chunks, push_unit};
 use super::super::left::Left;
-use super::super::pass::{Backward, Pass, Sizes};
 use super::super::problem::{CHUNK, Problem, TILE, Unit};
 use super::super::tiled;
 use super::columns::{Columns, Keys, Norms, block, load_queries};
