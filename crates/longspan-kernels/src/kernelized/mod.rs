@@ -42,8 +42,8 @@ use smallvec::smallvec;
 
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters,
-    Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, downscaled,
-    fingerprint, kernels, optional_id,
+    Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, clear_absent,
+    downscaled, fingerprint, kernels, optional_id,
 };
 use crate::error::{Error, expect, refuse};
 use crate::feature_map::FeatureMap;
@@ -312,6 +312,7 @@ impl Compute for KernelizedAttention {
             _ => None,
         };
         downscaled(&call.dims, self.normalizes(), cotangent, gradients, |cotangent, sink, parameters, initial_state| {
+            clear_absent(self, &problem.dims, &problem.sequences, [sink.dk, sink.dv]);
             match algorithm {
                 // Without queries there is no pair, and all comes by the final state.
                 Algorithm::Naive if problem.dims.queries > 0 => {

@@ -27,7 +27,7 @@ use problem::Problem;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameters, Reference, Scratch,
-    Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, kernels,
+    Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, clear_absent, kernels,
 };
 use crate::error::{Error, expect};
 use crate::plan::{Algorithm, Plan};
@@ -143,6 +143,7 @@ impl Compute for SoftmaxAttention {
         }
         let Gradients { mut dq, mut dk, mut dv, initial_state, .. } = gradients;
         let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
+        clear_absent(self, &problem.dims, &problem.sequences, [sink.dk, sink.dv]);
         backward::backward(&problem, cotangent, sink, initial_state, scratch);
         Ok(())
     }

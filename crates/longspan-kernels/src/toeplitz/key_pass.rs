@@ -111,7 +111,6 @@ impl<T: Real> KeyPass<'_, '_, T> {
             }
             if segment == 0 && left.is_none() {
                 self.past(&mut chunk);
-                problem.write_absent(&unit, self.pass.call.sink);
             }
         });
     }

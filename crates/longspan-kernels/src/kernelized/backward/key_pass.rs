@@ -224,13 +224,5 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
         self.finish_gates();
         self.add_rows_before(buffers);
-        let sequence = &self.unit.sequence;
-        for token in sequence.key_start + sequence.keys..sequence.key_start + sequence.keys + sequence.absent {
-            // SAFETY: all of a unit's keys belong to the task that calls.
-            let (dk, dv) =
-                unsafe { self.sink.rows.key([sequence.batch, self.unit.kv_head, token], &self.problem.dims) };
-            dk.fill(T::ZERO);
-            dv.fill(T::ZERO);
-        }
     }
 }

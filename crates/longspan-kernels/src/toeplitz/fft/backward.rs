@@ -435,6 +435,5 @@ impl<T: Real> Whole<'_, '_, T> {
             let counts = |key: usize| problem.is_seen(unit, key);
             problem.write_keys(unit, rows, counts, (phi, d_k), Some(d_v), map_sums, &mut map, pass.call.sink);
         }
-        problem.write_absent(unit, pass.call.sink);
     }
 }
