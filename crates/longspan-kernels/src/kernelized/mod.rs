@@ -27,6 +27,7 @@ mod forward;
 mod layout;
 mod naive;
 mod pairs;
+mod pass;
 mod problem;
 mod row_pass;
 pub(crate) mod running_sum;

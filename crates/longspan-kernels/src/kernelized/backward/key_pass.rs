@@ -1,9 +1,12 @@
 //! The stages of the walk over the keys of one unit.
 
+use super::super::pass::{Pass, Wanted};
 use super::super::problem::{Problem, Unit};
 use super::super::summary::{Carry, Summary, SummaryRef};
 use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
+use super::stages::stages;
+use crate::call::Arena;
 use crate::simd::Real;
 use crate::simd::block::all_finite;
 use crate::threads;
@@ -21,10 +24,6 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    pub fn writes(&self) -> bool {
-        matches!(self.work, Work::Keys | Work::InitialState)
-    }
-
     /// What content and far sums fall by over the stage; without a causal mask the order of time has no meaning, nor has decay. The
     /// far sum at a key is that of rows from `R` later on.
     pub fn passes<T: Real>(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> [T; 2] {
@@ -182,13 +181,41 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
         all
     }
+}
 
-    /// Forms the summary of a stage in `local`, and writes the gradients of its keys if given what the stage starts from.
-    pub fn visit(
+impl<T: Real> Pass<T> for KeyWalk<'_, '_, T> {
+    type Stage = Stage;
+    type Worker<'s> = KeyBuffers<'s, T>;
+
+    fn stages(&self) -> Vec<Stage> {
+        stages(self)
+    }
+
+    fn writes(stage: &Stage) -> bool {
+        matches!(stage.work, Work::Keys | Work::InitialState)
+    }
+
+    fn idle(&self, stage: &Stage) -> [T; 2] {
+        self.unit.idle(stage.idle)
+    }
+
+    fn keeps(&self) -> bool {
+        self.d_initial.is_some()
+    }
+
+    fn worker<'s>(&self, arena: &mut Arena<'s, T>) -> KeyBuffers<'s, T> {
+        let mut buffers = KeyBuffers::new(self.problem, self.chunk, arena);
+        buffers.start(&self.unit, self.problem);
+        buffers
+    }
+
+    fn visit(
         &self,
         stage: Stage,
-        start: Option<SummaryRef<'_, T>>,
+        start: SummaryRef<'_, T>,
+        wanted: Wanted,
         local: &mut Summary<'_, T>,
+        _: &[T],
         buffers: &mut KeyBuffers<'_, T>,
     ) {
         match stage.work {
@@ -199,30 +226,25 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 }
             }
             Work::FinalState => self.load_final(local),
-            Work::Keys | Work::InitialState => self.keys(stage, start, local, buffers),
+            Work::Keys | Work::InitialState => self.keys(stage, wanted.results.then_some(start), local, buffers),
         }
     }
 
-    /// Lets a stage's summary enter the sums of all later ones; `last` ones may stay as they are.
-    pub fn leave(&self, stage: Stage, last: bool, carry: &mut Carry<'_, T>, local: SummaryRef<'_, T>) {
+    fn leave(&self, stage: Stage, carry: &mut Carry<'_, T>, local: SummaryRef<'_, T>, _: &mut [T]) {
         let initial = stage.work == Work::InitialState;
         if initial {
             self.store_content(carry.high.view());
         }
-        if initial || !last {
-            carry.add(self.problem, stage.passes(self.problem, &self.unit), local);
-        }
+        carry.add(self.problem, stage.passes(self.problem, &self.unit), local);
         if initial {
             self.store_far(carry.high.view());
         }
     }
 
-    /// What is left once every key has been walked over.
-    pub fn finish(&self, buffers: &mut KeyBuffers<'_, T>) {
-        if !self.rows {
-            return;
+    fn finish(&self, buffers: &mut KeyBuffers<'_, T>) {
+        if self.rows {
+            self.finish_gates();
+            self.add_rows_before(buffers);
         }
-        self.finish_gates();
-        self.add_rows_before(buffers);
     }
 }

@@ -18,6 +18,8 @@ pub(super) struct KeyWalk<'w, 'a, T: 'static> {
     pub table: Option<Table<'w, T>>,
     pub source: Source<'w, T>,
     pub sink: GradientSink<'w, T>,
+    /// Keys of a chunk.
+    pub chunk: usize,
     /// Its number, and where the gradients of the parameters of Fourier positions go, `[unit, stage]`.
     pub index: usize,
     pub sums: SharedRows<'w, T>,

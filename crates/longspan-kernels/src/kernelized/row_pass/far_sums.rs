@@ -1,6 +1,7 @@
 //! Sums of values beyond the reach of near weights, under a bidirectional mask.
 
-use super::segments::Segment;
+use super::super::problem::Problem;
+use super::segments::cut_count;
 use crate::simd::Real;
 
 /// Far sums of one unit, `[sum of v⁺ (value_width), count (a line)]` each: those of key segments `0..n`, and behind them those of
@@ -14,13 +15,8 @@ pub(in crate::kernelized) struct FarSums<'s, T> {
 }
 
 impl<'s, T: Real> FarSums<'s, T> {
-    pub fn new(segments: &[Segment], entry: usize, numbers: &'s [T]) -> Self {
-        Self {
-            numbers,
-            entry,
-            segments: segments.len(),
-            step: segments.first().map_or(1, |first| first.to - first.from),
-        }
+    pub fn new(problem: &Problem<'_, T>, keys: usize, entry: usize, numbers: &'s [T]) -> Self {
+        Self { numbers, entry, segments: cut_count(problem, keys), step: problem.segment(keys).min(keys).max(1) }
     }
 
     /// Writes the sum of the whole segments before `key`; returns the key that they end at.
