@@ -28,7 +28,7 @@ pub(super) trait Pass<T: Real> {
 
     fn worker<'s>(&self, arena: &mut Arena<'s, T>) -> Self::Worker<'s>;
 
-    /// Comes before all stages that write, and gives the carry what there is before the first stage. `memory` holds a summary.
+    /// Called before any stage writes results: adds what there is before the first stage to the carry. `memory` is as large as a summary.
     fn begin(&self, _carry: &mut Carry<'_, T>, _memory: &mut [T], _shared: &mut [T]) {}
 
     /// Forms the sums of a stage in `local` and, from those of all stages before, its results.
@@ -42,13 +42,13 @@ pub(super) trait Pass<T: Real> {
         worker: &mut Self::Worker<'_>,
     );
 
-    /// Lets a stage's sums enter those of all later ones.
+    /// Adds a stage's sums to those that all later stages start from.
     fn leave(&self, stage: Self::Stage, carry: &mut Carry<'_, T>, local: SummaryRef<'_, T>, shared: &mut [T]);
 
-    /// Comes after the last stage has left.
+    /// Called once the sums of all stages are carried.
     fn end(&self, _sums: &Summary<'_, T>) {}
 
-    /// Comes when all results are written.
+    /// Called when all results are written.
     fn finish(&self, _worker: &mut Self::Worker<'_>) {}
 }
 
