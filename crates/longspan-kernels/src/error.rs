@@ -76,3 +76,13 @@ pub(crate) fn expect(
     }
     Err(Error::Argument { operation, argument, expected: expected(), got: got() })
 }
+
+/// Refuses options that have no meaning together, and says what helps.
+pub(crate) fn refuse(
+    refused: bool,
+    operation: &'static str,
+    combination: &'static str,
+    help: &'static str,
+) -> Result<(), Error> {
+    if refused { Err(Error::Unsupported { operation, combination, help }) } else { Ok(()) }
+}

@@ -66,7 +66,6 @@ fn check(operation: &'static str, wide: usize, shape: [usize; 4]) -> Result<(), 
     expect(len == Some(wide), operation, "wide", expected, || format!("{wide}"))
 }
 
-/// Batch entry, head and token of a row.
 fn place(row: usize, shape: [usize; 4]) -> (usize, usize, usize) {
     (row / (shape[1] * shape[2]), row / shape[2] % shape[1], row % shape[2])
 }

@@ -184,7 +184,6 @@ impl Sides {
     }
 }
 
-/// Writes every gradient.
 pub(super) fn backward<T: Real>(call: &Backward<'_, T>, parameters: &mut [&mut [T]], scratch: &mut Scratch<T>) {
     let problem = call.problem;
     let most = if problem.full() { SHARING_NUMBERS } else { BLOCK_NUMBERS };

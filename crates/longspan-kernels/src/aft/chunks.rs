@@ -11,7 +11,6 @@ use crate::threads::{self, parallel};
 /// usual windows; the means at its edges are kept, so they are a few per cent of the keys.
 pub(super) const CHUNK: usize = 64;
 
-/// Outputs of the longest chunk.
 const MOST: usize = 256;
 
 /// Outputs of one chunk. Where each sees all items, these pass by for every chunk, from the third cache: four times as many outputs take
@@ -26,7 +25,6 @@ pub(super) fn chunk_len(aft: &Aft, outputs: usize) -> usize {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Window {
     pub outputs: usize,
-    /// Outputs of one chunk.
     pub chunk_len: usize,
     pub shift: isize,
     pub back: isize,
@@ -72,7 +70,6 @@ impl Window {
         self.outputs.div_ceil(self.chunk_len)
     }
 
-    /// The outputs of a chunk.
     pub fn chunk(&self, index: usize) -> (usize, usize) {
         (index * self.chunk_len, ((index + 1) * self.chunk_len).min(self.outputs))
     }
@@ -97,7 +94,6 @@ impl Chunks {
         Self { windows, heads, starts }
     }
 
-    /// Chunks of all sequences and heads.
     pub fn tasks(&self) -> usize {
         self.starts[self.windows.len()] * self.heads
     }
@@ -107,7 +103,6 @@ impl Chunks {
         self.starts[sequence] * self.heads + head * self.windows[sequence].chunks() + chunk
     }
 
-    /// The sequence, head and chunk of an index.
     pub fn task(&self, index: usize) -> (usize, usize, usize) {
         let sequence = self.starts.partition_point(|&start| start * self.heads <= index) - 1;
         let (rest, chunks) = (index - self.starts[sequence] * self.heads, self.windows[sequence].chunks());
@@ -139,7 +134,6 @@ impl<'w, T: Real> Workers<'w, T> {
         Self { each: memory.len(), memory }
     }
 
-    /// Calls `body(task, memory)` for every task.
     pub fn run(&mut self, tasks: usize, body: impl Fn(usize, &mut [T]) + Sync) {
         parallel(tasks, self.memory, self.each, body);
     }

@@ -8,7 +8,6 @@ use super::tiles::GRID;
 use crate::call::{Dims, Mask, Order};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 
-/// The cost model's answer.
 pub(super) fn plan(aft: &Aft, dims: &Dims, mask: &Mask<'_>) -> Plan {
     let causal = mask.order == Order::Causal;
     let (back, ahead) = aft.reach(causal);

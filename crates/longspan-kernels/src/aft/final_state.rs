@@ -22,7 +22,6 @@ pub(super) fn far<T: Real>(
     join_all(&items, first, (sequence.keys as isize - problem.aft.ring() as isize).max(first), sum, work);
 }
 
-/// The marks after the last key.
 pub(super) fn marks<T: Real>(problem: &Problem<'_, T>, sequence: &Sequence<'_>, kv_head: usize) -> [T; MARKS] {
     let none = [T::ZERO; MARKS];
     let before = problem.initial(sequence, kv_head).map_or(&none[..], |head| head.marks);

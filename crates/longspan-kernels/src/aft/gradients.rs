@@ -15,7 +15,6 @@ pub(super) const GROUPS: usize = 16;
 /// Numbers that the rows of one block may take, if it has more than one head.
 pub(super) const BLOCK_NUMBERS: usize = 1 << 20;
 
-/// A backward call.
 pub(super) struct Backward<'a, T: 'static> {
     pub problem: &'a Problem<'a, T>,
     pub cotangent: &'a Cotangent<'a, T>,
@@ -97,20 +96,4 @@ pub(super) fn rows_of<'v, T: Real>(
     column: usize,
 ) -> Rows<'v, T> {
     view.rows(sequence.batch, head).skip(sequence.query_start + from).skip_columns(column)
-}
-
-/// Keys beyond the end of a sequence have gradient 0.
-pub(super) fn clear_absent<T: Real>(problem: &Problem<'_, T>, dk: SharedRows<'_, T>, dv: SharedRows<'_, T>) {
-    for sequence in &problem.sequences {
-        let end = sequence.key_start + sequence.keys;
-        for head in 0..problem.dims.kv_heads {
-            for token in end..end + sequence.absent {
-                // SAFETY: no task runs yet, and the slices end here.
-                unsafe {
-                    dk.row(sequence.batch, head, token, problem.key_dim).fill(T::ZERO);
-                    dv.row(sequence.batch, head, token, problem.dims.head_dim).fill(T::ZERO);
-                }
-            }
-        }
-    }
 }

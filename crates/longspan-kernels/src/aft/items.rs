@@ -14,7 +14,6 @@ use crate::threads::{self, share};
 /// core's second cache.
 pub(super) const REACH: usize = 256;
 
-/// Items of a head.
 pub(super) trait Items<T: Real> {
     /// The items from `from` on, `count` of them, one after the other; `block` has room for as many.
     fn load<'a>(&'a self, from: isize, count: usize, block: &'a mut [T]) -> &'a [T];
@@ -80,13 +79,11 @@ impl<'a, T: Real> Blocks<'a, T> {
     }
 }
 
-/// A block of items.
 pub(super) struct BlockParts<'a, T> {
     /// The exponents of its channels, as of [`Factored`](super::log_sum::Factored).
     pub reference: &'a [T],
     /// Numerators and then denominators, [`REACH`] rows each; panels as of [`transpose`] where the table is transposed.
     pub factors: &'a [T],
-    /// The largest range of exponents.
     pub range: T,
 }
 
@@ -128,7 +125,6 @@ impl BlockTable {
         Self { width, blocks }
     }
 
-    /// Numbers of memory.
     pub fn len<T: Real>(&self) -> usize {
         self.blocks.tasks() * block_len::<T>(self.width)
     }
@@ -207,7 +203,7 @@ impl BlockTable {
         }
     }
 
-    /// The blocks of one head; none if the table is that of no sequence.
+    /// The blocks of one head; `None` from a table for no sequences.
     pub fn of<'a, T: Real>(&self, memory: &'a [T], sequence: usize, head: usize) -> Option<Blocks<'a, T>> {
         let (window, len) = (*self.blocks.windows.get(sequence)?, block_len::<T>(self.width));
         Some(Blocks { window, width: self.width, numbers: &memory[self.blocks.index(sequence, head, 0) * len..] })

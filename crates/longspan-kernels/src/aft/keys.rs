@@ -16,7 +16,7 @@ pub(super) struct KeyItems<'a, T> {
     all: Tokens<'a, T>,
     ignored: Option<&'a [bool]>,
     initial: Option<Head<&'a [T]>>,
-    /// Of a row of a mean.
+    /// Numbers in a row of a mean.
     width: usize,
     blocks: Option<Blocks<'a, T>>,
 }

@@ -11,7 +11,7 @@ use crate::simd::{Real, Vector, dispatch, exp_nonpositive, operation};
 /// Rows of a mean.
 pub(super) const PARTS: usize = 4;
 
-/// Makes a mean that of nothing.
+/// Empties a mean.
 pub(super) fn clear<T: Real>(mean: &mut [T]) {
     let width = mean.len() / PARTS;
     mean.fill(T::ZERO);
@@ -172,7 +172,7 @@ pub(super) struct Factored<'a, T> {
     pub reference: &'a [T],
     /// Rows of `width`.
     pub numerators: &'a [T],
-    /// As many.
+    /// Rows of `width`, as many as numerators.
     pub denominators: &'a [T],
 }
 

@@ -90,7 +90,6 @@ impl<'a, 's, T: Real> KeySide<'a, 's, T> {
         BlockTable::new(if problem.full() { &chunks.windows } else { &[] }, chunks.heads, problem.width)
     }
 
-    /// The memory that [`KeySide::new`] takes.
     pub fn memory(problem: &Problem<'_, T>, chunks: &Chunks, arena: &mut Arena<'s, T>) {
         Edges::memory(chunks, problem.mean(), arena);
         arena.take(Self::table(problem, chunks).len::<T>());

@@ -55,7 +55,7 @@ use state_gradient::Links;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    State, StateShape, Token, ViewMut, check_gradients, check_output, check_sizes, kernels,
+    State, StateShape, StateSink, Token, ViewMut, check_gradients, check_output, check_sizes, clear_absent, kernels,
 };
 use crate::error::Error;
 use crate::plan::{Algorithm, Plan};
@@ -168,18 +168,14 @@ impl Compute for Aft {
         check_gradients(self, call, cotangent, &gradients)?;
         problem.lend = gradients.initial_state.is_some();
         let Gradients { mut dq, mut dk, mut dv, parameters, initial_state } = gradients;
-        let mut first = initial_state.map(|state| {
-            let numbers = state.numbers_mut();
-            numbers.fill(T::ZERO);
-            ViewMut::strided(numbers, [0, 0, 1])
-        });
+        let first = initial_state.map(StateSink::new);
         let (dq, dk, dv) = (dq.shared(), dk.shared(), dv.shared());
-        gradients::clear_absent(&problem, dk, dv);
+        clear_absent(self, &problem.dims, &problem.sequences, [dk, dv]);
         if problem.is_empty() {
             parameters.iter_mut().for_each(|d| d.fill(T::ZERO));
             return Ok(());
         }
-        let links = Links::new(&problem, cotangent.final_state, first.as_mut().map(ViewMut::shared));
+        let links = Links::new(&problem, cotangent.final_state, first);
         let call = Backward { problem: &problem, cotangent, dq, dk, dv, links };
         match conv::Geometry::new(self, problem.causal) {
             Some(geometry) => conv::backward(&call, geometry, parameters, scratch),

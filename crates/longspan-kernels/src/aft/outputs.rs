@@ -58,7 +58,6 @@ pub(super) struct OutputRows<'a, T> {
 }
 
 impl<T: Copy> OutputRows<'_, T> {
-    /// Whether all of them are there.
     pub fn are_there(&self, width: usize) -> bool {
         let gated = self.q.is_none_or(|q| covers(&q, self.count, width));
         gated && covers(&self.d_out, self.count, width) && covers(&self.out, self.count, width)
@@ -120,7 +119,6 @@ pub(super) struct TokenGradients<'a, T> {
 }
 
 impl<T: Real> TokenGradients<'_, T> {
-    /// Whether there is room for so many.
     pub fn have_room(&self, count: usize, width: usize) -> bool {
         [&self.dk, &self.dv].into_iter().all(|to| to.rows() >= count && to.width() >= width)
     }
@@ -198,17 +196,14 @@ operation!(GatedRows, |sums: &'a [T], factors: &'a [T], queries: Option<Rows<'a,
     }
 });
 
-/// Rows of the backward whose sums have one exponent: `dq`; into `items` `factor·G ⊙ σ(q)`, one after the other; and into `sums`
-/// `factor·G·Y`. A row whose factor is 0 sees nothing, and all of this is 0.
-pub(super) struct PullBackRows<'a, T> {
-    pub rows: OutputRows<'a, T>,
-    pub factors: &'a [T],
-    pub dq: Columns<'a, T>,
-    pub items: &'a mut [T],
-    pub sums: &'a mut [T],
-}
-
-operation!(PullBackRows, |Self { rows, factors, mut dq, items, sums }| {
+// Rows of the backward whose sums have one exponent: `dq`; into `items` `factor·G ⊙ σ(q)`, one after the other; and into `sums`
+// `factor·G·Y`. A row whose factor is 0 sees nothing, and all of this is 0.
+operation!(PullBackRows, |rows: OutputRows<'a, T>,
+                          factors: &'a [T],
+                          dq: Columns<'a, T>,
+                          items: &'a mut [T],
+                          sums: &'a mut [T]| {
+    let mut dq = dq;
     let (count, head_dim) = (factors.len(), dq.width());
     let width = items.len() / count.max(1);
     assert!(width.is_multiple_of(V::LANES) && head_dim <= width && sums.len() >= count);
@@ -244,17 +239,14 @@ operation!(PullBackRows, |Self { rows, factors, mut dq, items, sums }| {
     }
 });
 
-/// Gradients of tokens with one key a head, from the sums of the rows that see each: `dv = factor·sum`, `dk = factor·(sum·v − d)`.
-pub(super) struct PullBackSums<'a, T> {
-    pub sums: &'a [T],
-    pub width: usize,
-    pub factors: &'a [T],
-    pub d: &'a [T],
-    pub values: Rows<'a, T>,
-    pub to: TokenGradients<'a, T>,
-}
-
-operation!(PullBackSums, |Self { sums, width, factors, d, values, mut to }| {
+// Gradients of tokens with one key a head, from the sums of the rows that see each: `dv = factor·sum`, `dk = factor·(sum·v − d)`.
+operation!(PullBackSums, |sums: &'a [T],
+                          width: usize,
+                          factors: &'a [T],
+                          d: &'a [T],
+                          values: Rows<'a, T>,
+                          to: TokenGradients<'a, T>| {
+    let mut to = to;
     let (count, head_dim) = (factors.len(), to.dv.width());
     assert!(width.is_multiple_of(V::LANES) && head_dim <= width && sums.len() >= count * width && d.len() >= count);
     assert!(to.dv.rows() >= count && to.dk.rows() >= count && to.dk.width() > 0);

@@ -8,12 +8,11 @@ use super::log_sum::PARTS;
 use super::options::{Aft, Variant};
 use super::state::{self, Head};
 use crate::call::{Call, Dims, Keys, Mechanism, Order, Sequence, check_call, check_initial_state};
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 use crate::simd::Real;
 use crate::simd::product::Product;
 use crate::simd::rows::padded;
 
-/// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
     pub aft: &'a Aft,
     pub call: &'a Call<'a, T>,
@@ -95,22 +94,15 @@ impl<'a, T: Real> Problem<'a, T> {
         check_call(aft, call)?;
         let causal = call.mask.order == Order::Causal;
         check_initial_state(aft, call)?;
-        if call.initial_state.is_some() && call.mask.offset != 0 {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "an initial state with an offset",
-                help: "use a causal mask with offset 0",
-            });
-        }
+        let combination = "an initial state with an offset";
+        let help = "use a causal mask with offset 0";
+        refuse(call.initial_state.is_some() && call.mask.offset != 0, operation, combination, help)?;
         if let Variant::Conv2d { image: [height, width], .. } = aft.variant {
             let plain = !causal && call.mask.offset == 0;
-            if !plain || matches!(call.mask.keys, Keys::Lengths(_) | Keys::Packed { .. }) {
-                return Err(Error::Unsupported {
-                    operation,
-                    combination: "an image under a causal mask, with an offset, lengths or packed sequences",
-                    help: "use a bidirectional mask without an offset, and a padding mask for keys to be ignored",
-                });
-            }
+            let combination = "an image under a causal mask, with an offset, lengths or packed sequences";
+            let help = "use a bidirectional mask without an offset, and a padding mask for keys to be ignored";
+            let refused = !plain || matches!(call.mask.keys, Keys::Lengths(_) | Keys::Packed { .. });
+            refuse(refused, operation, combination, help)?;
             for (name, count) in [("queries", dims.queries), ("keys", dims.keys)] {
                 let expected = || format!("{height} × {width} = {}, the places of the image", height * width);
                 expect(count == height * width, operation, name, expected, || count.to_string())?;
@@ -163,12 +155,10 @@ impl<'a, T: Real> Problem<'a, T> {
         })
     }
 
-    /// Whether there are no channels or no heads.
     pub fn is_empty(&self) -> bool {
         self.dims.head_dim == 0 || self.dims.heads == 0
     }
 
-    /// Numbers in a mean.
     pub fn mean(&self) -> usize {
         PARTS * self.width
     }
@@ -310,7 +300,6 @@ pub(super) struct Block {
 }
 
 impl Block {
-    /// All of a call.
     pub fn whole<T: Real>(problem: &Problem<'_, T>) -> Self {
         Self { sequences: 0..problem.sequences.len(), heads: 0..problem.dims.kv_heads }
     }
@@ -338,17 +327,15 @@ impl Block {
         }
         blocks
     }
-    /// Its sequences.
     pub fn sequences<'p, T>(&self, problem: &'p Problem<'_, T>) -> &'p [Sequence<'p>] {
         &problem.sequences[self.sequences.clone()]
     }
 
-    /// How many heads of queries.
     pub fn query_heads<T>(&self, problem: &Problem<'_, T>) -> usize {
         self.heads.len() * problem.dims.group()
     }
 
-    /// The first row of each sequence and how many there are in all, if those of all its heads stand one after the other.
+    /// The first row of each sequence and the number of rows in all, with the rows of all heads one after the other.
     pub fn rows<T>(&self, problem: &Problem<'_, T>) -> (Vec<usize>, usize) {
         let (mut starts, mut count) = (Vec::new(), 0);
         for sequence in self.sequences(problem) {

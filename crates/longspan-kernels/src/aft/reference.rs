@@ -10,7 +10,6 @@ pub(crate) fn reference(aft: &Aft, call: &Call<'_, f64>) -> Result<Reference, Er
     Ok(Reference::of_rows(&call.dims, |place| (row(aft, call, place), 1.0)))
 }
 
-/// One row of the output.
 fn row(aft: &Aft, call: &Call<'_, f64>, [batch, head, i]: [usize; 3]) -> Vec<f64> {
     let dims = &call.dims;
     let (kv_head, width) = (head / dims.group(), dims.head_dim);
@@ -88,7 +87,6 @@ fn bias(aft: &Aft, call: &Call<'_, f64>, head: usize, i: usize, j: usize) -> f64
     }
 }
 
-/// One tap of a head's kernel.
 fn kernel(call: &Call<'_, f64>, head: usize, taps: usize, normalized: bool, tap: usize) -> f64 {
     let w = &call.parameters[0][head * taps..][..taps];
     if !normalized {

@@ -34,7 +34,7 @@ operation!(FindRunningMax, |tokens: Tokens<'a, T>, before: &'a [T], running_max:
             }
             set_part(running_max, 0, 0, column, most);
             for (most, least) in most.into_iter().zip(least) {
-                // A channel that has seen nothing yet is one whose sums are not kept.
+                // A channel that has seen no key yet has no sum to keep.
                 let seen = least.sub(V::splat(floor()));
                 let depth = seen.if_positive(most.sub(least), V::splat(T::ZERO).sub(V::splat(floor())));
                 deepest = deepest.max(depth.largest());
@@ -56,17 +56,12 @@ unsafe fn gate<V: Vector>(numerator: V, denominator: V, q: Option<V>) -> V {
     }
 }
 
-/// Writes the output after each token, for tokens whose [running max](FindRunningMax) keeps every sum, and takes them into the mean.
-pub(super) struct RunningMeans<'a, T> {
-    pub tokens: Tokens<'a, T>,
-    /// For a gate.
-    pub queries: Option<Rows<'a, T>>,
-    pub running_max: &'a [T],
-    pub mean: &'a mut [T],
-    pub to: Columns<'a, T>,
-}
-
-operation!(RunningMeans, |Self { tokens, queries, running_max, mean, to }| {
+// Writes the output after each token, for tokens whose [running max](FindRunningMax) keeps every sum, and takes them into the mean.
+operation!(RunningMeans, |tokens: Tokens<'a, T>,
+                          queries: Option<Rows<'a, T>>,
+                          running_max: &'a [T],
+                          mean: &'a mut [T],
+                          to: Columns<'a, T>| {
     let (count, head_dim, width) = (tokens.count, tokens.head_dim, running_max.len());
     assert!(fits::<V>(mean, head_dim) && tokens.key_dim == head_dim && width * PARTS == mean.len());
     assert!(tokens.are_there() && queries.is_none_or(|queries| covers(&queries, count, head_dim)));
@@ -108,21 +103,18 @@ operation!(RunningMeans, |Self { tokens, queries, running_max, mean, to }| {
     };
 });
 
-/// The gradients of tokens that rows see from their own on, and of these rows' queries; for tokens whose
-/// [running max](FindRunningMax) keeps every sum. `before` is the mean before the first token, of which numerators are not read;
-/// `after` what is collected from later rows, to which these are joined. `work` has room for three registers a token, four times.
-pub(super) struct RunningGradients<'a, T> {
-    pub tokens: Tokens<'a, T>,
-    pub rows: OutputRows<'a, T>,
-    pub running_max: &'a [T],
-    pub before: &'a [T],
-    pub after: &'a mut [T],
-    pub work: &'a mut [T],
-    pub dq: Columns<'a, T>,
-    pub to: TokenGradients<'a, T>,
-}
-
-operation!(RunningGradients, |Self { tokens, rows, running_max, before, after, work, dq, mut to }| {
+// The gradients of tokens that rows see from their own on, and of these rows' queries; for tokens whose
+// [running max](FindRunningMax) keeps every sum. `before` is the mean before the first token, of which numerators are not read;
+// `after` what is collected from later rows, to which these are joined. `work` has room for three registers a token, four times.
+operation!(RunningGradients, |tokens: Tokens<'a, T>,
+                              rows: OutputRows<'a, T>,
+                              running_max: &'a [T],
+                              before: &'a [T],
+                              after: &'a mut [T],
+                              work: &'a mut [T],
+                              dq: Columns<'a, T>,
+                              to: TokenGradients<'a, T>| {
+    let mut to = to;
     let (count, head_dim, width) = (tokens.count, tokens.head_dim, running_max.len());
     assert!(fits::<V>(before, head_dim) && tokens.key_dim == head_dim && width * PARTS == before.len());
     assert!(after.len() == before.len() && rows.count == count && work.len() >= 12 * V::LANES * count);

@@ -206,7 +206,6 @@ fn gradients_memory<'w, T: Real>(
     ([mean; 6].map(|len| arena.take(len)), others.map(|len| arena.take(len)))
 }
 
-/// Writes every gradient.
 pub(super) fn backward<T: Real>(call: &Backward<'_, T>, scratch: &mut Scratch<T>) {
     let problem = call.problem;
     let blocks = problem.sequences.iter().map(|sequence| Sight::new(problem, sequence).blocks().len()).max();

@@ -5,12 +5,11 @@ use std::ops::{Deref, Range};
 use super::log_sum::{PARTS as MEAN_PARTS, clear, join, write_item};
 use super::options::{Aft, Variant};
 use crate::call::{Dims, Mechanism, PARTS, State, StateShape, check_state, fingerprint, is_count};
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 use crate::simd::Real;
 use crate::simd::block::floor;
 use crate::simd::rows::padded;
 
-/// The parts of one head's state.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Head<S> {
     /// `Σ e^{k_j − x} v_j` over the keys that windows no longer reach, `head_dim`.
@@ -33,7 +32,6 @@ pub(super) const OLDEST: usize = 0;
 pub(super) const FILLED: usize = 1;
 pub(super) const POSITION: usize = 2;
 pub(super) const MARKS: usize = 3;
-/// Which part of a head's state they are.
 const MARKS_PART: usize = 5;
 
 /// The row of a ring for the token of `back` tokens ago.
@@ -70,7 +68,6 @@ impl<'a, T: Real> Head<&'a [T]> {
 }
 
 impl<T: Real, S: Deref<Target = [T]>> Head<S> {
-    /// Into the rows of a mean.
     pub fn read(&self, mean: &mut [T]) {
         let (width, len) = (mean.len() / MEAN_PARTS, self.numerator.len());
         mean[2 * width..][..len].copy_from_slice(&self.numerator);
@@ -101,27 +98,18 @@ impl<T: Real> Head<&mut [T]> {
 pub(super) fn shape(aft: &Aft, dims: &Dims) -> Result<StateShape, Error> {
     aft.check_options(dims)?;
     let operation = aft.name();
-    if let Variant::Local { length: None, .. } = aft.variant {
-        return Err(Error::Unsupported {
-            operation,
-            combination: "a state with biases that belong to one call",
-            help: "give the table of biases a length, so that its rows are positions",
-        });
-    }
-    if let Variant::Conv2d { .. } = aft.variant {
-        return Err(Error::Unsupported {
-            operation,
-            combination: "a state of an image, whose places look both ways",
-            help: "give the call the whole image",
-        });
-    }
+    let combination = "a state with biases that belong to one call";
+    let help = "give the table of biases a length, so that its rows are positions";
+    refuse(matches!(aft.variant, Variant::Local { length: None, .. }), operation, combination, help)?;
+    let combination = "a state of an image, whose places look both ways";
+    let help = "give the call the whole image";
+    refuse(matches!(aft.variant, Variant::Conv2d { .. }), operation, combination, help)?;
     let ring = aft.ring();
     let (width, key_dim) = (dims.head_dim, aft.key_dim(dims));
     let parts = [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS];
     Ok(StateShape::new(aft.name(), fingerprint(aft.variant.state_id()), dims, parts).in_lines(MARKS_PART))
 }
 
-/// The state before the first token.
 pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> {
     let shape = shape(aft, dims)?;
     let fits = shape.batch.checked_mul(shape.kv_heads).and_then(|n| n.checked_mul(shape.head_len()));
@@ -135,7 +123,6 @@ pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> 
     Ok(state)
 }
 
-/// Checks the marks of a state of the right sizes.
 pub(super) fn check_marks<T: Real>(aft: &Aft, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let rows = aft.ring().max(1);
     for marks in state.each(MARKS_PART) {

@@ -13,7 +13,7 @@ use super::chunks::CHUNK;
 use super::final_state::{far, marks};
 use super::problem::Problem;
 use super::state::{Head, OLDEST, ring_place};
-use crate::call::{Sequence, SharedRows, State};
+use crate::call::{Sequence, State, StateSink};
 use crate::simd::Real;
 use crate::simd::block::floor;
 
@@ -22,13 +22,13 @@ pub(super) struct Links<'a, T: 'static> {
     problem: &'a Problem<'a, T>,
     /// The final state's gradient, and its mean as an item for each head.
     last: Option<(&'a State<T>, Vec<T>)>,
-    /// All numbers of the initial state's.
-    first: Option<SharedRows<'a, T>>,
+    /// Where the gradient of the initial state goes.
+    first: Option<StateSink<'a, T>>,
 }
 
 impl<'a, T: Real> Links<'a, T> {
     /// From the gradient of the final state to that of the initial one, which is 0.
-    pub fn new(problem: &'a Problem<'a, T>, last: Option<&'a State<T>>, first: Option<SharedRows<'a, T>>) -> Self {
+    pub fn new(problem: &'a Problem<'a, T>, last: Option<&'a State<T>>, first: Option<StateSink<'a, T>>) -> Self {
         let (mean, width, kv_heads) = (problem.mean(), problem.width, problem.dims.kv_heads);
         let last = last.map(|state| {
             let mut items = vec![T::ZERO; problem.sequences.len() * kv_heads * mean];
@@ -94,22 +94,13 @@ impl<'a, T: Real> Links<'a, T> {
         let (first, initial) = (self.first.as_ref()?, self.problem.initial(sequence, kv_head)?);
         let row = ring_place(initial.marks[OLDEST], self.problem.aft.ring(), back);
         let (key_dim, width) = (self.problem.key_dim, self.problem.dims.head_dim);
-        let [.., keys, values, _] = self.parts(sequence, kv_head)?;
-        // SAFETY: the parts of a head and the rows of its ring lie apart; the caller promises one task a key.
-        unsafe { Some((first.row(0, 0, keys + row * key_dim, key_dim), first.row(0, 0, values + row * width, width))) }
+        let part = |n: usize, width: usize| {
+            // SAFETY: the parts of a head and the rows of its ring lie apart; the caller promises one task a key.
+            unsafe { first.part(sequence.batch * self.problem.dims.kv_heads + kv_head, n, row * width, width) }
+        };
+        Some((part(3, key_dim), part(4, width)))
     }
 
-    /// Where the parts of one head of the initial state begin.
-    fn parts(&self, sequence: &Sequence<'_>, kv_head: usize) -> Option<[usize; 6]> {
-        let shape = self.problem.call.initial_state?.shape();
-        let mut start = (sequence.batch * self.problem.dims.kv_heads + kv_head) * shape.head_len();
-        Some(shape.parts.map(|len| {
-            start += len;
-            start - len
-        }))
-    }
-
-    /// Whether a state at either end has a gradient.
     pub fn any(&self) -> bool {
         self.last.is_some() || self.first.is_some()
     }
@@ -131,12 +122,12 @@ impl<'a, T: Real> Links<'a, T> {
         channels: Range<usize>,
     ) -> Option<(Head<&'a [T]>, &mut [T], &mut [T])> {
         let (first, head) = (self.first.as_ref()?, self.problem.initial(sequence, kv_head)?);
-        let [numerator, denominator, ..] = self.parts(sequence, kv_head)?;
+        let unit = sequence.batch * self.problem.dims.kv_heads + kv_head;
         let of_keys = if head.denominator.len() == head.numerator.len() { channels.clone() } else { 0..1 };
         // SAFETY: the parts of a head lie apart; the caller promises one task for these channels.
         unsafe {
-            let numerator = first.row(0, 0, numerator + channels.start, channels.len());
-            Some((head, numerator, first.row(0, 0, denominator + of_keys.start, of_keys.len())))
+            let numerator = first.part(unit, 0, channels.start, channels.len());
+            Some((head, numerator, first.part(unit, 1, of_keys.start, of_keys.len())))
         }
     }
 }

@@ -38,9 +38,8 @@ pub(super) fn widest<T: Real>() -> T {
     T::from_f64(-0.275 * T::MIN_POSITIVE.to_f64().ln())
 }
 
-/// Working memory of one task.
 struct Work<'w, T> {
-    /// A tile of biases, and one to turn it round in.
+    /// A tile of biases, and room for its transpose.
     biases: &'w mut [T],
     turned: &'w mut [T],
     running_max: &'w mut [T],
@@ -166,7 +165,6 @@ pub(super) fn work_len<T: Real>(mean: usize, chunk_len: usize) -> usize {
 /// `e^{w − r}` of a chunk's whole tiles, `r` the largest of each row, in blocks of [`REACH`] columns the largest so far: the biases of a
 /// table are the same for all heads, so that a walk over several heads forms them once.
 pub(super) struct BiasTiles<'w, T> {
-    /// Rows of a tile.
     rows: usize,
     tiles: &'w mut [T],
     /// For each [`GRID`] columns, at the first of a tile: the largest of its rows,
@@ -400,7 +398,6 @@ pub(super) fn means<T: Real>(
 
 /// `Σ_channels p·(g·v − G·Y)` of some pairs, of one head or summed over some: rows of weights × rows of terms.
 pub(super) struct PairGradients<'a, T> {
-    /// The first of the outputs.
     first: usize,
     weights: &'a [T],
     /// From one row of weights to the next; rows of terms have [`REACH`].

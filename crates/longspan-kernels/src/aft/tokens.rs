@@ -9,7 +9,6 @@ use crate::simd::{Real, Vector, exp_nonpositive, operation};
 /// divide by is then at least `e^{−24}`, and terms that an exponential loses, below `e^{−87}` (`f32`), are nothing beside it.
 pub(super) const DEEPEST: f64 = 24.0;
 
-/// The tokens of one head.
 #[derive(Clone, Copy)]
 pub(super) struct Tokens<'a, T> {
     pub keys: Rows<'a, T>,
@@ -17,7 +16,6 @@ pub(super) struct Tokens<'a, T> {
     pub key_dim: usize,
     pub values: Rows<'a, T>,
     pub count: usize,
-    /// Numbers in a value.
     pub head_dim: usize,
 }
 
@@ -28,7 +26,6 @@ impl<'a, T> Tokens<'a, T> {
         Self { keys, key_dim: key.len(), values, count: 1, head_dim: value.len() }
     }
 
-    /// Whether all of them are there.
     pub fn are_there(&self) -> bool {
         let values = covers(&self.values, self.count, self.head_dim);
         values && covers(&self.keys, self.count, self.key_dim) && self.key_dim > 0

@@ -74,12 +74,12 @@ impl<'a, T: Real> Edges<'a, T> {
         Self { before, after, mean }
     }
 
-    /// The memory of as many.
+    /// Memory for the edges of these chunks.
     pub fn memory(chunks: &Chunks, mean: usize, arena: &mut Arena<'a, T>) -> [&'a mut [T]; 2] {
         [(); 2].map(|()| arena.take(chunks.tasks() * mean))
     }
 
-    /// Those of one chunk.
+    /// The means before and after one chunk.
     pub fn of(&self, chunk: usize) -> (&'a [T], &'a [T]) {
         let of = |means: &'a [T]| &means[chunk * self.mean..][..self.mean];
         (of(self.before), of(self.after))

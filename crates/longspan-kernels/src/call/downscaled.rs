@@ -93,7 +93,6 @@ impl<T: Real> Downscaled<T> {
     }
 }
 
-/// Batch entry, head and token of each row.
 fn rows([batch, heads, tokens, _]: [usize; 4]) -> impl Iterator<Item = [usize; 3]> + Clone {
     (0..batch * heads * tokens).map(move |row| [row / (heads * tokens), row / tokens % heads, row % tokens])
 }

@@ -137,7 +137,6 @@ impl<'a> Mask<'a> {
         }
     }
 
-    /// The independent sequences of a call.
     pub(crate) fn sequences(&self, dims: &Dims) -> Vec<Sequence<'a>> {
         let whole = |batch| Sequence {
             batch,
@@ -179,7 +178,6 @@ impl<'a> Mask<'a> {
     }
 }
 
-/// One independent sequence of a call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sequence<'a> {
     pub batch: usize,

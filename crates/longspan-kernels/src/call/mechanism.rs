@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use smallvec::SmallVec;
 
 use super::{Dims, Mask, Order, Scratch, State, StateShape, View, ViewMut};
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 use crate::plan::{Algorithm, Plan, Purpose};
 use crate::simd::{InstructionSet, Real};
 
@@ -131,7 +131,6 @@ impl<'a, T> Output<'a, T> {
         Self { final_state: final_state.into(), ..self }
     }
 
-    /// What the call is made for.
     pub(crate) fn purpose(&self) -> Purpose {
         if self.denominators.is_some() { Purpose::Training } else { Purpose::Inference }
     }
@@ -333,7 +332,10 @@ pub(crate) trait Compute: Mechanism {
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error>;
     /// Refuses marks that make no sense in a state of the right sizes: its numbers may come from anywhere.
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error>;
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error>;
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(self.name())?;
+        State::zeros(self.state_shape::<T>(dims)?)
+    }
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error>;
     fn combine_backward<T: Real>(
@@ -486,14 +488,11 @@ pub(crate) fn check_sizes(mechanism: &dyn Mechanism, dims: &Dims, mask: &Mask<'_
 /// Refuses states of keys outside a call where they have no use. The states themselves are the mechanism's.
 fn check_outside<T: Real>(mechanism: &dyn Mechanism, call: &Call<'_, T>) -> Result<(), Error> {
     let usable = mechanism.reach().is_some() && call.mask.order == Order::Bidirectional && !call.mask.is_packed();
-    if call.outside.is_none() || usable {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        operation: mechanism.name(),
-        combination: "states of keys outside the call with a causal mask, packed sequences, or a mechanism without a reach",
-        help: "give the call all keys, or under a causal mask an initial state",
-    })
+    let refused = call.outside.is_some() && !usable;
+    let combination =
+        "states of keys outside the call with a causal mask, packed sequences, or a mechanism without a reach";
+    let help = "give the call all keys, or under a causal mask an initial state";
+    refuse(refused, mechanism.name(), combination, help)
 }
 
 /// Checks sizes and marks of a state that a caller gives.
@@ -511,14 +510,10 @@ pub(crate) fn check_state<T: Real>(
 pub(crate) fn check_initial_state<T: Real>(mechanism: &impl Compute, call: &Call<'_, T>) -> Result<(), Error> {
     let Some(initial) = call.initial_state else { return Ok(()) };
     check_state(mechanism, &call.dims, initial, "initial_state")?;
-    if call.mask.order == Order::Causal && call.mask.offset >= 0 {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        operation: mechanism.name(),
-        combination: "an initial state with a bidirectional mask or a negative offset",
-        help: "use a causal mask with offset 0",
-    })
+    let refused = call.mask.order != Order::Causal || call.mask.offset < 0;
+    let combination = "an initial state with a bidirectional mask or a negative offset";
+    let help = "use a causal mask with offset 0";
+    refuse(refused, mechanism.name(), combination, help)
 }
 
 /// Checks the sizes of a final state or of the gradient of one, and refuses it where no single sequence has an end to go on from.
@@ -529,28 +524,20 @@ fn check_final_state<T: Real>(
     argument: &'static str,
 ) -> Result<(), Error> {
     state.check(mechanism.name(), argument, mechanism.state_shape::<T>(&call.dims)?)?;
-    if call.mask.order == Order::Causal && !call.mask.is_packed() {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        operation: mechanism.name(),
-        combination: "a final state with a bidirectional mask or packed sequences",
-        help: "use a causal mask and give each sequence its own batch entry",
-    })
+    let refused = call.mask.order != Order::Causal || call.mask.is_packed();
+    let combination = "a final state with a bidirectional mask or packed sequences";
+    let help = "use a causal mask and give each sequence its own batch entry";
+    refuse(refused, mechanism.name(), combination, help)
 }
 
 /// Checks the sizes of the gradient of an initial state, and refuses that of one that the call has not, or that several sequences
 /// share.
 fn check_initial_gradient<T: Real>(mechanism: &impl Compute, call: &Call<'_, T>, to: &State<T>) -> Result<(), Error> {
     to.check(mechanism.name(), "gradient of the initial state", mechanism.state_shape::<T>(&call.dims)?)?;
-    if call.initial_state.is_some() && !call.mask.is_packed() {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        operation: mechanism.name(),
-        combination: "the gradient of the initial state without such a state, or with packed sequences",
-        help: "give the call the state that the gradient is wanted of, and each sequence its own batch entry",
-    })
+    let refused = call.initial_state.is_none() || call.mask.is_packed();
+    let combination = "the gradient of the initial state without such a state, or with packed sequences";
+    let help = "give the call the state that the gradient is wanted of, and each sequence its own batch entry";
+    refuse(refused, mechanism.name(), combination, help)
 }
 
 /// Checks the places that a forward call writes to.

@@ -24,6 +24,6 @@ pub use scratch::Scratch;
 pub(crate) use scratch::{Arena, Lines, StepMemory, zeros};
 pub(crate) use shape::SharedRows;
 pub use shape::{Dims, View, ViewMut};
-pub(crate) use sink::{GradientSink, Sink};
+pub(crate) use sink::{GradientSink, Sink, StateSink, clear_absent};
 pub(crate) use state::{PARTS, check_count, fingerprint, is_count, optional_id};
 pub use state::{State, StateShape};

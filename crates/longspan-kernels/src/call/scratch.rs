@@ -86,7 +86,6 @@ impl<T: Real> Scratch<T> {
         zeros(len)
     }
 
-    /// Takes back what was lent.
     pub(crate) fn give_back(&mut self, numbers: Vec<T>) {
         self.lent = numbers;
     }
@@ -208,7 +207,7 @@ impl<T: fmt::Debug> fmt::Debug for Lines<T> {
 /// Hands out parts of a scratch buffer, each starting on a cache line.
 pub(crate) struct Arena<'s, T> {
     rest: &'s mut [T],
-    /// How much has been asked for, if it only counts.
+    /// Numbers asked for so far, if the arena only measures.
     counted: Option<usize>,
 }
 

@@ -70,7 +70,7 @@ impl Dims {
         let expected = || format!("a multiple of the {} key/value heads", self.kv_heads);
         expect(holds, operation, "heads", expected, || self.heads.to_string())?;
         let fits = [self.q(), self.k(), self.v(), self.out()].iter().all(|shape| {
-            // Sizes beside a 0 are not those of any numbers, but of what is kept for a row or a head.
+            // A tensor with a size of 0 holds no numbers, but rows and heads are still counted.
             let most = if shape.contains(&0) { MOST_OF_NOTHING } else { isize::MAX as usize / 16 };
             shape.iter().try_fold(1usize, |n, &x| n.checked_mul(x.max(1))).is_some_and(|n| n < most)
         });

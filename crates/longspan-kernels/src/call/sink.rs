@@ -1,9 +1,9 @@
 //! Where the tasks of a call write, each its own rows.
 
-use super::{Dims, SharedRows, ViewMut};
+use super::{Dims, Mechanism, PARTS, Sequence, SharedRows, State, ViewMut};
 use crate::simd::Real;
+use crate::threads;
 
-/// Where a forward pass writes.
 #[derive(Clone, Copy)]
 pub(crate) struct Sink<'a, T> {
     pub out: SharedRows<'a, T>,
@@ -34,7 +34,6 @@ impl<'a, T: Real> Sink<'a, T> {
     }
 }
 
-/// Where a backward pass writes.
 #[derive(Clone, Copy)]
 pub(crate) struct GradientSink<'a, T> {
     pub dq: SharedRows<'a, T>,
@@ -53,5 +52,55 @@ impl<T: Real> GradientSink<'_, T> {
         unsafe {
             (self.dk.row(batch, kv_head, token, dims.head_dim), self.dv.row(batch, kv_head, token, dims.value_dim))
         }
+    }
+}
+
+/// Makes the gradients of the keys behind the last of each sequence 0, before any task writes others.
+pub(crate) fn clear_absent<T: Real>(
+    mechanism: &impl Mechanism,
+    dims: &Dims,
+    sequences: &[Sequence<'_>],
+    [dk, dv]: [SharedRows<'_, T>; 2],
+) {
+    let (kv_heads, key_dim, value_dim) = (dims.kv_heads, mechanism.key_dim(dims), dims.value_dim);
+    let numbers = sequences.iter().map(|sequence| sequence.absent).sum::<usize>() * kv_heads * (key_dim + value_dim);
+    let units = sequences.iter().flat_map(|sequence| (0..kv_heads).map(move |kv_head| (sequence, kv_head)));
+    threads::share_many(numbers, units, |(sequence, kv_head)| {
+        let end = sequence.key_start + sequence.keys;
+        for token in end..end + sequence.absent {
+            // SAFETY: each (batch, head, token) belongs to one task.
+            unsafe {
+                dk.row(sequence.batch, kv_head, token, key_dim).fill(T::ZERO);
+                dv.row(sequence.batch, kv_head, token, value_dim).fill(T::ZERO);
+            }
+        }
+    });
+}
+
+/// The gradient of an initial state: parts that several tasks write at once, each its own.
+#[derive(Clone, Copy)]
+pub(crate) struct StateSink<'s, T> {
+    numbers: SharedRows<'s, T>,
+    parts: [usize; PARTS],
+}
+
+impl<'s, T: Real> StateSink<'s, T> {
+    /// Clears a state for the gradient to go into.
+    pub fn new(state: &'s mut State<T>) -> Self {
+        let shape = state.shape();
+        state.numbers_mut().fill(T::ZERO);
+        // A state's numbers belong to batch entries and key/value heads one after the other, as units do.
+        Self { numbers: SharedRows::new(state.numbers_mut(), [shape.head_len(), 0, 1]), parts: shape.parts }
+    }
+
+    /// `len` numbers from the `first`-th on of one part of a unit's state.
+    ///
+    /// # Safety
+    /// No other slice of these numbers may exist, in this thread or another.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn part(&self, unit: usize, part: usize, first: usize, len: usize) -> &mut [T] {
+        let start: usize = self.parts[..part].iter().sum();
+        // SAFETY: forwarded to the caller.
+        unsafe { self.numbers.row(unit, 0, start + first, len) }
     }
 }

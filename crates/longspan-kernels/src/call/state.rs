@@ -56,8 +56,8 @@ impl StateShape {
         Self { mechanism, version: VERSION, options, batch: dims.batch, kv_heads: dims.kv_heads, parts }
     }
 
-    /// Gives one part so many numbers more, which mean nothing, that the numbers of each head take whole cache lines. Loads and
-    /// stores of its sums then cross none; those that did made a step's pass over them take a third longer.
+    /// Pads one part so that the numbers of each head take whole cache lines: loads and stores across lines made a step's pass over its
+    /// sums take a third longer.
     pub(crate) fn in_lines(mut self, part: usize) -> Self {
         let len = self.parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
         if let Some((len, whole)) = len.and_then(|len| Some((len, len.checked_next_multiple_of(line::<f32>())?))) {
@@ -257,7 +257,6 @@ impl<T: Real> State<T> {
         self.numbers.chunks_exact(self.shape.head_len().max(1)).map(move |head| &head[from..to])
     }
 
-    /// The parts of one head's state.
     pub(crate) fn head(&self, batch: usize, head: usize) -> [&[T]; PARTS] {
         let len = self.shape.head_len();
         let mut rest = &self.numbers[(batch * self.shape.kv_heads + head) * len..][..len];
@@ -268,7 +267,6 @@ impl<T: Real> State<T> {
         })
     }
 
-    /// The parts of every head's state, to be read.
     pub(crate) fn heads(&self) -> impl Iterator<Item = [&[T]; PARTS]> {
         let StateShape { batch, kv_heads, .. } = self.shape;
         (0..batch * kv_heads).map(|head| self.head(0, head))

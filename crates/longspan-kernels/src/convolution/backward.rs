@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::problem::{Problem, ROWS};
 use super::taps::{convolve, convolve_back, silu, tap_sums, through_gate};
-use crate::call::{Arena, Cotangent, GradientSink, Scratch, Sequence, SharedRows, State};
+use crate::call::{Arena, Cotangent, GradientSink, Scratch, Sequence, SharedRows, State, StateSink};
 use crate::simd::Real;
 use crate::simd::block::{add_products, add_scaled, multiply, set_products};
 use crate::threads::{self, parallel};
@@ -15,7 +15,6 @@ struct Block<'s, T> {
     products: &'s mut [T],
     /// What `a` gives of their sums, from the first position on.
     sums: &'s mut [T],
-    /// The gradients of these sums.
     d_sums: &'s mut [T],
     /// `a'`, then the gradients of products.
     rest: &'s mut [T],
@@ -56,7 +55,7 @@ pub(super) fn backward<T: Real>(
     scratch: &mut Scratch<T>,
 ) {
     let (dims, row, learned) = (&problem.dims, problem.row, problem.learned());
-    let (d_learned, mut d_initial) = to;
+    let (d_learned, d_initial) = to;
     let past = d_initial.as_ref().map_or(0, |_| problem.convolution.before() as isize);
     let mut pieces = Vec::new();
     for (n, sequence) in problem.sequences.iter().enumerate() {
@@ -70,13 +69,9 @@ pub(super) fn backward<T: Real>(
     let workers = threads::count().min(tasks);
     let (sums, blocks) = scratch.take(tasks * learned * row + workers * per_worker).split_at_mut(tasks * learned * row);
     {
-        let head = d_initial.as_ref().map_or(0, |state| state.shape().head_len());
-        if let Some(state) = &mut d_initial {
-            state.heads_mut().for_each(|[_, _, tokens, ..]| tokens.fill(T::ZERO));
-        }
         let places = Places {
             sink,
-            d_initial: d_initial.map(|state| SharedRows::new(state.numbers_mut(), [head, 0, dims.value_dim])),
+            d_initial: d_initial.map(StateSink::new),
             d_learned: SharedRows::new(sums, [learned * row, 0, 0]),
         };
         parallel(tasks, blocks, per_worker, |task, scratch| {
@@ -99,11 +94,9 @@ pub(super) fn backward<T: Real>(
     }
 }
 
-/// Where tasks write, each its own rows.
 struct Places<'a, T> {
     sink: GradientSink<'a, T>,
-    /// Rows of the heads' products.
-    d_initial: Option<SharedRows<'a, T>>,
+    d_initial: Option<StateSink<'a, T>>,
     /// For each task its part of the gradients of taps and bias.
     d_learned: SharedRows<'a, T>,
 }
@@ -177,8 +170,9 @@ fn piece<T: Real>(
         let Ok(key) = usize::try_from(position) else {
             let place = usize::try_from(position + before as isize).ok();
             if let Some((d_initial, place)) = places.d_initial.as_ref().zip(place) {
+                let unit = sequence.batch * dims.kv_heads + kv_head;
                 // SAFETY: each row of a head's state belongs to one position, so to one task.
-                let to = unsafe { d_initial.row(sequence.batch * dims.kv_heads + kv_head, 0, place, width) };
+                let to = unsafe { d_initial.part(unit, 0, place * width, width) };
                 to.copy_from_slice(d);
             }
             continue;

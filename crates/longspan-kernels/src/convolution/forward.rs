@@ -25,7 +25,6 @@ impl<'s, T: Real> Block<'s, T> {
     }
 }
 
-/// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let (dims, row) = (&problem.dims, problem.row);
     let before = problem.convolution.before();

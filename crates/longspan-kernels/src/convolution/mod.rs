@@ -5,6 +5,7 @@
 //! many tokens there were, up to `w − 1`, as its third (1). The derivation stands in this folder's `README.md`.
 
 mod backward;
+mod cost;
 mod forward;
 mod problem;
 mod reference;
@@ -20,7 +21,7 @@ use crate::call::{
     kernels,
 };
 use crate::error::{Error, expect};
-use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
+use crate::plan::{Algorithm, Plan};
 use crate::simd::Real;
 
 /// A causal convolution of a few taps over channels.
@@ -49,7 +50,6 @@ impl ShortConvolution {
     /// The largest width. What is longer is no longer short: its transforms would be faster.
     pub const LARGEST_WIDTH: usize = 64;
 
-    /// Tokens before a query's own that it sees.
     fn before(&self) -> usize {
         self.width - 1
     }
@@ -89,21 +89,7 @@ impl Mechanism for ShortConvolution {
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
         check_sizes(self, dims, mask)?;
         check_options(self, dims)?;
-        let (heads, width) = ((dims.batch * dims.heads) as f64, dims.value_dim as f64);
-        let taps = dims.queries as f64 * self.width as f64 * width;
-        let counts = [
-            (Rate::ConvolutionNumber, (2 * dims.queries + 2 * dims.keys) as f64 * width),
-            (Rate::ConvolutionTap, taps),
-        ];
-        let estimate = Estimate {
-            algorithm: Algorithm::Chunked,
-            flops: heads * (2.0 * taps + 2.0 * dims.queries as f64 * width),
-            published_elements: dims.queries as f64 * width,
-            scratch_bytes: 4.0 * (2 * problem::ROWS + 3 * self.width) as f64 * width,
-            work: Work::new(heads, Rate::ConvolutionCall, counts),
-            automatic: true,
-        };
-        Ok(Plan::new(Algorithm::Auto, vec![estimate]))
+        Ok(cost::plan(self, dims))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
@@ -152,11 +138,6 @@ impl Compute for ShortConvolution {
 
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
         state::check_marks(self, state, argument)
-    }
-
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(self.name())?;
-        State::zeros(self.state_shape::<T>(dims)?)
     }
 
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {

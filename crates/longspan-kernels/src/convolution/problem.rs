@@ -12,7 +12,6 @@ use crate::simd::rows::padded;
 /// Tokens of a task: many beside the taps, few enough for the second-level cache.
 pub(super) const ROWS: usize = 256;
 
-/// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
     pub convolution: &'a ShortConvolution,
     pub call: &'a Call<'a, T>,
@@ -77,7 +76,6 @@ impl<'a, T: Real> Problem<'a, T> {
         }
     }
 
-    /// The query at a position.
     pub fn query(&self, sequence: &Sequence<'_>, position: isize) -> Option<usize> {
         usize::try_from(position - self.call.mask.offset).ok().filter(|&row| row < sequence.queries)
     }

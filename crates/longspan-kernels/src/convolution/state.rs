@@ -45,7 +45,6 @@ fn check_both<T: Real>(
     Ok([width, before])
 }
 
-/// The tokens of `earlier`, then those of `later`.
 pub(super) fn combine<T: Real>(
     convolution: &ShortConvolution,
     earlier: &State<T>,

@@ -47,7 +47,6 @@ const KEPT: usize = 16;
 /// Something made of drawn rows, by what it is made from.
 type Entry<K> = (K, Arc<dyn Any + Send + Sync>);
 
-/// Where they are kept.
 pub(super) type Store<K> = Mutex<Vec<Entry<K>>>;
 
 /// What `make` gives for `key`, made once a process as long as few others are asked for in between: a layer makes a

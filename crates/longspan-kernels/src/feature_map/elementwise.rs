@@ -49,7 +49,7 @@ pub(crate) unsafe fn feature<V: Vector>(map: FeatureMap, x: V, shift: V) -> V {
     }
 }
 
-/// What is turned.
+/// The features that positions turn: formed already, or mapped on the way.
 pub(crate) enum Features<'a, T> {
     Formed(&'a [T]),
     /// What an elementwise map makes of raw rows; see [`LoadFeatures`]. They stand in `to` afterwards if they are to be kept.

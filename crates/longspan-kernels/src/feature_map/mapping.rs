@@ -17,7 +17,6 @@ pub(crate) struct Mapping<'a, T: 'static> {
     pub rows: Option<RowMap<'a, T>>,
     /// How many parameters the map has of its own.
     pub parameters: usize,
-    /// Features of a row.
     pub features: usize,
     head_dim: usize,
     kv_heads: usize,

@@ -6,7 +6,6 @@ use super::rows::Side;
 use super::{FeatureMap, HedgehogNorm, scale};
 use crate::call::{Call, Dims};
 
-/// One feature, `factor · e^exponent`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Feature {
     pub factor: f64,

@@ -15,7 +15,6 @@ use crate::threads::{self, parallel};
 /// Rows that are mapped at a time where nothing else sets their number.
 const CHUNK: usize = 64;
 
-/// Whose rows are mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     /// Those of a query head.
@@ -40,7 +39,6 @@ impl<'a, T> RawRows<'a, T> {
         Self { side, from, count, ignored: None }
     }
 
-    /// A single row.
     pub fn one(side: Side, x: &'a [T]) -> Self {
         Self::new(side, Rows { data: x, stride: x.len() }, 1)
     }
@@ -69,7 +67,6 @@ enum Weights<'a, T> {
 pub(crate) struct RowMap<'a, T: 'static> {
     map: FeatureMap,
     head_dim: usize,
-    /// Features of a row.
     features: usize,
     /// Rows of `W`.
     exponents: usize,
@@ -121,7 +118,6 @@ impl<'a, T: Real> RowMap<'a, T> {
         self.raw_width
     }
 
-    /// Working memory for blocks of so many rows.
     pub fn work_len(&self, rows: usize) -> usize {
         match self.map {
             FeatureMap::Dpfp { order } => 2 * padded::<T>(2 * self.head_dim + order),
@@ -361,7 +357,6 @@ impl<'a, T: Real> RowMap<'a, T> {
         }
     }
 
-    /// `W` as products want it, if it is ready.
     fn matrix(&self, side: Side) -> Option<&Matrix<T>> {
         match (&self.weights, side) {
             (Weights::None, _) => None,

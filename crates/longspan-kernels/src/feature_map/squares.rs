@@ -11,7 +11,6 @@ fn room<T>(head_dim: usize) -> usize {
     padded::<T>(head_dim) + WIDEST
 }
 
-/// Working memory of both.
 pub(super) fn work_len<T>(head_dim: usize) -> usize {
     room::<T>(head_dim) + head_dim * WIDEST
 }
@@ -30,18 +29,13 @@ unsafe fn copied<'w, V: Vector>(
     (copy, rest)
 }
 
-/// Writes features, and 0 behind them.
-pub(super) struct Squares<'a, T> {
-    pub from: Rows<'a, T>,
-    pub count: usize,
-    pub head_dim: usize,
-    /// Rows `row` apart.
-    pub to: &'a mut [T],
-    pub row: usize,
-    pub work: &'a mut [T],
-}
-
-operation!(Squares, |Self { from, count, head_dim, to, row, work }| {
+// Writes features, and 0 behind them, in rows `row` apart.
+operation!(Squares, |from: Rows<'a, T>,
+                     count: usize,
+                     head_dim: usize,
+                     to: &'a mut [T],
+                     row: usize,
+                     work: &'a mut [T]| {
     let scale = scale(head_dim);
     let (linear, square) = (T::from_f64(scale), T::from_f64(scale * scale));
     let half = T::from_f64(scale * scale * std::f64::consts::FRAC_1_SQRT_2);
@@ -81,22 +75,16 @@ operation!(Squares, |Self { from, count, head_dim, to, row, work }| {
     }
 });
 
-/// Writes the gradient of raw rows from that of their features.
-pub(super) struct SquaresBack<'a, T> {
-    pub from: Rows<'a, T>,
-    pub count: usize,
-    pub head_dim: usize,
-    /// Rows `row` apart.
-    pub d: &'a [T],
-    pub row: usize,
-    /// Rows whole cache lines apart.
-    pub dx: &'a mut [T],
-    pub work: &'a mut [T],
-}
-
+// Writes `dx`, the gradient of raw rows, whole cache lines apart, from `d`, that of their features, in rows `row` apart.
 // Goes down the triangle for a register of columns at a time: what a line adds to these columns stays in a register, and what they
 // add to the line's own number is summed in memory.
-operation!(SquaresBack, |Self { from, count, head_dim, d, row, dx, work }| {
+operation!(SquaresBack, |from: Rows<'a, T>,
+                         count: usize,
+                         head_dim: usize,
+                         d: &'a [T],
+                         row: usize,
+                         dx: &'a mut [T],
+                         work: &'a mut [T]| {
     let scale = scale(head_dim);
     let (linear, square) = (T::from_f64(scale), T::from_f64(scale * scale));
     let twice = T::from_f64(scale * scale * std::f64::consts::SQRT_2);

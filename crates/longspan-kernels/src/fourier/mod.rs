@@ -16,7 +16,7 @@ mod turns;
 use smallvec::{SmallVec, smallvec};
 
 use crate::call::{Dims, Parameter, Parameters, optional_id};
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 
 /// Fourier relative positions: the shape of the weights, their normaliser, and what positions are.
 ///
@@ -106,7 +106,6 @@ impl Fourier {
         [1 + u64::from(self.wave == Wave::Pairs), normalizer, optional_id(axes)]
     }
 
-    /// Angles of a head.
     pub(crate) fn angles(&self, features: usize) -> usize {
         match self.wave {
             Wave::Each => features,
@@ -173,7 +172,6 @@ impl Fourier {
         all.iter().enumerate().map(part).collect()
     }
 
-    /// Takes the parameters apart.
     pub(crate) fn tensors<'a, T>(&self, parameters: &[&'a [T]]) -> Tensors<&'a [T]> {
         let mut rest = parameters.iter().copied();
         self.split(&mut rest)
@@ -190,7 +188,6 @@ impl Fourier {
         }
     }
 
-    /// Checks the options against each other.
     pub(crate) fn check(&self, operation: &'static str, features: usize) -> Result<(), Error> {
         let axes = self.positions.axes();
         let fits = (1..isize::MAX as usize / 64).contains(&axes.saturating_mul(features.max(1)));
@@ -198,13 +195,10 @@ impl Fourier {
         if self.wave == Wave::Each {
             return Ok(());
         }
-        if matches!(self.normalizer, FourierNormalizer::OnePlus | FourierNormalizer::Dominant) {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "rotary pairs with the normaliser OnePlus or Dominant",
-                help: "use Unrotated, Literal or None",
-            });
-        }
+        let combination = "rotary pairs with the normaliser OnePlus or Dominant";
+        let help = "use Unrotated, Literal or None";
+        let refused = matches!(self.normalizer, FourierNormalizer::OnePlus | FourierNormalizer::Dominant);
+        refuse(refused, operation, combination, help)?;
         let expected = || "an even number of features to turn in pairs".into();
         expect(features.is_multiple_of(2), operation, "head_dim", expected, || features.to_string())
     }

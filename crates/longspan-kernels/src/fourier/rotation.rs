@@ -19,7 +19,6 @@ pub(crate) enum Side {
     Key,
 }
 
-/// Rows whose angles are wanted.
 #[derive(Clone, Copy)]
 pub(crate) struct TokenRange<'x> {
     pub side: Side,
@@ -104,7 +103,6 @@ struct Division {
     bases: usize,
 }
 
-/// Working memory of one task.
 pub(crate) struct RotationBuffers<'s, T> {
     /// Rows of a group, and groups from one base that has an angle of its own to the next.
     group: usize,
@@ -219,7 +217,6 @@ impl<'a, T: Real> Rotations<'a, T> {
         Division { group, groups, table: group, starts, own: 0, bases: groups + usize::from(group > 1) }
     }
 
-    /// For blocks of so many rows.
     pub fn buffers<'s>(&self, rows: usize, arena: &mut Arena<'s, T>) -> RotationBuffers<'s, T> {
         let Division { group, groups, table, starts, own, bases } = self.division(rows);
         let with_gain = if self.fourier.has_gain() { bases } else { 0 };

@@ -7,22 +7,20 @@ use super::loops::Weigh;
 use super::pairs::{Gradients as ChunkGradients, add_transposed, pull_back};
 use super::problem::{CHUNK, Problem, Unit};
 use super::solve::solve_transposed;
-use crate::call::{Arena, Cotangent, GradientSink, Gradients, Scratch, SharedRows};
+use crate::call::{Arena, Cotangent, GradientSink, Gradients, Scratch, SharedRows, StateSink};
 use crate::simd::block::{add_products, add_scaled, dot, scale_rows, store, transpose};
 use crate::simd::product::{Band, Product, zero_outside};
 use crate::simd::rows::Rows;
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
-/// Where tasks write, each its own rows.
 struct Places<'a, T> {
     sink: GradientSink<'a, T>,
     log_decay: Option<SharedRows<'a, T>>,
     beta: Option<SharedRows<'a, T>>,
-    initial_state: Option<SharedRows<'a, T>>,
+    initial_state: Option<StateSink<'a, T>>,
 }
 
-/// What a task works on.
 struct Worker<'s, T> {
     chunk: Chunk<'s, T>,
     /// The states before each chunk, and after the last.
@@ -41,9 +39,7 @@ struct Worker<'s, T> {
     /// Gradients of the rows of operands, and of the keys that they are compared with.
     d_operands: &'s mut [T],
     d_keys: &'s mut [T],
-    /// The triangular system of the delta rule.
     system: &'s mut [T],
-    /// Of the log decays.
     d_logs: &'s mut [T],
 }
 
@@ -73,7 +69,6 @@ impl<'s, T: Real> Worker<'s, T> {
     }
 }
 
-/// Computes every gradient of a call.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
@@ -94,11 +89,7 @@ pub(super) fn backward<T: Real>(
         sink: GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() },
         log_decay,
         beta: given.next().map(|to| SharedRows::new(to, each(1))),
-        initial_state: initial_state.map(|state| {
-            let len = state.shape().head_len();
-            state.numbers_mut().fill(T::ZERO);
-            SharedRows::new(state.numbers_mut(), [len, 0, 0])
-        }),
+        initial_state: initial_state.map(StateSink::new),
     };
     let tasks = problem.units();
     let mut lists = vec![Vec::new(); tasks];
@@ -122,10 +113,9 @@ pub(super) fn backward<T: Real>(
             back(problem, cotangent, &places, &unit, &mut worker, (n, first, rows));
         }
         if let Some(to) = &places.initial_state {
-            // SAFETY: a call with such a gradient has one sequence for each batch entry, so each head belongs to one task.
-            let to = unsafe { to.row(task, 0, 0, problem.state_len()) };
             let width = dims.value_dim;
-            let (sum, gates) = to.split_at_mut(dims.head_dim * width);
+            // SAFETY: a call with such a gradient has one sequence for each batch entry, so each head belongs to one task.
+            let (sum, gates) = unsafe { (to.part(task, 0, 0, dims.head_dim * width), to.part(task, 1, 0, gate)) };
             for (to, row) in sum.chunks_exact_mut(width.max(1)).zip(worker.d_state.chunks_exact(problem.wide.max(1))) {
                 to.copy_from_slice(&row[..width]);
             }

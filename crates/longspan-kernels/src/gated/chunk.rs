@@ -13,7 +13,6 @@ use crate::simd::{Real, dispatch};
 /// What a chunk's tokens bring, and how they weigh each other. The *operands* are the rows that are compared with the keys: the
 /// queries of each head of the group and, under the delta rule, the keys themselves.
 pub(super) struct Chunk<'s, T> {
-    /// Its tokens.
     pub rows: usize,
     /// Queries of each head, then keys, `CHUNK × row` each.
     pub x: &'s mut [T],

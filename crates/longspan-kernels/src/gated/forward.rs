@@ -8,7 +8,6 @@ use crate::simd::block::store;
 use crate::simd::rows::Rows;
 use crate::threads::{self, parallel};
 
-/// What a task works on.
 struct Worker<'s, T> {
     chunk: Chunk<'s, T>,
     state: &'s mut [T],

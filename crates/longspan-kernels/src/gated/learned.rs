@@ -1,7 +1,7 @@
 //! Gates that come with the keys, and sequences read in both directions: gated attention as a layer of a model has it.
 
 use super::reversed::Reversed;
-use super::{Gate, GatedAttention, state, step};
+use super::{Gate, GatedAttention, cost, state, step};
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Lines, Mask, Mechanism, Order, Output, Parameter,
     Parameters, Reference, Scratch, State, StateShape, Token, View, ViewMut, check_call, check_gradients,
@@ -42,7 +42,6 @@ fn slices<T: Real>(gates: &[Lines<T>]) -> Vec<&[T]> {
     gates.iter().map(|numbers| &**numbers).collect()
 }
 
-/// What one key/value head has learned.
 struct Head<'a, T> {
     rate: T,
     bias: &'a [T],
@@ -153,7 +152,6 @@ impl LearnedGates {
         Compute::forward(&self.attention, &call.with_parameters(&slices(&gates)), to, scratch)
     }
 
-    /// The gradients of a causal call.
     fn backward_causal<T: Real>(
         &self,
         call: &Call<'_, T>,
@@ -245,7 +243,7 @@ impl Mechanism for LearnedGates {
         check_sizes(self, dims, mask)?;
         self.check_options(dims, mask)?;
         let passes = if mask.order == Order::Causal { 1.0 } else { 2.0 };
-        Ok(Plan::new(Algorithm::Auto, vec![self.attention.estimate(dims, passes)]))
+        Ok(cost::plan(&self.attention, dims, passes))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {

@@ -8,6 +8,7 @@
 
 mod backward;
 mod chunk;
+mod cost;
 mod forward;
 mod learned;
 mod loops;
@@ -27,8 +28,8 @@ use crate::call::{
     Reference, Scratch, Sequence, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes,
     fingerprint, kernels,
 };
-use crate::error::{Error, expect};
-use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
+use crate::error::{Error, expect, refuse};
+use crate::plan::{Algorithm, Plan};
 use crate::simd::Real;
 
 /// What a token adds to the state beside its key.
@@ -104,27 +105,6 @@ impl GatedAttention {
         fingerprint([self.is_delta().into(), gate, self.l2_norm.into()])
     }
 
-    /// What so many passes over the tokens would cost.
-    fn estimate(&self, dims: &Dims, passes: f64) -> Estimate {
-        let [heads, d, dv] = [dims.batch * dims.heads, dims.head_dim, dims.value_dim].map(|n| n as f64);
-        let tokens = dims.keys as f64;
-        let within = problem::CHUNK as f64 / 2.0 * (d + dv);
-        let corrected = if self.is_delta() { d * dv + within } else { 0.0 };
-        let flops = passes * 2.0 * tokens * (2.0 * d * dv + within + corrected);
-        Estimate {
-            algorithm: Algorithm::Chunked,
-            flops: heads * flops,
-            published_elements: tokens * d * dv,
-            scratch_bytes: 4.0 * (d * dv + problem::CHUNK as f64 * (4.0 * d + 3.0 * dv)),
-            work: Work::new(
-                heads,
-                Rate::ChunkedCall,
-                [(Rate::ChunkedNumber, passes * 2.0 * tokens * (d + dv)), (Rate::ChunkedFlop, flops)],
-            ),
-            automatic: true,
-        }
-    }
-
     /// Refuses sequences that have not as many queries as keys, in a call that has queries at all.
     fn check_sequences(&self, dims: &Dims, sequences: &[Sequence<'_>]) -> Result<(), Error> {
         let uneven = sequences.iter().find(|s| dims.queries > 0 && s.queries != s.keys + s.absent);
@@ -138,13 +118,8 @@ impl GatedAttention {
         let expected = || "a finite number".into();
         let scale = self.scale(dims.head_dim);
         expect(scale.is_finite(), operation, "scale", expected, || scale.to_string())?;
-        if mask.order != Order::Causal || mask.offset != 0 {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "a bidirectional mask or an offset",
-                help: "use a causal mask with offset 0",
-            });
-        }
+        let help = "use a causal mask with offset 0";
+        refuse(mask.order != Order::Causal || mask.offset != 0, operation, "a bidirectional mask or an offset", help)?;
         let expected = || format!("as many as keys, {}, since each token brings both; or none, for a state", dims.keys);
         let holds = dims.queries == dims.keys || dims.queries == 0;
         expect(holds, operation, "queries", expected, || dims.queries.to_string())
@@ -181,7 +156,7 @@ impl Mechanism for GatedAttention {
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
         check_sizes(self, dims, mask)?;
         self.check_options(dims, mask)?;
-        Ok(Plan::new(Algorithm::Auto, vec![self.estimate(dims, 1.0)]))
+        Ok(cost::plan(self, dims, 1.0))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
@@ -224,11 +199,6 @@ impl Compute for GatedAttention {
 
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
         state::check_gates(self, state, argument)
-    }
-
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(self.name())?;
-        State::zeros(state::shape(self, dims))
     }
 
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {

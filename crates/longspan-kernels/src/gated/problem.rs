@@ -14,7 +14,6 @@ pub(super) const CHUNK: usize = 64;
 /// any register.
 pub(super) const BLOCK: usize = 16;
 
-/// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
     pub attention: &'a GatedAttention,
     pub call: &'a Call<'a, T>,
@@ -22,7 +21,6 @@ pub(super) struct Problem<'a, T: 'static> {
     pub sequences: Vec<Sequence<'a>>,
     /// Length of rows of queries and keys in blocks.
     pub row: usize,
-    /// The same of values.
     pub wide: usize,
     /// What outputs are multiplied by.
     pub scale: T,
@@ -59,7 +57,6 @@ impl<'a, T: Real> Problem<'a, T> {
         Ok(Self { attention, call, dims, sequences, row, wide, scale, log_decay, beta })
     }
 
-    /// Units of work.
     pub fn units(&self) -> usize {
         self.sequences.len() * self.dims.kv_heads
     }
@@ -85,7 +82,6 @@ impl<'a, T: Real> Problem<'a, T> {
         if self.by_channel() { self.row } else { 1 }
     }
 
-    /// The queries of one head of a unit.
     pub fn queries(&self, unit: &Unit<'_>, head: usize) -> Rows<'a, T> {
         self.call.q.rows(unit.sequence.batch, head).skip(unit.sequence.query_start)
     }
@@ -158,7 +154,6 @@ impl Unit<'_> {
         self.sequence.keys + self.sequence.absent
     }
 
-    /// Whether a token brings nothing to the state.
     pub fn ignores(&self, token: usize) -> bool {
         !self.sequence.has(token)
     }

@@ -51,7 +51,6 @@ impl<T: Real> Reversed<T> {
         [dims.batch, dims.kv_heads, dims.keys, self.key_dim]
     }
 
-    /// The causal call of these inputs.
     pub fn call<'a>(&'a self, call: &Call<'a, T>) -> Call<'a, T> {
         let dims = call.dims;
         let keys = match (&self.padding, call.mask.keys) {

@@ -2,7 +2,7 @@
 
 use super::GatedAttention;
 use crate::call::{Dims, Mechanism, State, StateShape, check_log_decays_of};
-use crate::error::Error;
+use crate::error::{Error, refuse};
 use crate::simd::Real;
 use crate::simd::block::{add_scaled, dot};
 
@@ -25,13 +25,10 @@ pub(super) fn check_gates<T: Real>(
 /// Checks two states that follow each other, and that they have a sum.
 fn check_both<T: Real>(attention: &GatedAttention, earlier: &State<T>, later: &State<T>) -> Result<(), Error> {
     let operation = attention.name();
-    if attention.is_delta() {
-        return Err(Error::Unsupported {
-            operation,
-            combination: "the sum of two states",
-            help: "what a token adds depends on the state before it: give the earlier state to the call of the later tokens",
-        });
-    }
+    let combination = "the sum of two states";
+    let help =
+        "what a token adds depends on the state before it: give the earlier state to the call of the later tokens";
+    refuse(attention.is_delta(), operation, combination, help)?;
     let own = earlier.shape();
     let dims = own.dims(0, 0);
     earlier.check(operation, "earlier state", StateShape::new(operation, attention.fingerprint(), &dims, own.parts))?;
@@ -45,7 +42,6 @@ fn rows<'s, T>(sum: &'s [T], gates: &[T]) -> impl Iterator<Item = &'s [T]> {
     sum.chunks(sum.len().div_ceil(gates.len().max(1)).max(1))
 }
 
-/// The factor of row `n`.
 fn factor<T: Real>(gates: &[T], n: usize) -> T {
     gates.get(n).map_or(T::ONE, |g| g.exp())
 }

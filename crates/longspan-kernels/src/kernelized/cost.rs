@@ -9,7 +9,6 @@ use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 /// Keys that a row of a tile computes beyond those that it sees, on average: half a register.
 const ROUNDING: f64 = 8.0;
 
-/// Compares the algorithms for one call.
 pub(super) fn plan(attention: &KernelizedAttention, dims: &Dims, mask: &Mask<'_>) -> Plan {
     // What a map of whole rows itself costs is the same for both, unless the naive form does without it.
     let mapped = &Dims { head_dim: attention.feature_map.features(dims.head_dim), ..*dims };
@@ -32,7 +31,6 @@ fn turned(attention: &KernelizedAttention, dims: &Dims) -> (f64, f64) {
     (angles, tokens(dims).0 * angles)
 }
 
-/// Table rows that a row of queries meets.
 fn table_rows(attention: &KernelizedAttention, mask: &Mask<'_>) -> f64 {
     let Some(shaw) = attention.score.shaw() else { return 0.0 };
     let radius = shaw.radius as f64;

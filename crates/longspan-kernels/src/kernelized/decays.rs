@@ -5,7 +5,6 @@ use crate::call::Arena;
 use crate::simd::Real;
 use crate::simd::block::{decay_by, multiply};
 
-/// How the weights of one unit fall.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Decay<'a, T> {
     /// Not at all.
@@ -90,7 +89,6 @@ impl<'s, T: Real> Decays<'s, T> {
         }
     }
 
-    /// Prepares for a unit.
     pub fn start(&mut self, decay: Decay<'_, T>) {
         if !self.gates {
             self.table.iter_mut().rev().zip(0..).for_each(|(power, n)| *power = decay.between(0, n));

@@ -20,7 +20,6 @@ pub(super) struct Lift<'s, T> {
     mapped: [&'s mut [T]; 2],
     /// Whether their gradients will be taken back, for which mapped features have to stay.
     taken_back: [bool; 2],
-    /// Gradients of mapped features.
     gradient: &'s mut [T],
     /// Sums of the last keys' features, where they are turned.
     pub key_sums: &'s mut [T],
@@ -55,7 +54,6 @@ impl<'s, T: Real> Lift<'s, T> {
         }
     }
 
-    /// Prepares for a unit.
     pub fn start(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
         if let (Some(rotations), Some(buffers)) = (&problem.rotations, &mut self.rotation) {
             rotations.start(unit.kv_head, buffers);
@@ -131,7 +129,6 @@ impl<'a, T: Real> Problem<'a, T> {
         self.load_rows(self.key_rows(unit, first, count), shift, to, lift);
     }
 
-    /// Writes the features of some rows.
     fn load_rows(
         &self,
         (range, rows): (TokenRange<'_>, RawRows<'_, T>),
@@ -172,7 +169,6 @@ impl<'a, T: Real> Problem<'a, T> {
         self.pull_back(rows, features, d, sums, positions.map(|sink| sink.queries), lift)
     }
 
-    /// The same for keys.
     #[allow(clippy::too_many_arguments)]
     pub fn pull_back_keys<'x>(
         &self,
@@ -234,7 +230,7 @@ impl<'a, T: Real> Problem<'a, T> {
         self.rotations.as_ref().map_or(0, |rotations| rotations.sums_len(self.layout.stride))
     }
 
-    /// The same, and for those of the map after it.
+    /// Numbers in the sums for one head's positions, and after them for its feature map.
     pub fn sums_len(&self) -> usize {
         self.turning_sums_len() + self.mapping.rows.as_ref().map_or(0, RowMap::sums_len)
     }

@@ -2,15 +2,14 @@
 //! tile, and is divided and written.
 
 use super::problem::{Problem, Unit};
-use super::row_pass::{Memory, Scales, Scene, Visitor, Walk, Worker, cut, visit_rows};
-use super::summary::{Carry, Summary, places, store_state};
+use super::row_pass::{Memory, RowPass, Scales, Scene, Visitor, Walk};
+use super::summary::places;
 use super::tile::{Buffers, Piece, combine_states};
 use crate::call::{Arena, Scratch, Sink, State};
 use crate::kernelized::running_sum::{AddRunning, Run};
 use crate::simd::block::{add_row_dots, scale_rows, store};
 use crate::simd::product::{Product, mask_and_sum, zero_outside};
 use crate::simd::{Real, dispatch};
-use crate::threads::{self, parallel};
 
 /// Writes one row of a unit from its weighed sum of values and of ones, and the exponent that both are relative to.
 #[inline]
@@ -166,11 +165,7 @@ pub(super) fn forward<T: Real>(
 ) {
     let ends_with_keys = problem.offset == 0 && problem.sequences.iter().all(|s| s.queries == s.keys);
     let (on_the_way, afterwards) = if ends_with_keys { (state, None) } else { (None, state) };
-    let places = on_the_way.map(places);
-    let memory = Memory::new(problem, false);
-    let mut arena = Arena::new(scratch.take(problem.table_len() + memory.visit_len(problem)));
-    let table = problem.table(&mut arena);
-    visit_rows(problem, memory, table, &|_, _| sink, places.as_deref(), 0, arena.rest());
+    run(problem, Some(sink), on_the_way, scratch);
     if let Some(state) = afterwards {
         final_state(problem, state, scratch);
     }
@@ -178,30 +173,22 @@ pub(super) fn forward<T: Real>(
 
 /// Writes the state after the last key of every sequence.
 pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>, scratch: &mut Scratch<T>) {
+    run(problem, None, Some(state), scratch);
+}
+
+/// Passes over all rows, or over the keys alone if there is no place for outputs.
+fn run<T: Real>(
+    problem: &Problem<'_, T>,
+    sink: Option<Sink<'_, T>>,
+    state: Option<&mut State<T>>,
+    scratch: &mut Scratch<T>,
+) {
+    let (make, places) = (sink.map(|sink| move |_, _| sink), state.map(places));
     let memory = Memory::new(problem, false);
-    let per_worker = memory.worker_len(problem);
-    let workers = threads::count();
-    let mut arena = Arena::new(scratch.take(problem.table_len() + workers * per_worker));
-    // The table is not read, but it sets the least exponent of the keys.
+    let stages = memory.pass(problem);
+    let mut arena = Arena::new(scratch.take(problem.table_len() + stages.len(problem)));
+    // Without rows the table is not read, but it sets the least exponent of the keys.
     let table = problem.table(&mut arena);
-    let heads = places(state);
-    parallel(heads.len(), arena.rest(), per_worker, |index, scratch| {
-        let unit = problem.unit(index);
-        let ring = problem.call.initial_state.map(|state| unit.head(state));
-        let walk = Walk { problem, unit, table, ring };
-        let Worker { mut buffers, running, carry: [high, low], local, .. } =
-            memory.worker(problem, &mut Arena::new(scratch));
-        buffers.start(problem, &unit);
-        let mut carry = Carry::new(memory.layout, high, low);
-        if let Some(before) = ring {
-            carry.load(&unit, before, problem.dims.value_dim);
-        }
-        let mut local = Summary::new(memory.layout, local);
-        let keys = unit.sequence.keys;
-        for segment in cut(problem, 0, keys, 0, false) {
-            walk.causal(segment, carry.high.view(), (&mut local, true), running, None, &mut buffers);
-            carry.add(problem, unit.passes(&segment), local.view());
-        }
-        store_state(problem, &unit, ring, &carry.high, &heads[index]);
-    });
+    let pass = RowPass { problem, memory, table, make: make.as_ref(), last: places.as_deref() };
+    stages.run(problem, &|index| pass.unit(index), 0, arena.rest());
 }

@@ -3,7 +3,6 @@
 use super::Score;
 use crate::simd::rows::padded;
 
-/// How one row of features lies in a block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FeatureLayout {
     /// Features of the map, before positions multiply them.
@@ -17,7 +16,6 @@ pub(super) struct FeatureLayout {
 }
 
 impl FeatureLayout {
-    /// For a map of `mapped` features.
     pub fn new<T>(mapped: usize, score: &Score) -> Self {
         let (blocks, weigh) = match score {
             Score::Fourier(fourier) => fourier.blocks(),
@@ -26,7 +24,6 @@ impl FeatureLayout {
         Self { mapped, stride: padded::<T>(mapped), blocks, weigh }
     }
 
-    /// Numbers of a row, in whole cache lines.
     pub fn width(&self) -> usize {
         self.blocks * self.stride
     }

@@ -26,13 +26,14 @@ mod features;
 mod forward;
 mod layout;
 mod naive;
+mod pairs;
+mod pass;
 mod problem;
 mod row_pass;
 pub(crate) mod running_sum;
 mod state;
 mod step;
 mod summary;
-mod taylor;
 mod tile;
 
 mod reference;
@@ -42,10 +43,10 @@ use smallvec::smallvec;
 
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters,
-    Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, downscaled,
-    fingerprint, kernels, optional_id,
+    Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, clear_absent,
+    downscaled, fingerprint, kernels, optional_id,
 };
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 use crate::feature_map::FeatureMap;
 use crate::fourier::{Fourier, FourierNormalizer};
 use crate::plan::{Algorithm, Plan, Purpose};
@@ -124,7 +125,6 @@ impl Default for KernelizedAttention {
 }
 
 impl KernelizedAttention {
-    /// Whether rows are divided by a denominator.
     fn normalizes(&self) -> bool {
         self.normalize && self.score.fourier().is_none_or(|fourier| fourier.normalizer != FourierNormalizer::None)
     }
@@ -137,7 +137,6 @@ impl KernelizedAttention {
         fingerprint(self.feature_map.state_id().into_iter().chain(fourier).chain([radius]).chain(decay))
     }
 
-    /// Whether weights fall with time.
     fn decays(&self) -> bool {
         self.gate || self.decay.is_some()
     }
@@ -155,13 +154,11 @@ impl KernelizedAttention {
         self.feature_map == FeatureMap::Taylor2 && self.score == Score::Content
     }
 
-    /// Whether a negative denominator is an error.
     fn wants_positive(&self) -> bool {
         self.normalizes()
             && self.score.fourier().is_some_and(|fourier| fourier.normalizer == FourierNormalizer::Literal)
     }
 
-    /// The algorithms that can be forced.
     const ALGORITHMS: [Algorithm; 2] = [Algorithm::Chunked, Algorithm::Naive];
 
     /// Whether the feature map's options make sense for rows of `dims.head_dim`; calls check the same.
@@ -172,13 +169,11 @@ impl KernelizedAttention {
         self.feature_map.check(self.name(), dims.head_dim)
     }
 
-    /// A checked call.
     fn problem<'a, T: Real>(&'a self, call: &'a Call<'a, T>) -> Result<Problem<'a, T>, Error> {
         self.algorithm.check(self.name(), &Self::ALGORITHMS)?;
         Problem::new(self, call)
     }
 
-    /// Checks the options for calls of these sizes.
     fn check_options(&self, dims: &Dims) -> Result<(), Error> {
         let operation = self.name();
         self.check_feature_map(dims)?;
@@ -187,17 +182,13 @@ impl KernelizedAttention {
             Score::Relative(shaw) | Score::Combined(shaw) => shaw.check(operation)?,
             Score::Fourier(fourier) => fourier.check(operation, self.feature_map.features(dims.head_dim))?,
         }
-        if self.gate && (self.decay.is_some() || self.algorithm == Algorithm::Naive) {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "gates with a constant decay or the naive algorithm",
-                help: "add the logarithm of the constant to those of the gates; let the algorithm be chosen",
-            });
-        }
+        let combination = "gates with a constant decay or the naive algorithm";
+        let help = "add the logarithm of the constant to those of the gates; let the algorithm be chosen";
+        let refused = self.gate && (self.decay.is_some() || self.algorithm == Algorithm::Naive);
+        refuse(refused, operation, combination, help)?;
         self.check_decay(dims.kv_heads)
     }
 
-    /// Checks the decay for so many key/value heads.
     fn check_decay(&self, kv_heads: usize) -> Result<(), Error> {
         let Some(decay) = &self.decay else { return Ok(()) };
         let operation = self.name();
@@ -207,7 +198,6 @@ impl KernelizedAttention {
         expect(wrong.is_none(), operation, "decay", || "numbers in (0, 1]".into(), || format!("{wrong:?}"))
     }
 
-    /// The algorithm that a call runs.
     fn chosen<T: Real>(&self, call: &Call<'_, T>, purpose: Purpose) -> Algorithm {
         if call.initial_state.is_some() || call.outside.is_some() {
             Algorithm::Chunked
@@ -313,13 +303,8 @@ impl Compute for KernelizedAttention {
         let factors = problem.gates()?;
         let mut problem = Problem { factors: &factors, ..problem };
         check_gradients(self, call, cotangent, &gradients)?;
-        if call.outside.is_some() {
-            return Err(Error::Unsupported {
-                operation: self.name(),
-                combination: "gradients with states of keys outside the call",
-                help: "give the call all keys",
-            });
-        }
+        let help = "give the call all keys";
+        refuse(call.outside.is_some(), self.name(), "gradients with states of keys outside the call", help)?;
         problem.prepare(scratch);
         let algorithm = self.chosen(call, Purpose::Training);
         // The gradient of gates takes that of the initial state where a later call goes on from the final one.
@@ -328,6 +313,7 @@ impl Compute for KernelizedAttention {
             _ => None,
         };
         downscaled(&call.dims, self.normalizes(), cotangent, gradients, |cotangent, sink, parameters, initial_state| {
+            clear_absent(self, &problem.dims, &problem.sequences, [sink.dk, sink.dv]);
             match algorithm {
                 // Without queries there is no pair, and all comes by the final state.
                 Algorithm::Naive if problem.dims.queries > 0 => {

@@ -4,15 +4,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::decays::Decay;
 use super::layout::FeatureLayout;
+use super::pairs::Taylor;
 use super::row_pass::Segment;
 use super::state::Head;
-use super::taylor::Taylor;
 use super::{KernelizedAttention, Score};
 use crate::call::{
     Arena, Call, Dims, Lines, Mechanism, Order, Scratch, Sequence, State, check_call, check_initial_state,
     check_log_decay, check_state,
 };
-use crate::error::{Error, expect};
+use crate::error::{Error, expect, refuse};
 use crate::feature_map::elementwise::{Shift, load_features};
 use crate::feature_map::mapping::Mapping;
 use crate::feature_map::rows::{RawRows, Side as MapSide};
@@ -41,11 +41,10 @@ const SEGMENTS: usize = 64;
 /// the piece ends, so that rows before the rise keep e⁻³⁰ of the precision range.
 const EXP_RISE: f64 = 30.0;
 
-/// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
     pub attention: &'a KernelizedAttention,
     pub call: &'a Call<'a, T>,
-    /// Those of positions and of the map.
+    /// The parameters of positions and of the feature map.
     pub parameters: &'a [&'a [T]],
     /// Under gates the factor that each key brings, `[batch, kv_heads, keys]`: [`gates`](Self::gates).
     pub factors: &'a [T],
@@ -86,14 +85,13 @@ pub(super) struct Table<'a, T> {
     /// `count` in whole cache lines.
     pub width: usize,
     head_width: usize,
-    /// Query heads that one of them is for.
+    /// Query heads that share one table.
     heads: usize,
     /// The exponent subtracted under an exponential map.
     pub shift: T,
 }
 
 impl<'a, T: Real> Table<'a, T> {
-    /// Which of them is that of a query head.
     pub fn of(&self, head: usize) -> usize {
         head / self.heads
     }
@@ -104,7 +102,6 @@ impl<'a, T: Real> Table<'a, T> {
         &self.rows[self.of(head) * len..][..len]
     }
 
-    /// `ρ(r)ᵀ` of one head.
     pub fn columns(&self, head: usize) -> &'a [T] {
         let len = self.width * self.head_width;
         &self.columns[self.of(head) * len..][..len]
@@ -120,13 +117,8 @@ impl<'a, T: Real> Problem<'a, T> {
         let causal = call.mask.order == Order::Causal;
 
         attention.check_options(&dims)?;
-        if attention.decays() && !causal {
-            return Err(Error::Unsupported {
-                operation,
-                combination: "decay with a bidirectional mask",
-                help: "use a causal mask or leave the decay out",
-            });
-        }
+        let help = "use a causal mask or leave the decay out";
+        refuse(attention.decays() && !causal, operation, "decay with a bidirectional mask", help)?;
         let (parameters, log_decay) = attention.split_gate(call.parameters);
         check_initial_state(attention, call)?;
         check_outside(attention, call)?;
@@ -191,11 +183,6 @@ impl<'a, T: Real> Problem<'a, T> {
         })
     }
 
-    /// The first of the columns of features whose products form weights, and their number.
-    pub fn weigh_columns(&self) -> (usize, usize) {
-        self.taylor.map_or((0, self.depth), |taylor| (taylor.first, self.dims.head_dim))
-    }
-
     /// What [`factors`](Self::factors) are to be: `e^g`, 1 where a key is ignored.
     pub fn gates(&self) -> Result<Lines<T>, Error> {
         let (_, Some(log_decay)) = self.attention.split_gate(self.call.parameters) else { return Lines::zeros(0) };
@@ -212,7 +199,6 @@ impl<'a, T: Real> Problem<'a, T> {
         Ok(factors)
     }
 
-    /// The sum of the log decays of a unit's keys.
     pub fn log_decays(&self, unit: &Unit<'_, T>) -> T {
         let (_, Some(log_decay)) = self.attention.split_gate(self.call.parameters) else { return T::ZERO };
         let sequence = &unit.sequence;
@@ -242,7 +228,6 @@ impl<'a, T: Real> Problem<'a, T> {
         self.sequences.len() * self.dims.kv_heads
     }
 
-    /// One of [`units`](Self::units).
     pub fn unit(&self, index: usize) -> Unit<'a, T> {
         let (sequence, kv_head) = (self.sequences[index / self.dims.kv_heads], index % self.dims.kv_heads);
         let decay = match &self.attention.decay {
@@ -275,7 +260,6 @@ impl<'a, T: Real> Problem<'a, T> {
         self.negative.gives_nothing(denominator)
     }
 
-    /// Queries of one head of a sequence.
     pub fn queries(&self, unit: &Unit<'_, T>, head: usize) -> Rows<'a, T> {
         self.call.q.rows(unit.sequence.batch, head).skip(unit.sequence.query_start)
     }
@@ -294,7 +278,6 @@ impl<'a, T: Real> Problem<'a, T> {
         ]
     }
 
-    /// The query heads of a unit.
     pub fn heads(&self, unit: &Unit<'a, T>) -> std::ops::Range<usize> {
         self.dims.heads_of(unit.kv_head)
     }
@@ -334,7 +317,6 @@ impl<'a, T: Real> Problem<'a, T> {
         self.radius.map_or(0, |radius| if self.causal { radius + 1 } else { 2 * radius + 1 })
     }
 
-    /// Table rows in whole cache lines.
     pub fn table_width(&self) -> usize {
         padded::<T>(self.table_count())
     }
@@ -391,14 +373,12 @@ impl<'a, T: Real> Problem<'a, T> {
     }
 }
 
-/// One key/value head of one sequence.
 #[derive(Clone, Copy)]
 pub(super) struct Unit<'a, T> {
     pub sequence: Sequence<'a>,
     pub kv_head: usize,
     pub k: Rows<'a, T>,
     pub v: Rows<'a, T>,
-    /// How weights fall with its tokens.
     pub decay: Decay<'a, T>,
     /// The counted position of its first token.
     pub origin: f64,
@@ -429,7 +409,6 @@ impl NegativeRows {
         }
     }
 
-    /// The error, if a row was seen.
     pub fn report(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
         let rows = self.count.load(Ordering::Relaxed);
         if rows == 0 {

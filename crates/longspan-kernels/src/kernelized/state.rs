@@ -11,7 +11,6 @@ use crate::fourier::rotation::angles_after;
 use crate::simd::Real;
 use crate::simd::block::{add_scaled, dot};
 
-/// The parts of one head's state.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Head<S> {
     /// `S = Σ φ(k_j) v_jᵀ`, `features × value_dim`.
@@ -37,9 +36,7 @@ pub(super) const OLDEST: usize = 1;
 const TOKENS: usize = 2;
 const TOKENS_CARRY: u64 = 1 << 20;
 const MARKS: usize = 4;
-/// Which part of a head's state they are.
 const MARKS_PART: usize = 2;
-/// Which part holds the sum of log decays.
 const PASSED_PART: usize = 5;
 
 impl<S> From<[S; PARTS]> for Head<S> {
@@ -55,24 +52,20 @@ impl<T: Real> Head<&mut [T]> {
         self.marks[TOKENS + 1] = T::from_f64((tokens / TOKENS_CARRY) as f64);
     }
 
-    /// The number of tokens that the state holds.
     pub fn tokens(&self) -> u64 {
         tokens(self.marks)
     }
 
-    /// Counts one token more.
     pub fn count_token(&mut self) {
         self.set_tokens(tokens(self.marks) + 1);
     }
 }
 
-/// The number of tokens noted in a head's marks.
 fn tokens<T: Real>(marks: &[T]) -> u64 {
     marks[TOKENS].to_f64() as u64 + TOKENS_CARRY * marks[TOKENS + 1].to_f64() as u64
 }
 
 impl<'a, T: Real> Head<&'a [T]> {
-    /// The number of tokens that the state holds.
     pub fn tokens(&self) -> u64 {
         tokens(self.marks)
     }
@@ -87,7 +80,6 @@ impl<'a, T: Real> Head<&'a [T]> {
         self.ring_place(back, width).map(|place| &self.ring[place])
     }
 
-    /// Where that row stands in the ring.
     pub fn ring_place(&self, back: usize, width: usize) -> Option<std::ops::Range<usize>> {
         let rows = self.ring.len() / width;
         let row = (1..=rows).contains(&back).then(|| (self.marks[OLDEST].to_f64() as usize + rows - back) % rows)?;
@@ -113,7 +105,6 @@ fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: u
     StateShape::new(attention.name(), attention.fingerprint(), dims, parts).in_lines(MARKS_PART)
 }
 
-/// The state before the first token.
 pub(super) fn empty<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> Result<State<T>, Error> {
     empty_of(attention, shape::<T>(attention, dims)?)
 }
@@ -128,7 +119,6 @@ fn empty_of<T: Real>(attention: &KernelizedAttention, shape: StateShape) -> Resu
     Ok(state)
 }
 
-/// Checks the marks of a state of the right sizes.
 pub(super) fn check_marks<T: Real>(
     attention: &KernelizedAttention,
     state: &State<T>,
@@ -393,7 +383,6 @@ fn turn_rows<T: Real>(sum: &mut [T], width: usize, [cos, sin]: &[Vec<T>; 2]) {
     }
 }
 
-/// Writes `a·x + b·y`.
 fn add<T: Real>(to: &mut [T], (a, x): (T, &[T]), (b, y): (T, &[T])) {
     for (to, (&x, &y)) in to.iter_mut().zip(x.iter().zip(y)) {
         *to = a * x + b * y;

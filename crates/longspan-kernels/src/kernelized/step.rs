@@ -317,7 +317,6 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
         &self.parameters[0][start..][..(shaw.radius + 1) * len]
     }
 
-    /// Numbers in one row of the table.
     fn table_row(&self, shaw: Shaw) -> usize {
         shaw.row_len(self.attention.feature_map, self.k.len())
     }

@@ -11,7 +11,6 @@ use crate::simd::Real;
 use crate::simd::block::{add_scaled, decay_by, scale_by};
 use crate::simd::rows::padded;
 
-/// Offsets of the parts of a summary.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
     pub features: FeatureLayout,
@@ -37,7 +36,6 @@ impl Layout {
         }
     }
 
-    /// Numbers of a summary.
     pub fn len<T>(self) -> usize {
         self.flags() + padded::<T>(FLAGS)
     }
@@ -62,7 +60,6 @@ pub(super) struct Summary<'s, T> {
     pub numbers: &'s mut [T],
 }
 
-/// The parts of a summary, to be read.
 #[derive(Clone, Copy)]
 pub(super) struct SummaryRef<'s, T> {
     layout: Layout,
@@ -109,7 +106,6 @@ impl<'s, T: Real> Summary<'s, T> {
         *self.shift() = T::NEG_INFINITY;
     }
 
-    /// Becomes the same.
     pub fn copy(&mut self, other: SummaryRef<'_, T>) {
         self.numbers.copy_from_slice(other.numbers);
     }
@@ -133,7 +129,6 @@ impl<'s, T: Real> Summary<'s, T> {
         self.numbers[self.layout.flags() + 2] = T::ONE;
     }
 
-    /// Multiplies the content part.
     pub fn scale_content(&mut self, factor: T) {
         if factor != T::ONE {
             let far = self.layout.far();
@@ -141,7 +136,6 @@ impl<'s, T: Real> Summary<'s, T> {
         }
     }
 
-    /// Lets the exponent rise to `shift`.
     pub fn raise(&mut self, shift: T) {
         let old = *self.shift();
         if shift > old {
@@ -205,7 +199,6 @@ impl<'s, T: Real> Summary<'s, T> {
     }
 }
 
-/// Adds the values of all tokens of a state.
 pub(super) fn add_values<T: Real>(state: Head<&[T]>, value_dim: usize, sums: &mut [T], count: &mut T) {
     for row in state.values(value_dim) {
         add_scaled(&mut sums[..value_dim], T::ONE, &row[..value_dim]);
@@ -306,7 +299,6 @@ impl<'s, T: Real> Carry<'s, T> {
 /// One head's place for its state. One task at a time writes to it.
 pub(super) type Place<'a, T> = Mutex<Head<&'a mut [T]>>;
 
-/// The places of a state's heads.
 pub(super) fn places<T: Real>(state: &mut State<T>) -> Vec<Place<'_, T>> {
     state.heads_mut().map(|head| Mutex::new(head.into())).collect()
 }

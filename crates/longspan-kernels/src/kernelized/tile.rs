@@ -6,14 +6,13 @@ use super::features::Lift;
 use super::problem::{CHUNK, Problem, Table, Unit};
 use super::state::Head;
 use super::summary::SummaryRef;
-use super::taylor::Weigh;
 use crate::call::Arena;
 use crate::feature_map::elementwise::{Shift, copy_rows};
 use crate::kernelized::running_sum::{Run, combine};
+use crate::simd::Real;
 use crate::simd::block::{add_scaled, multiply, scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::padded;
-use crate::simd::{Real, dispatch};
 
 /// Rows of a chunk and the keys that it touches.
 ///
@@ -50,7 +49,6 @@ impl Piece {
         (next, next + CHUNK as isize)
     }
 
-    /// Columns of the tile.
     pub fn columns(&self) -> usize {
         self.window_len - self.skip
     }
@@ -92,7 +90,6 @@ pub(super) struct FarDecays<'s, T> {
     pub steps: &'s mut [T],
 }
 
-/// Sizes of the working memory for a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
     pub chunk: usize,
@@ -126,7 +123,7 @@ pub(super) struct Buffers<'s, T> {
     pub v: &'s mut [T],
     /// 1 for the window's rows that are there, else 0; under gates what is left of those of an initial state.
     pub present: &'s mut [T],
-    /// Whether all of them are.
+    /// Whether no key of the window is ignored or missing.
     pub all_present: bool,
     /// Weights, chunk × tile_row.
     pub tile: &'s mut [T],
@@ -153,7 +150,6 @@ pub(super) struct Buffers<'s, T> {
     pub far: &'s mut [T],
     /// Outputs, or the gradients of outputs over their denominators, chunk × value_width.
     pub o: &'s mut [T],
-    /// What forms features.
     pub lift: Lift<'s, T>,
 }
 
@@ -190,7 +186,6 @@ impl<'s, T: Real> Buffers<'s, T> {
         }
     }
 
-    /// Prepares for a unit.
     pub fn start(&mut self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) {
         self.lift.start(problem, unit);
         self.decays.start(unit.decay);
@@ -375,7 +370,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             self.tile[..piece.rows * row_length].fill(T::ZERO);
         }
         if content {
-            self.multiply_pairs(problem, piece);
+            self.weigh_pairs(problem, piece);
             if content_scale != T::ONE {
                 scale_by(&mut self.tile[..piece.rows * row_length], content_scale);
             }
@@ -406,24 +401,10 @@ impl<'s, T: Real> Buffers<'s, T> {
     }
 
     /// Writes the weights of the piece's rows and its own keys into the tile, and their slopes where there is room for them.
-    pub fn multiply_pairs(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
-        let (row_length, chunk) = (self.sizes.tile_row, self.sizes.chunk);
-        let (first, depth) = problem.weigh_columns();
-        let (rows, keys) = (piece.rows, piece.keys);
-        let weights = &mut self.tile[piece.lead..];
-        Product::of(
-            (&self.q[first..], problem.head_width),
-            (&self.k_columns[first * chunk..], chunk),
-            (weights, row_length),
-            [rows, keys, depth],
-        )
-        .c_band(Band::up_to(0))
-        .compute();
-        if let Some(taylor) = problem.taylor {
-            // The first feature of a key is 1 if it is there.
-            let (weights, present) = (&mut *self.tile, &self.k_columns[..chunk]);
-            dispatch(Weigh { taylor, rows, keys, weights, row_length, present, slopes: self.slopes });
-        }
+    pub fn weigh_pairs(&mut self, problem: &Problem<'_, T>, piece: &Piece) {
+        let weights = (&mut self.tile[piece.lead..], self.sizes.tile_row);
+        let keys = (&*self.k_columns, self.sizes.chunk);
+        problem.weigh_pairs(self.q, keys, weights, [piece.rows, piece.keys], self.slopes);
     }
 
     /// Fills the tile with the parts of denominators that a piece's own keys have, where those are not its weights.

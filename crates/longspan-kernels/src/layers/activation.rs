@@ -143,18 +143,13 @@ macro_rules! for_each_activation {
     };
 }
 
-/// Adds a bias to each row of sums and writes what the activation makes of them: `to`, or in their place.
-pub(super) struct Activate<'a> {
-    pub activation: Activation,
-    /// Of whole rows; they keep the bias.
-    pub sums: &'a mut [f32],
-    /// A row.
-    pub bias: Option<&'a [f32]>,
-    pub width: usize,
-    pub to: Option<&'a mut [MaybeUninit<f32>]>,
-}
-
-operation!(Activate, f32, |Self { activation, sums, bias, width, mut to }| {
+// Adds a bias, one row, to each row of sums, and writes what the activation makes of them to `to`, or in their place.
+operation!(Activate, f32, |activation: Activation,
+                           sums: &'a mut [f32],
+                           bias: Option<&'a [f32]>,
+                           width: usize,
+                           to: Option<&'a mut [MaybeUninit<f32>]>| {
+    let mut to = to;
     assert!(width > 0 && bias.is_none_or(|bias| bias.len() == width));
     assert!(to.as_ref().is_none_or(|to| to.len() == sums.len()));
     // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
@@ -187,14 +182,8 @@ unsafe fn store_fresh<V: Vector<Element = f32>>(register: V, row: &mut [MaybeUni
     unsafe { if row.len() >= V::LANES { register.store(to) } else { register.store_first(to, row.len()) } }
 }
 
-/// Multiplies gradients by the slope of the activation at `at`: its argument, or its result where that tells the slope.
-pub(super) struct PullBack<'a> {
-    pub activation: Activation,
-    pub at: &'a [f32],
-    pub d: &'a mut [f32],
-}
-
-operation!(PullBack, f32, |Self { activation, at, d }| {
+// Multiplies gradients by the slope of the activation at `at`: its argument, or its result where that tells the slope.
+operation!(PullBack, f32, |activation: Activation, at: &'a [f32], d: &'a mut [f32]| {
     if activation == Activation::Identity {
         return;
     }
@@ -209,16 +198,12 @@ operation!(PullBack, f32, |Self { activation, at, d }| {
     });
 });
 
-/// Writes the activations of sums and multiplies gradients by their slopes, in one pass: for a backward that needs both.
-pub(super) struct Revisit<'a> {
-    pub activation: Activation,
-    pub sums: &'a [f32],
-    /// Of the activations, and then of the sums.
-    pub d: &'a mut [f32],
-    pub to: &'a mut [MaybeUninit<f32>],
-}
-
-operation!(Revisit, f32, |Self { activation, sums, d, to }| {
+// Writes the activations of sums and multiplies gradients by their slopes, in one pass: for a backward that needs both. `d` is
+// the gradient of the activations, and becomes that of the sums.
+operation!(Revisit, f32, |activation: Activation,
+                          sums: &'a [f32],
+                          d: &'a mut [f32],
+                          to: &'a mut [MaybeUninit<f32>]| {
     assert!(sums.len() == d.len() && sums.len() == to.len());
     // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
     for_each_activation!(activation, ACTIVATION => unsafe {
@@ -230,19 +215,12 @@ operation!(Revisit, f32, |Self { activation, sums, d, to }| {
     });
 });
 
-/// Rows `[a, b]` of sums, to which a bias is added, become `f(a) ⊙ b`.
-pub(super) struct Gate<'a> {
-    pub activation: Activation,
-    /// They keep the bias.
-    pub sums: &'a mut [f32],
-    /// A row.
-    pub bias: Option<&'a [f32]>,
-    /// Half of a row.
-    pub width: usize,
-    pub to: &'a mut [MaybeUninit<f32>],
-}
-
-operation!(Gate, f32, |Self { activation, sums, bias, width, to }| {
+// Adds a bias to rows `[a, b]` of sums, each half `width` long, and writes `f(a) ⊙ b`.
+operation!(Gate, f32, |activation: Activation,
+                       sums: &'a mut [f32],
+                       bias: Option<&'a [f32]>,
+                       width: usize,
+                       to: &'a mut [MaybeUninit<f32>]| {
     assert!(width > 0 && bias.is_none_or(|bias| bias.len() == 2 * width) && 2 * to.len() == sums.len());
     // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
     for_each_activation!(activation, ACTIVATION => unsafe {
@@ -268,20 +246,13 @@ unsafe fn add_row<V: Vector<Element = f32>>(row: &mut [f32], other: &[f32]) {
     }
 }
 
-/// [`Revisit`] of what [`Gate`] makes.
-pub(super) struct RevisitGate<'a> {
-    pub activation: Activation,
-    /// With their bias.
-    pub sums: &'a [f32],
-    pub width: usize,
-    /// Of the results.
-    pub d: &'a [f32],
-    /// Of the sums.
-    pub d_sums: &'a mut [MaybeUninit<f32>],
-    pub to: &'a mut [MaybeUninit<f32>],
-}
-
-operation!(RevisitGate, f32, |Self { activation, sums, width, d, d_sums, to }| {
+// [`Revisit`] of what [`Gate`] writes: `d` is the gradient of that, and `d_sums` becomes the gradient of the sums with their bias.
+operation!(RevisitGate, f32, |activation: Activation,
+                              sums: &'a [f32],
+                              width: usize,
+                              d: &'a [f32],
+                              d_sums: &'a mut [MaybeUninit<f32>],
+                              to: &'a mut [MaybeUninit<f32>]| {
     assert!(width > 0 && sums.len() == 2 * d.len() && d_sums.len() == sums.len() && to.len() == d.len());
     // SAFETY: forwarded to the caller; parts of rows are checked where they are read.
     for_each_activation!(activation, ACTIVATION => unsafe {

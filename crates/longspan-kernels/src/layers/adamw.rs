@@ -24,7 +24,6 @@ pub struct AdamW {
     pub weight_decay: f32,
 }
 
-/// The constants of one step.
 #[derive(Clone, Copy)]
 pub(super) struct Step {
     betas: [f32; 2],

@@ -59,7 +59,6 @@ pub struct LossGradients {
     pub d_bias: Vec<f32>,
 }
 
-/// Where a part of the rows writes its gradients.
 struct Sink<'a> {
     dh: &'a mut [MaybeUninit<f32>],
     /// Its own sums.

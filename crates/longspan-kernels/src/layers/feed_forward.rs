@@ -27,7 +27,6 @@ pub struct Weights<'a> {
 }
 
 impl Weights<'_> {
-    /// Refuses other sizes.
     pub(super) fn check(&self, operation: &'static str, name: &'static str, sizes: [usize; 2]) -> Result<(), Error> {
         let [inputs, outputs] = sizes;
         let got = self.weight.len();

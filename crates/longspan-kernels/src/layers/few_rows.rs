@@ -123,7 +123,6 @@ operation!(RowDots, f32, |x: &'a [f32], weight: &'a [f32], bias: Option<&'a [f32
     }
 });
 
-/// Rows or their norms, in `memory`.
 fn normed<'m>(norm: Option<NormWeights<'_>>, x: &'m [f32], memory: &'m mut [f32]) -> &'m [f32] {
     match norm {
         None => x,
@@ -154,7 +153,6 @@ impl StepBuffers {
         Self { few: 0, ..Self::default() }
     }
 
-    /// Pieces of these lengths.
     fn take<const N: usize>(&mut self, pieces: [usize; N]) -> [&mut [f32]; N] {
         let all = pieces.iter().sum();
         if self.numbers.len() < all {
@@ -199,7 +197,6 @@ impl MultiHead<'_> {
         Ok(())
     }
 
-    /// The results of a few rows of heads' outputs.
     fn write_results(&self, heads: &mut [f32], gate: Gates<'_>, few: usize, out: &mut [f32]) {
         let width = self.width();
         if let Some(norm) = self.gated_norm {

@@ -100,7 +100,6 @@ pub(super) struct Gates<'a> {
 }
 
 impl Gates<'_> {
-    /// Whether there are some for all these rows.
     fn are_for(&self, rows: &[f32], width: usize) -> bool {
         rows.is_empty() || (rows.len() / width - 1) * self.stride + width <= self.numbers.len()
     }
@@ -123,7 +122,6 @@ impl GatedNormWeights<'_> {
         Ok(unsafe { out.written() })
     }
 
-    /// Replaces rows by their gated norms.
     pub(super) fn apply(&self, rows: &mut [f32], gate: Gates<'_>, head_dim: usize) {
         assert!(gate.are_for(rows, self.gamma.len()));
         if !rows.is_empty() {
@@ -187,19 +185,14 @@ operation!(Normalize, f32, |weights: GatedNormWeights<'a>, head_dim: usize, gate
     }
 });
 
-/// Turns the gradients of gated norms into those of rows and gates, and adds up that of `γ`.
-struct NormalizeBackward<'a> {
-    weights: GatedNormWeights<'a>,
-    head_dim: usize,
-    x: &'a [f32],
-    gate: Gates<'a>,
-    /// `dy`, and then `dx`.
-    dx: &'a mut [f32],
-    d_gate: &'a mut [f32],
-    d_gamma: &'a mut [f32],
-}
-
-operation!(NormalizeBackward, f32, |Self { weights, head_dim, x, gate, dx, d_gate, d_gamma }| {
+// Turns the gradients of gated norms into those of rows and gates, and adds up that of `γ`. `dx` holds `dy` before.
+operation!(NormalizeBackward, f32, |weights: GatedNormWeights<'a>,
+                                    head_dim: usize,
+                                    x: &'a [f32],
+                                    gate: Gates<'a>,
+                                    dx: &'a mut [f32],
+                                    d_gate: &'a mut [f32],
+                                    d_gamma: &'a mut [f32]| {
     let GatedNormWeights { gamma, epsilon } = weights;
     let (width, stride) = (gamma.len(), gate.stride);
     let rows = x.chunks_exact(width).zip(gate.numbers.chunks(stride));

@@ -168,7 +168,6 @@ impl<'a> MultiHead<'a> {
         self.kernel.empty_state(&self.dims())
     }
 
-    /// Columns of the projection.
     pub(super) fn columns(&self) -> usize {
         self.parts().iter().map(|[heads, width]| heads * width).sum()
     }
@@ -464,7 +463,6 @@ impl<'a> MultiHead<'a> {
         Ok(())
     }
 
-    /// One slice for each parameter.
     fn split_parameters<'v>(&self, mut all: &'v mut [f32]) -> Vec<&'v mut [f32]> {
         let part = |given: &&[f32]| {
             let (first, others) = std::mem::take(&mut all).split_at_mut(given.len());

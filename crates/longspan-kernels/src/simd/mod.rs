@@ -64,7 +64,6 @@ impl InstructionSet {
         sets
     }
 
-    /// The name that the environment variable takes.
     fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
@@ -124,40 +123,30 @@ pub(crate) trait Operation: Sized {
     unsafe fn run<V: Vector<Element = Self::Element>>(self) -> Self::Output;
 }
 
-/// Implements [`Operation`] for a struct `Name<'_, T>`: `operation!(Name, |Self { fields }| -> Output { body })`; and declares it too:
-/// `operation!(Name, |field: Type, …| -> Output { body })`. The body is that of [`Operation::run`]; it knows the number type `T`, its
-/// register `V`, and `'a` in the types of declared fields. `operation!(Name, f32, …)` is for one number type alone, and `Name<'_>`.
+/// Declares a struct and implements [`Operation`] for it: `operation!(Name, |field: Type, …| -> Output { body })`. The body is that of
+/// [`Operation::run`]; it knows the number type `T` and its register `V`, field types know `T` and `'a`. `operation!(Name, f32, …)` is
+/// for one number type alone.
 macro_rules! operation {
     // Without a result.
     ($name:ident $(, $element:ident)?, |$($field:ident: $type:ty),+| $body:block) => {
         operation!($name $(, $element)?, |$($field: $type),+| -> () $body);
     };
-    ($name:ident $(, $element:ident)?, |$fields:pat_param| $body:block) => {
-        operation!($name $(, $element)?, |$fields| -> () $body);
-    };
-    // Declares the struct.
+    // For every number type, or for one.
     ($name:ident, |$($field:ident: $type:ty),+| -> $output:ty $body:block) => {
         pub(crate) struct $name<'a, T> {
             $(pub $field: $type,)+
         }
 
-        operation!($name, |Self { $($field),+ }| -> $output $body);
+        operation!(impl [T: $crate::simd::Real] $name<'_, T>, T, |$($field),+| -> $output $body);
     };
     ($name:ident, $element:ident, |$($field:ident: $type:ty),+| -> $output:ty $body:block) => {
         pub(crate) struct $name<'a> {
             $(pub $field: $type,)+
         }
 
-        operation!($name, $element, |Self { $($field),+ }| -> $output $body);
+        operation!(impl [] $name<'_>, $element, |$($field),+| -> $output $body);
     };
-    // For every number type, or for one.
-    ($name:ident, |$fields:pat_param| -> $output:ty $body:block) => {
-        operation!(impl [T: $crate::simd::Real] $name<'_, T>, T, |$fields| -> $output $body);
-    };
-    ($name:ident, $element:ident, |$fields:pat_param| -> $output:ty $body:block) => {
-        operation!(impl [] $name<'_>, $element, |$fields| -> $output $body);
-    };
-    (impl [$($generics:tt)*] $name:ty, $element:ident, |$fields:pat_param| -> $output:ty $body:block) => {
+    (impl [$($generics:tt)*] $name:ty, $element:ident, |$($field:ident),+| -> $output:ty $body:block) => {
         impl<$($generics)*> $crate::simd::Operation for $name {
             type Element = $element;
             type Output = $output;
@@ -166,7 +155,7 @@ macro_rules! operation {
             #[allow(clippy::needless_range_loop)]
             #[inline(always)]
             unsafe fn run<V: $crate::simd::Vector<Element = $element>>(self) -> $output {
-                let $fields = self;
+                let Self { $($field),+ } = self;
                 $body
             }
         }

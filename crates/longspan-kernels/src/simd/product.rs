@@ -86,7 +86,6 @@ impl<'a, T> Product<'a, T> {
 }
 
 impl<T: Real> Product<'_, T> {
-    /// Computes it.
     #[inline]
     pub fn compute(self) {
         self.compute_with(None, &[]);
@@ -166,15 +165,9 @@ pub(crate) use by_whole_registers;
 /// A number for each row and a line of numbers for the columns, whose products are added to a matrix product, if any.
 pub(crate) type Outer<'a, T> = Option<(&'a [T], &'a [T])>;
 
-/// A matrix product with what else is done on the way.
-struct ProductWith<'a, T> {
-    product: Product<'a, T>,
-    outer: Outer<'a, T>,
-    /// Rows that are asked for meanwhile.
-    ahead: &'a [Ahead<T>],
-}
-
-operation!(ProductWith, |Self { mut product, outer, ahead }| {
+// A matrix product with what else is done on the way: `outer` is added, and rows `ahead` are fetched.
+operation!(ProductWith, |product: Product<'a, T>, outer: Outer<'a, T>, ahead: &'a [Ahead<T>]| {
+    let mut product = product;
     let p = &mut product;
     let columns = p.columns.next_multiple_of(V::LANES);
     if p.rows == 0 || columns == 0 {

@@ -120,7 +120,6 @@ pub(crate) unsafe fn store_part<V: Vector>(register: V, row: &mut [V::Element], 
     }
 }
 
-/// Whether `count` rows of `width` are there.
 pub(crate) fn covers<T>(rows: &Rows<'_, T>, count: usize, width: usize) -> bool {
     count == 0 || rows.data.len() >= (count - 1) * rows.stride + width
 }
@@ -209,7 +208,6 @@ impl<'a, T> Columns<'a, T> {
         self.width
     }
 
-    /// The numbers of one row.
     pub fn row(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows, "a row beyond the last");
         // SAFETY: the caller of `new` promised that the row is there and exclusively borrowed.

@@ -24,7 +24,6 @@ static ROOTS: [i32; 16] = [
     0x3f7d_257d,
 ];
 
-/// The mask of the first lanes.
 #[inline(always)]
 fn first(count: usize) -> u32 {
     (1 << count) - 1

@@ -9,7 +9,7 @@ use std::ops::Range;
 use super::KEPT;
 use super::problem::{Block, KEYS, Problem, ROWS, Segment, against, clear_unseen, right_side};
 use super::tile::{ExpColumns, SoftmaxPullBack};
-use crate::call::{Arena, Cotangent, GradientSink, Scratch, SharedRows, State};
+use crate::call::{Arena, Cotangent, GradientSink, Scratch, State, StateSink};
 use crate::simd::block::{add_scaled, all_finite, dot, store};
 use crate::simd::product::Product;
 use crate::simd::rows::{padded, pieces};
@@ -57,7 +57,7 @@ pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
     sink: GradientSink<'_, T>,
-    mut d_initial: Option<&mut State<T>>,
+    d_initial: Option<&mut State<T>>,
     scratch: &mut Scratch<T>,
 ) {
     let dims = &problem.dims;
@@ -73,12 +73,7 @@ pub(super) fn backward<T: Real>(
         + KEYS * head_width
         + ROWS;
     let workers = threads::count().min(parts.len());
-    let entry = d_initial.as_ref().map_or(0, |state| state.shape().head_len());
-    if let Some(state) = &mut d_initial {
-        state.numbers_mut().fill(T::ZERO);
-    }
-    // A state's numbers belong to batch entries and key/value heads one after the other, as units do.
-    let d_initial = d_initial.map(|state| SharedRows::new(state.numbers_mut(), [entry, 0, 1]));
+    let d_initial = d_initial.map(StateSink::new);
     parallel(parts.len(), scratch.take(workers * per_worker), per_worker, |task, scratch| {
         let (unit, part) = parts[task].clone();
         let mut arena = Arena::new(scratch);
@@ -220,11 +215,11 @@ pub(super) fn backward<T: Real>(
             }
         };
         let [older, newer, own] = &segments;
-        let is_held = |key: usize| held.contains(&key) || (key >= all && held.end == all);
-        for key in (0..own.keys + sequence.absent).filter(|key| is_held(past + key)) {
+        let is_held = |key: usize| held.contains(&key);
+        for key in (0..own.keys).filter(|key| is_held(past + key)) {
             // SAFETY: each key belongs to one task.
             let (to_k, to_v) = unsafe { sink.key([sequence.batch, kv_head, sequence.key_start + key], dims) };
-            if key < own.keys && !own.ignores(key) {
+            if !own.ignores(key) {
                 store(&dk[(past + key - held.start) * head_width..], T::ONE, to_k);
                 store(&dv[(past + key - held.start) * value_width..], T::ONE, to_v);
             } else {
@@ -238,11 +233,10 @@ pub(super) fn backward<T: Real>(
             add_final([to_k, to_v], row);
         }
         let Some(d_initial) = &d_initial else { return };
-        let values = problem.attention.rows() * dims.head_dim;
         // SAFETY: each row of the cache belongs to one key, which belongs to one task.
         let rows_at = |row: usize| unsafe {
-            let to_k = d_initial.row(unit, 0, row * dims.head_dim, dims.head_dim);
-            [to_k, d_initial.row(unit, 0, values + row * dims.value_dim, dims.value_dim)]
+            let part = |n: usize, width: usize| d_initial.part(unit, n, row * width, width);
+            [part(0, dims.head_dim), part(1, dims.value_dim)]
         };
         for (segment, first) in [older, newer].into_iter().zip(firsts) {
             for key in (0..segment.keys).filter(|&key| is_held(first + key) && !segment.ignores(key)) {

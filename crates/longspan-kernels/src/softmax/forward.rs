@@ -9,7 +9,6 @@ use crate::simd::rows::{padded, pieces};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
-/// Rows of one head.
 #[derive(Clone, Copy)]
 struct RowRange {
     head: usize,
@@ -17,7 +16,6 @@ struct RowRange {
     rows: usize,
 }
 
-/// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let chunks = Chunks::new(problem);
     let per_worker = Arena::measure(|arena| Block::new(problem, arena));
@@ -38,7 +36,6 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
     });
 }
 
-/// Fills `memory` with the sums of a few rows.
 fn attend<T: Real>(
     problem: &Problem<'_, T>,
     sequence: &Sequence<'_>,

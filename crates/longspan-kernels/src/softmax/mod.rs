@@ -14,6 +14,7 @@
 //! gradient takes O(Lk·(d + dv)) for each thread. The derivation stands in this folder's `README.md`.
 
 mod backward;
+mod cost;
 mod forward;
 mod problem;
 mod state;
@@ -26,10 +27,10 @@ use problem::Problem;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameters, Reference, Scratch,
-    Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, kernels,
+    Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, clear_absent, kernels,
 };
 use crate::error::{Error, expect};
-use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
+use crate::plan::{Algorithm, Plan};
 use crate::simd::Real;
 
 /// Scaled dot-product attention (Vaswani et al. 2017). It learns nothing itself.
@@ -62,7 +63,6 @@ impl SoftmaxAttention {
     /// The largest window: what a state counts up to, twice that, is exact in `f32`.
     pub const LARGEST_WINDOW: usize = 1 << 22;
 
-    /// Rows of a state.
     fn rows(&self) -> usize {
         self.window.unwrap_or(self.capacity)
     }
@@ -98,25 +98,7 @@ impl Mechanism for SoftmaxAttention {
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
         check_sizes(self, dims, mask)?;
         check_options(self)?;
-        let widths = (dims.head_dim + dims.value_dim) as f64;
-        let heads = (dims.batch * dims.heads) as f64;
-        let pairs = mask.visible_pairs_within(dims, self.window);
-        let flops = heads * pairs * 2.0 * widths;
-        let counts = [
-            (Rate::SoftmaxNumber, (dims.queries + dims.keys) as f64 * widths),
-            (Rate::SoftmaxWeight, pairs),
-            (Rate::SoftmaxFlop, pairs * 2.0 * widths),
-        ];
-        let work = Work::new(heads, Rate::SoftmaxCall, counts);
-        let estimate = Estimate {
-            algorithm: Algorithm::Tiled,
-            flops,
-            published_elements: dims.queries as f64 * dims.keys as f64,
-            scratch_bytes: 4.0 * problem::ROWS as f64 * (3.0 * widths + problem::KEYS as f64),
-            work,
-            automatic: true,
-        };
-        Ok(Plan::new(Algorithm::Auto, vec![estimate]))
+        Ok(cost::plan(self, dims, mask))
     }
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
@@ -161,6 +143,7 @@ impl Compute for SoftmaxAttention {
         }
         let Gradients { mut dq, mut dk, mut dv, initial_state, .. } = gradients;
         let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
+        clear_absent(self, &problem.dims, &problem.sequences, [sink.dk, sink.dv]);
         backward::backward(&problem, cotangent, sink, initial_state, scratch);
         Ok(())
     }
@@ -171,11 +154,6 @@ impl Compute for SoftmaxAttention {
 
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
         state::check_marks(self, state, argument)
-    }
-
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(self.name())?;
-        State::zeros(self.state_shape::<T>(dims)?)
     }
 
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {

@@ -19,12 +19,10 @@ pub(super) const ROWS: usize = 64;
 /// first-level cache.
 pub(super) const KEYS: usize = 64;
 
-/// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
     pub attention: &'a SoftmaxAttention,
     pub call: &'a Call<'a, T>,
     pub dims: Dims,
-    /// What scores are multiplied by.
     pub scale: T,
     /// The query at position `p` sees the keys from `p − behind` to `p + ahead`.
     behind: isize,
@@ -52,7 +50,6 @@ pub(super) struct Segment<'a, T> {
 }
 
 impl<T> Segment<'_, T> {
-    /// Whether a key is ignored.
     pub fn ignores(&self, key: usize) -> bool {
         self.padding.is_some_and(|ignored| ignored[key])
     }

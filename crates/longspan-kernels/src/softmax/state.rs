@@ -34,7 +34,6 @@ pub(super) fn shape<T: Real>(attention: &SoftmaxAttention, dims: &Dims) -> Resul
 /// The part of a head's state that says of each row of a ring whether its token is there (1) or ignored (0).
 pub(super) const PRESENT: usize = 3;
 
-/// How full one head's cache is.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cache {
     window: Option<usize>,
@@ -53,17 +52,14 @@ impl Cache {
         Self::marked(attention, state.head(batch, kv_head)[2][0])
     }
 
-    /// That of a state's mark.
     pub fn marked<T: Real>(attention: &SoftmaxAttention, mark: T) -> Self {
         Self { count: mark.to_f64() as usize, ..Self::empty(attention) }
     }
 
-    /// What a state stores.
     pub fn mark<T: Real>(self) -> T {
         T::from_f64(self.count as f64)
     }
 
-    /// Rows that hold a token.
     pub fn rows(self) -> usize {
         self.window.map_or(self.count, |window| self.count.min(window))
     }
@@ -79,7 +75,6 @@ impl Cache {
         self.window.map_or(self.count + n, |window| (self.count + key) % window)
     }
 
-    /// After so many tokens.
     pub fn plus(self, tokens: usize) -> Self {
         let count = self.count + tokens;
         let within = |window: usize| if count < window { count } else { window + count % window };
@@ -117,7 +112,6 @@ pub(super) fn check_room(attention: &SoftmaxAttention, argument: &'static str, t
     expect(tokens <= attention.capacity, attention.name(), argument, expected, || tokens.to_string())
 }
 
-/// The tokens of `earlier`, then those of `later`.
 pub(super) fn combine<T: Real>(
     attention: &SoftmaxAttention,
     earlier: &State<T>,

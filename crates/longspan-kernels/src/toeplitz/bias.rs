@@ -66,7 +66,6 @@ impl Bias {
         self.entry(self.place(key) - self.place(query))
     }
 
-    /// The shape of the tables of `heads` heads.
     pub(crate) fn shape(&self, heads: usize) -> SmallVec<[usize; 4]> {
         match *self {
             Self::Table { count, .. } => smallvec![heads, count],
@@ -88,12 +87,10 @@ impl Bias {
         }
     }
 
-    /// Entries of one head's table.
     pub(super) fn entries(&self) -> usize {
         self.shape(1).into_iter().fold(1, usize::saturating_mul)
     }
 
-    /// Checks the option by itself.
     pub(super) fn check(&self) -> Result<(), Error> {
         let limit = isize::MAX as usize / 64;
         match *self {
@@ -263,7 +260,6 @@ impl Bias {
     }
 }
 
-/// Differences along an axis of `n` pixels.
 fn side(n: usize) -> usize {
     n.saturating_mul(2).saturating_sub(1)
 }

@@ -26,7 +26,6 @@ pub(super) fn push_chunks(chunks: &mut Vec<RowChunk>, (unit, head): (usize, usiz
     }));
 }
 
-/// Adds those of all rows of a unit.
 pub(super) fn push_unit<T: Real>(
     problem: &Problem<'_, T>,
     chunks: &mut Vec<RowChunk>,

@@ -7,7 +7,6 @@ use super::{Bias, Toeplitz};
 use crate::call::{Dims, Mask, Order};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
 
-/// Compares the algorithms for one call.
 pub(super) fn plan(toeplitz: &Toeplitz, dims: &Dims, mask: &Mask<'_>) -> Plan {
     // Counted is what follows a map of whole rows, which takes the smaller part of the time.
     let dims = &Dims { head_dim: toeplitz.feature_map.features(dims.head_dim), ..*dims };

@@ -32,7 +32,6 @@ impl<'s, T> RunningMax<'s, T> {
     }
 }
 
-/// Consecutive rows that one tile serves.
 #[derive(Clone, Copy)]
 pub(super) struct Piece<T> {
     /// The first row, and how many.
@@ -67,12 +66,10 @@ fn top<T: Real>(row: &[T]) -> Option<T> {
 }
 
 impl<T: Real> Problem<'_, T> {
-    /// Pieces of rows of the longest sequence.
     fn pieces(&self) -> usize {
         self.most_queries().div_ceil(TILE)
     }
 
-    /// Numbers of the [`RunningMax`] of one unit.
     fn row_max_len(&self) -> usize {
         if self.mapping.exponential { 3 * (self.most_keys() + 1) } else { 0 }
     }
@@ -316,7 +313,6 @@ impl<T: Real> Problem<'_, T> {
 }
 
 impl<'s, T: Real> Shared<'s, T> {
-    /// The line of one head.
     pub fn line(&self, head: usize) -> &'s [T] {
         &self.lines[head * self.line_width..][..self.line_width]
     }
@@ -348,7 +344,6 @@ impl<'s, T: Real> Shared<'s, T> {
         }
     }
 
-    /// The level of a row.
     pub fn level(&self, unit: &Unit<'_, T>, head: usize, row: usize) -> T {
         self.levels[(unit.index * self.group + head % self.group) * self.queries + row]
     }

@@ -114,12 +114,10 @@ pub(super) struct FarSum<'s, T> {
 }
 
 impl<'s, T: Real> FarSum<'s, T> {
-    /// Numbers that it takes.
     pub fn len(problem: &Problem<'_, T>) -> usize {
         problem.head_width * (problem.value_width + 1) + padded::<T>(1)
     }
 
-    /// A sum of nothing.
     pub fn empty(problem: &Problem<'_, T>, numbers: &'s mut [T]) -> Self {
         numbers.fill(T::ZERO);
         let (outer, rest) = numbers.split_at_mut(problem.head_width * problem.value_width);
@@ -128,7 +126,6 @@ impl<'s, T: Real> FarSum<'s, T> {
         Self { outer, features, exponent: &mut rest[0] }
     }
 
-    /// Its exponent.
     pub fn exponent(&self) -> T {
         *self.exponent
     }
@@ -146,7 +143,6 @@ impl<'s, T: Real> FarSum<'s, T> {
         *self.exponent
     }
 
-    /// Adds `Σ x_j y_jᵀ` of some rows of two blocks.
     pub fn add_outer(&mut self, problem: &Problem<'_, T>, x: &[T], y: &[T], count: usize) {
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let sizes = [head_width, value_width, count];
@@ -166,7 +162,6 @@ pub(super) struct FarSums<'s, T> {
 }
 
 impl<'s, T: Real> FarSums<'s, T> {
-    /// Numbers that they take.
     pub fn len(problem: &Problem<'_, T>, owners: usize, chunks: usize) -> usize {
         owners * sides(problem) * chunks * FarSum::len(problem)
     }
@@ -205,7 +200,6 @@ impl<'s, T: Real> FarSums<'s, T> {
 /// Parts that the numbers of a sum are dealt to: a running sum has an order along the chunks and none across a sum.
 const PARTS: usize = 8;
 
-/// What [`FarSums::accumulate`] does.
 fn accumulate<T: Real>(
     problem: &Problem<'_, T>,
     numbers: &mut [T],

@@ -12,7 +12,6 @@ use crate::simd::Real;
 use crate::simd::rows::pieces;
 use crate::threads;
 
-/// Writes it.
 pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T>, scratch: &mut Scratch<T>) {
     let near = problem.toeplitz.bias.near();
     if let Some(initial) = problem.call.initial_state {

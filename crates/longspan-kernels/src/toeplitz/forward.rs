@@ -11,7 +11,6 @@ use crate::simd::Real;
 use crate::simd::block::{dot, store};
 use crate::threads::parallel;
 
-/// Working memory of a task.
 struct Buffers<'s, T> {
     q: &'s mut [T],
     q_shifts: &'s mut [T],
@@ -38,7 +37,6 @@ impl<'s, T: Real> Buffers<'s, T> {
     }
 }
 
-/// Numbers of working memory of a worker.
 pub(super) fn worker_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     Arena::measure(|arena| Buffers::new(problem, arena))
 }

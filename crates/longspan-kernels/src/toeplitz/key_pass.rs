@@ -3,11 +3,11 @@
 
 use std::ops::Range;
 
+use super::backward::{Memory, Pass};
 use super::bias_gradient::line_len;
 use super::far::{self, Far, FarSums, near_rows};
 use super::key_tiles::{KeyGradients, TileBuffers, key_gradients};
 use super::left::{KeyUnit, Left};
-use super::pass::{Memory, Pass};
 use super::problem::{CHUNK, Problem, TILE, Unit};
 use super::state::EXPONENT;
 use super::state_gradient::Last;
@@ -18,10 +18,9 @@ use crate::simd::Real;
 use crate::simd::block::{add_scaled, dot, store};
 use crate::threads::{self, parallel};
 
-/// Working memory of a task.
 struct Buffers<'s, T> {
     tiles: TileBuffers<'s, T>,
-    /// A sum turned, and what a block makes of it.
+    /// The transpose of a sum, and its product with a block.
     turned: &'s mut [T],
     far_tile: &'s mut [T],
     /// The gradient of the final state's sums, its rows filled up with 0.
@@ -48,21 +47,18 @@ pub(super) fn worker_len<T: Real>(problem: &Problem<'_, T>, far: bool) -> usize 
     })
 }
 
-/// The pass over keys.
 pub(super) struct KeyPass<'x, 'a, T: 'static> {
     pub pass: &'x Pass<'x, 'a, T>,
     /// The rows that lie far from each chunk of keys; without them all rows are met by tiles.
     pub rows: Option<&'x FarSums<'x, T>>,
 }
 
-/// Where a task stands.
 struct Chunk<'x, 'a, T> {
     unit: Unit<'a, T>,
     left: Option<&'x Left>,
     /// The chunk of the unit's keys.
     index: usize,
     keys: Range<isize>,
-    /// What the final state gives.
     last: Option<Last<'x, T>>,
     /// Where the gradient of a learned map is summed.
     map_sums: &'x mut [T],
@@ -115,7 +111,6 @@ impl<T: Real> KeyPass<'_, '_, T> {
             }
             if segment == 0 && left.is_none() {
                 self.past(&mut chunk);
-                problem.write_absent(&unit, self.pass.call.sink);
             }
         });
     }

@@ -5,9 +5,9 @@
 
 use std::ops::Range;
 
+use super::backward::{Pass, RowBlock};
 use super::exponents::Piece;
 use super::left::Left;
-use super::pass::{Pass, RowBlock};
 use super::problem::{CHUNK, Problem, TILE, Unit};
 use super::tile::{KeyBlock, Weights, each_run};
 use crate::call::Arena;
@@ -38,7 +38,6 @@ impl<'s, T: Real> KeyGradients<'s, T> {
     }
 }
 
-/// The blocks of a chunk of keys.
 pub(super) fn key_gradients<'s, T: Real>(
     problem: &Problem<'_, T>,
     arena: &mut Arena<'s, T>,
@@ -46,7 +45,6 @@ pub(super) fn key_gradients<'s, T: Real>(
     std::array::from_fn(|_| KeyGradients::new(problem, arena))
 }
 
-/// Working memory for the tiles of some rows.
 pub(super) struct TileBuffers<'s, T> {
     pub rows: RowBlock<'s, T>,
     tile: &'s mut [T],

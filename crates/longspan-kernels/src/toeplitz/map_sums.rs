@@ -1,5 +1,5 @@
-//! The sums that the gradients of a learned feature map's matrices are formed in: rows of one head's queries add theirs to
-//! one of a few lanes, keys to that of their segment, so that neither memory nor the order of sums depends on threads.
+//! Sums for the gradients of a learned feature map. Queries of a head add to one of a few lanes, keys to the lane of their segment, so that
+//! neither memory nor the order of sums depends on threads.
 
 use super::problem::Problem;
 use crate::call::SharedRows;
@@ -12,7 +12,6 @@ const LANES: usize = 8;
 #[derive(Clone, Copy)]
 pub(super) struct MapSums<'s, T> {
     rows: SharedRows<'s, T>,
-    /// Numbers of one sum.
     len: usize,
     group: usize,
     segments: usize,
@@ -21,7 +20,6 @@ pub(super) struct MapSums<'s, T> {
 }
 
 impl<'s, T: Real> MapSums<'s, T> {
-    /// Numbers of all sums.
     pub fn len(problem: &Problem<'_, T>) -> usize {
         let owners = problem.units() * problem.dims.group();
         (owners * LANES + problem.units() * problem.segments()) * problem.mapping.sums_len()

@@ -16,6 +16,7 @@
 //!
 //! The derivations stand in this folder's `README.md`.
 
+mod backward;
 mod bias;
 mod bias_gradient;
 mod chunks;
@@ -30,7 +31,6 @@ mod key_tiles;
 mod left;
 mod map_sums;
 mod one_pass;
-mod pass;
 mod piecewise;
 mod problem;
 mod query_pass;
@@ -45,14 +45,15 @@ mod weigh;
 
 pub use bias::{Beyond, Bias};
 
-use pass::Backward;
+use backward::Backward;
 use problem::Problem;
 use smallvec::smallvec;
-use state_gradient::{FirstGradient, StateGradients};
+use state_gradient::StateGradients;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, downscaled, kernels,
+    Sink, State, StateShape, StateSink, Token, check_gradients, check_output, check_sizes, clear_absent, downscaled,
+    kernels,
 };
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
@@ -181,7 +182,8 @@ impl Compute for Toeplitz {
         problem.prepare(scratch);
         let algorithm = self.chosen(call, Purpose::Training, cotangent.final_state.is_some());
         downscaled(&call.dims, self.normalize, cotangent, gradients, |cotangent, sink, parameters, initial_state| {
-            let states = StateGradients { last: cotangent.final_state, first: initial_state.map(FirstGradient::new) };
+            let states = StateGradients { last: cotangent.final_state, first: initial_state.map(StateSink::new) };
+            clear_absent(self, &problem.dims, &problem.sequences, [sink.dk, sink.dv]);
             let backward = Backward { problem: &problem, cotangent, sink, states };
             match algorithm {
                 Algorithm::Fft => fft::backward(backward, parameters, scratch),

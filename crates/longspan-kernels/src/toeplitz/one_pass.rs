@@ -7,9 +7,9 @@
 
 use std::ops::Range;
 
+use super::backward::{Backward, Memory, Pass, Sizes};
 use super::bias_gradient::{line_len, unit_lines_len};
 use super::key_tiles::{KeyGradients, TileBuffers, key_gradients};
-use super::pass::{Backward, Memory, Pass, Sizes};
 use super::problem::{CHUNK, Problem, TILE, Unit};
 use crate::call::{Arena, Scratch, SharedRows};
 use crate::feature_map::elementwise::Shift;
@@ -37,7 +37,6 @@ pub(super) fn takes<T: Real>(call: &Backward<'_, '_, T>) -> bool {
 pub(super) fn backward<T: Real>(call: Backward<'_, '_, T>, parameters: &mut [&mut [T]], scratch: &mut Scratch<T>) {
     let problem = call.problem;
     let longest = problem.sequences.iter().map(|sequence| sequence.keys.max(sequence.queries)).max().unwrap_or(0);
-    // Without a chunk there may be keys that no sequence has, and their gradients.
     let (units, chunks) = (problem.units(), longest.div_ceil(CHUNK).max(1));
     let window_len = problem.dims.group() * DISTANCES;
     let together = (TASKS * threads::count()).div_ceil(chunks).min(units);
@@ -61,7 +60,7 @@ pub(super) fn backward<T: Real>(call: Backward<'_, '_, T>, parameters: &mut [&mu
         }
         parallel(units * chunks, workers, per_worker, |task, memory| {
             let (unit, chunk) = (problem.unit(task / chunks), task % chunks);
-            Meeting::new(unit, chunk, chunk).finish(pass, chunk == 0, &mut Arena::new(memory));
+            Meeting::new(unit, chunk, chunk).finish(pass, &mut Arena::new(memory));
         });
     });
 }
@@ -127,9 +126,8 @@ impl<'a, T: Real> Meeting<'a, T> {
         }
     }
 
-    /// Takes the gradients of the features of both chunks back to rows; with `absent` those of keys beyond a sequence's
-    /// last, too.
-    fn finish(&self, pass: &Pass<'_, 'a, T>, absent: bool, arena: &mut Arena<'_, T>) {
+    /// Takes the gradients of the features of both chunks back to rows.
+    fn finish(&self, pass: &Pass<'_, 'a, T>, arena: &mut Arena<'_, T>) {
         let (problem, unit, sink) = (pass.call.problem, &self.unit, pass.call.sink);
         let (head_dim, head_width) = (problem.dims.head_dim, problem.head_width);
         let TileBuffers { rows, dq: d, map, .. } = &mut TileBuffers::new(problem, true, arena);
@@ -147,9 +145,6 @@ impl<'a, T: Real> Meeting<'a, T> {
             take(sink.dk, (unit.key_place(key), count, head_dim), false, (&mut **d, head_width));
             let counts = |key: usize| problem.is_seen(unit, key);
             problem.write_keys(unit, (key, count), counts, (phi, d), None, &mut [], map, sink);
-        }
-        if absent {
-            problem.write_absent(unit, sink);
         }
     }
 }

@@ -5,11 +5,11 @@
 
 use std::ops::Range;
 
+use super::backward::{Backward, Pass, RowBlock, Sizes};
 use super::chunks::all_chunks;
 use super::far::{FarSum, FarSums, ROWS, near_keys, near_rows, sides};
 use super::key_pass::{self, KeyPass};
 use super::left::all_units;
-use super::pass::{Backward, Pass, RowBlock, Sizes};
 use super::problem::{Problem, TILE, Unit};
 use super::state::EXPONENT;
 use super::tile::KeyBlock;
@@ -20,7 +20,6 @@ use crate::simd::Real;
 use crate::simd::block::{add_column_sums, add_scaled, scale_by};
 use crate::threads::{self, parallel};
 
-/// The keys of a chunk.
 fn keys_of<T: Real>(unit: &Unit<'_, T>, chunk: usize) -> Range<isize> {
     let (first, end) = (unit.begin() + (chunk * ROWS) as isize, unit.sequence.keys as isize);
     first.min(end)..(first + ROWS as isize).min(end)
@@ -66,7 +65,6 @@ fn chunks_of_rows<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.most_queries().div_ceil(ROWS)
 }
 
-/// Numbers of all sums over keys.
 fn key_sums_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     FarSums::len(problem, problem.units(), chunks_of_rows(problem))
 }
@@ -109,7 +107,6 @@ fn key_sums<'s, T: Real>(
     })
 }
 
-/// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let (per_worker, sums_len) = (forward::worker_len(problem), key_sums_len(problem));
     let mut arena = Arena::new(scratch.take(problem.shared_len() + sums_len + threads::count() * per_worker));
@@ -119,7 +116,6 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
     forward::run(problem, &shared, &all_chunks(problem, ROWS), Some(&sums), sink, (rest, per_worker));
 }
 
-/// Working memory of a task that sums rows.
 fn row_buffers<'s, T: Real>(
     problem: &Problem<'_, T>,
     arena: &mut Arena<'s, T>,
@@ -167,7 +163,6 @@ fn row_chunks<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.most_keys().div_ceil(ROWS) + 1
 }
 
-/// Numbers of all sums over rows.
 fn row_sums_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     FarSums::len(problem, problem.units() * problem.dims.group(), row_chunks(problem))
 }
@@ -211,7 +206,6 @@ fn row_sums<'s, T: Real>(
     })
 }
 
-/// Computes every gradient of a call.
 pub(super) fn backward<T: Real>(call: Backward<'_, '_, T>, parameters: &mut [&mut [T]], scratch: &mut Scratch<T>) {
     let problem = call.problem;
     let per_worker = query_pass::worker_len(problem, true)

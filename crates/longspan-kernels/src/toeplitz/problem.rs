@@ -21,13 +21,11 @@ pub(super) const CHUNK: usize = 4 * TILE;
 /// memory, and the order of sums does not depend on the number of threads.
 const SEGMENTS: usize = 8;
 
-/// A checked call.
 pub(super) struct Problem<'a, T: 'static> {
     pub toeplitz: &'a Toeplitz,
     pub call: &'a Call<'a, T>,
     pub dims: Dims,
     pub mapping: Mapping<'a, T>,
-    /// Features of a row.
     pub features: usize,
     pub causal: bool,
     pub offset: isize,
@@ -40,7 +38,6 @@ pub(super) struct Problem<'a, T: 'static> {
     high: isize,
 }
 
-/// One key/value head of one sequence.
 #[derive(Clone, Copy)]
 pub(super) struct Unit<'a, T> {
     pub index: usize,
@@ -56,7 +53,6 @@ pub(super) struct Unit<'a, T> {
 #[derive(Clone, Copy)]
 pub(super) struct Past<'a, T> {
     pub head: Head<&'a [T]>,
-    /// Tokens in the ring.
     pub tokens: usize,
     /// Where the next token would go in the ring.
     pub slot: usize,
@@ -132,7 +128,6 @@ impl<'a, T: Real> Problem<'a, T> {
         self.sequences.len() * self.dims.kv_heads
     }
 
-    /// One of [`units`](Self::units).
     pub fn unit(&self, index: usize) -> Unit<'a, T> {
         let (sequence, kv_head) = (self.sequences[index / self.dims.kv_heads], index % self.dims.kv_heads);
         let past = self.call.initial_state.map(|state| {
@@ -150,23 +145,19 @@ impl<'a, T: Real> Problem<'a, T> {
         }
     }
 
-    /// The query heads of a unit.
     pub fn heads(&self, unit: &Unit<'_, T>) -> std::ops::Range<usize> {
         self.dims.heads_of(unit.kv_head)
     }
 
-    /// Queries of one head of a sequence.
     pub fn queries(&self, unit: &Unit<'_, T>, head: usize) -> Rows<'a, T> {
         self.call.q.rows(unit.sequence.batch, head).skip(unit.sequence.query_start)
     }
 
-    /// The biases of one head.
     pub fn table(&self, head: usize) -> &'a [T] {
         let entries = self.toeplitz.bias.entries();
         &self.call.parameters[0][head * entries..][..entries]
     }
 
-    /// Queries of the longest sequence.
     pub fn most_queries(&self) -> usize {
         self.sequences.iter().map(|sequence| sequence.queries).max().unwrap_or(0)
     }
@@ -208,7 +199,6 @@ impl<'a, T: Real> Problem<'a, T> {
         self.most_keys().div_ceil(CHUNK).clamp(1, SEGMENTS)
     }
 
-    /// Numbers of one head's line.
     pub fn line_width(&self) -> usize {
         (self.high - self.low + 1) as usize + 2 * TILE
     }
@@ -225,7 +215,6 @@ impl<'a, T: Real> Problem<'a, T> {
         (self.low..=high).contains(&difference).then_some(difference)
     }
 
-    /// Whether tokens are the pixels of an image.
     pub fn is_grid(&self) -> bool {
         matches!(self.toeplitz.bias, Bias::Grid { .. })
     }
@@ -244,7 +233,6 @@ impl<'a, T: Real> Unit<'a, T> {
         self.past.map_or(0, |past| -(past.tokens as isize))
     }
 
-    /// Batch entry, head and token of key `j`.
     pub fn key_place(&self, key: usize) -> [usize; 3] {
         [self.sequence.batch, self.kv_head, self.sequence.key_start + key]
     }

@@ -1,8 +1,8 @@
 //! The pass over rows that writes the gradients of queries.
 
+use super::backward::{Backward, Pass, RowBlock};
 use super::chunks::{Reach, RowChunk};
 use super::far::FarSums;
-use super::pass::{Backward, Pass, RowBlock};
 use super::problem::{CHUNK, Problem, TILE, Unit};
 use super::tile::{KeyBlock, Weights, each_tile};
 use crate::call::Arena;
@@ -11,7 +11,6 @@ use crate::simd::Real;
 use crate::simd::rows::pieces;
 use crate::threads::parallel;
 
-/// Working memory of a task.
 struct Buffers<'s, T> {
     rows: RowBlock<'s, T>,
     dq: &'s mut [T],

@@ -125,14 +125,4 @@ impl<T: Real> Problem<'_, T> {
             }
         }
     }
-
-    /// Writes 0 to the gradients of the keys after the last of a sequence.
-    pub fn write_absent(&self, unit: &Unit<'_, T>, sink: GradientSink<'_, T>) {
-        for key in unit.sequence.keys..unit.sequence.keys + unit.sequence.absent {
-            // SAFETY: one task of a unit comes here.
-            let (to_k, to_v) = unsafe { sink.key(unit.key_place(key), &self.dims) };
-            to_k.fill(T::ZERO);
-            to_v.fill(T::ZERO);
-        }
-    }
 }

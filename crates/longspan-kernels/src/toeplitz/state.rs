@@ -9,7 +9,6 @@ use crate::error::{Error, expect};
 use crate::simd::block::{add_scaled, scale_by};
 use crate::simd::{Real, dispatch};
 
-/// The parts of one head's state.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Head<S> {
     /// `Σ φ(k_j) v_jᵀ` over the tokens that fell out of the ring, `features × value_dim`; empty where none may.
@@ -32,7 +31,6 @@ pub(super) const SLOT: usize = 0;
 pub(super) const TOKENS: usize = 1;
 pub(super) const EXPONENT: usize = 2;
 const MARKS: usize = 3;
-/// Which part of a head's state they are.
 const MARKS_PART: usize = 2;
 
 impl<S> From<[S; PARTS]> for Head<S> {
@@ -42,7 +40,6 @@ impl<S> From<[S; PARTS]> for Head<S> {
 }
 
 impl<T: Real, S: std::ops::Deref<Target = [T]>> Head<S> {
-    /// One of the marks that count.
     pub fn mark(&self, place: usize) -> usize {
         self.marks[place].to_f64() as usize
     }
@@ -67,7 +64,6 @@ pub(super) fn shape<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<StateSh
     Ok(StateShape::new(OPERATION, options, dims, parts).in_lines(MARKS_PART))
 }
 
-/// The state before the first token.
 pub(super) fn empty<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<State<T>, Error> {
     let shape = shape::<T>(toeplitz, dims)?;
     let numbers = shape.parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
@@ -83,7 +79,6 @@ pub(super) fn empty<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<State<T
     Ok(state)
 }
 
-/// Checks the marks of a state of the right sizes.
 pub(super) fn check_marks<T: Real>(toeplitz: &Toeplitz, state: &State<T>, argument: &'static str) -> Result<(), Error> {
     let near = toeplitz.bias.near();
     for marks in state.each(MARKS_PART) {
@@ -145,7 +140,6 @@ pub(super) fn combine<T: Real>(toeplitz: &Toeplitz, earlier: &State<T>, later: &
     Ok(combined)
 }
 
-/// Takes tokens into one head's state.
 pub(super) struct Writer<'a, T: 'static> {
     near: usize,
     pub head: Head<&'a mut [T]>,

@@ -2,7 +2,7 @@
 
 use super::problem::{Problem, Unit};
 use super::state::{EXPONENT, Head};
-use crate::call::{PARTS, SharedRows, State};
+use crate::call::{State, StateSink};
 use crate::simd::Real;
 
 /// The gradients that a call takes from its final state and leaves for its initial one.
@@ -11,41 +11,12 @@ pub(super) struct StateGradients<'s, T> {
     /// Of the loss with respect to the final state.
     pub last: Option<&'s State<T>>,
     /// Where that of the initial one goes, all 0 to begin with.
-    pub first: Option<FirstGradient<'s, T>>,
-}
-
-/// The gradient of an initial state: parts that several tasks write at once, each its own.
-#[derive(Clone, Copy)]
-pub(super) struct FirstGradient<'s, T> {
-    numbers: SharedRows<'s, T>,
-    parts: [usize; PARTS],
-}
-
-impl<'s, T: Real> FirstGradient<'s, T> {
-    /// Clears a state for the gradient to go into.
-    pub fn new(state: &'s mut State<T>) -> Self {
-        let shape = state.shape();
-        state.numbers_mut().fill(T::ZERO);
-        // A state's numbers belong to batch entries and key/value heads one after the other, as units do.
-        Self { numbers: SharedRows::new(state.numbers_mut(), [shape.head_len(), 0, 1]), parts: shape.parts }
-    }
-
-    /// `len` numbers from the `first`-th on of one part of a unit's state, in the order of [`Head`]'s.
-    ///
-    /// # Safety
-    /// No other slice of these numbers may exist, in this thread or another.
-    #[allow(clippy::mut_from_ref)]
-    pub unsafe fn part(&self, unit: usize, part: usize, first: usize, len: usize) -> &mut [T] {
-        let start: usize = self.parts[..part].iter().sum();
-        // SAFETY: forwarded to the caller.
-        unsafe { self.numbers.row(unit, 0, start + first, len) }
-    }
+    pub first: Option<StateSink<'s, T>>,
 }
 
 /// What the final state of a unit gives to the gradients of its tokens.
 #[derive(Clone, Copy)]
 pub(super) struct Last<'s, T> {
-    /// The gradient of the state.
     pub head: Head<&'s [T]>,
     /// Tokens before this one are beyond the ring.
     pub ring_from: isize,

@@ -74,7 +74,6 @@ struct HeadToken<'a, T: 'static> {
     q: &'a [T],
     k: &'a [T],
     v: &'a [T],
-    /// The tables of the query heads.
     bias: &'a [T],
 }
 
@@ -193,7 +192,6 @@ impl<T: Real> HeadToken<'_, T> {
         Entries::Each((0..=query).map(|key| bias.between(query, key)).collect())
     }
 
-    /// Query heads.
     fn group(&self) -> usize {
         self.q.len() / self.k.len().max(1)
     }

@@ -16,7 +16,6 @@ use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded};
 use crate::threads;
 
-/// A block of keys and values.
 pub(super) struct KeyBlock<'s, T> {
     pub from: isize,
     pub count: usize,

@@ -1,17 +1,16 @@
 //! Tiles of scores, weighed by distance: O(queries · keys) work at the rate of the matrix product, O(tile²) memory for
 //! each thread.
 
+use super::backward::{Backward, Memory, Pass, Sizes};
 use super::chunks::{RowChunk, all_chunks};
 use super::key_pass::{self, KeyPass};
 use super::left::{KeyUnit, all_units};
-use super::pass::{Backward, Memory, Pass, Sizes};
 use super::problem::{CHUNK, Problem};
 use super::{forward, one_pass, query_pass};
 use crate::call::{Arena, Scratch, Sink};
 use crate::simd::Real;
 use crate::threads;
 
-/// Computes every output of a call.
 pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let per_worker = forward::worker_len(problem);
     let mut arena = Arena::new(scratch.take(problem.shared_len() + threads::count() * per_worker));
@@ -19,7 +18,6 @@ pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scra
     forward::run(problem, &shared, &all_chunks(problem, CHUNK), None, sink, (arena.rest(), per_worker));
 }
 
-/// Computes every gradient of a call.
 pub(super) fn backward<T: Real>(call: Backward<'_, '_, T>, parameters: &mut [&mut [T]], scratch: &mut Scratch<T>) {
     if one_pass::takes(&call) {
         return one_pass::backward(call, parameters, scratch);

@@ -58,7 +58,6 @@ impl Sides {
     }
 }
 
-/// Writes every gradient.
 pub(in crate::aft) fn backward<T: Real>(
     call: &Backward<'_, T>,
     geometry: Geometry,

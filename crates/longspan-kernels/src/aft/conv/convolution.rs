@@ -40,7 +40,7 @@ pub(super) struct Convolution<'a, T> {
     pub taps: usize,
     /// What items weigh outside of windows.
     pub items: &'a [T],
-    /// As many rows, as long as those of the sums.
+    /// A row for each item, as long as those of the sums.
     pub rows: &'a [T],
     pub row_length: usize,
     pub outputs: usize,
@@ -52,17 +52,13 @@ pub(super) struct Convolution<'a, T> {
     pub add: bool,
 }
 
-/// Writes `to_n = before_n + Σ_p weights_p(n)·row_{n+p} + after_n`. `before` is what comes before the first output's window, and
-/// then the last one's; `after` what comes after all items, and has room for a row for each block of outputs behind it.
-pub(super) struct Convolve<'a, T> {
-    pub c: &'a Convolution<'a, T>,
-    pub before: &'a mut [T],
-    pub after: &'a mut [T],
-    pub to: &'a mut [T],
-    pub ahead: &'a [Ahead<T>],
-}
-
-operation!(Convolve, |Self { c, before, after, to, ahead }| {
+// Writes `to_n = before_n + Σ_p weights_p(n)·row_{n+p} + after_n`. `before` is what comes before the first output's window, and
+// then the last one's; `after` what comes after all items, and has room for a row for each block of outputs behind it.
+operation!(Convolve, |c: &'a Convolution<'a, T>,
+                      before: &'a mut [T],
+                      after: &'a mut [T],
+                      to: &'a mut [T],
+                      ahead: &'a [Ahead<T>]| {
     let (width, blocks) = (c.row_length, c.outputs.div_ceil(BLOCK_ROWS));
     let (whole, behind) = (blocks * BLOCK_ROWS, c.taps - 1);
     assert!(width.is_multiple_of(V::LANES) && c.taps > 0 && whole <= c.lanes && to.len() >= whole * width);

@@ -21,7 +21,6 @@ pub(super) fn header<T>() -> usize {
     64 / size_of::<T>()
 }
 
-/// What is summed.
 pub(super) trait Source<T> {
     /// Exponent in two parts and weight of the items from `from` on; −∞ where there is nothing.
     fn exponents(&self, line: usize, from: isize, x: &mut [T], b: &mut [T], d: &mut [T]);
@@ -56,7 +55,6 @@ pub(super) struct Piece {
     pub taps: Range<usize>,
 }
 
-/// Working memory of one task.
 pub(super) struct Work<'w, T> {
     /// Exponents of every piece of every line in view: three lines of [`REACH`] each.
     pub items: &'w mut [T],
@@ -73,7 +71,7 @@ pub(super) struct Work<'w, T> {
     pub d: &'w mut [T],
     /// Sums of rows, relative to the exponents.
     pub sums: &'w mut [T],
-    /// Rows and sums turned round.
+    /// Transposes of rows and sums.
     pub turned: [&'w mut [T]; 2],
 }
 
@@ -289,7 +287,7 @@ fn weigh<T: Real>(items: &mut [T], (max_x, max_b): (&[T], &[T])) {
     dispatch(ExpAll { block: weights });
 }
 
-/// Makes a sum that of nothing.
+/// Empties a sum.
 pub(super) fn clear<T: Real>(sum: &mut [T]) {
     sum.fill(T::ZERO);
     sum[0] = floor();

@@ -12,7 +12,6 @@ use crate::simd::rows::Ahead;
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
-/// Writes every output.
 pub(in crate::aft) fn forward<T: Real>(
     problem: &Problem<'_, T>,
     geometry: Geometry,

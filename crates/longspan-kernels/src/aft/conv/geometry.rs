@@ -72,7 +72,6 @@ impl Geometry {
         sequences.flat_map(|_| (0..self.lines).map(line)).collect()
     }
 
-    /// The first token of a line.
     pub fn start(&self, line: usize) -> usize {
         line % self.lines * self.places
     }
@@ -88,7 +87,6 @@ pub(super) fn beyond(window: &Window) -> usize {
     ((window.back + window.ahead) as usize).div_ceil(CHUNK)
 }
 
-/// The items of a block.
 fn block(window: &Window, index: usize) -> (isize, isize) {
     let last = window.first.max(window.end);
     let bound = |n: usize| (window.shift - window.back + (n * CHUNK) as isize).clamp(window.first, last);
@@ -102,7 +100,6 @@ pub(super) struct Edges<'a, T> {
     after: &'a [T],
     /// One window a line, and which chunk comes where.
     chunks: Chunks,
-    /// Numbers in a sum.
     len: usize,
 }
 
@@ -121,7 +118,6 @@ fn edges_memory<'a, T: Real>(
 }
 
 impl<'a, T: Real> Edges<'a, T> {
-    /// Numbers of memory.
     pub fn memory(geometry: &Geometry, windows: &[Window], heads: usize, width: usize) -> usize {
         Arena::<T>::measure(|arena| edges_memory(geometry, windows, heads, width, arena))
     }
@@ -222,7 +218,6 @@ impl<'a, T: Real> Edges<'a, T> {
         Self { before, after, chunks, len }
     }
 
-    /// The edges of one chunk.
     pub fn of(&self, window: &Window, line: usize, head: usize, chunk: usize) -> [&[T]; 2] {
         let at = |edges: &'a [T], block: usize| &edges[self.chunks.index(line, head, block) * self.len..][..self.len];
         [at(self.before, chunk), at(self.after, chunk + beyond(window) + 2)]
@@ -237,7 +232,6 @@ pub(super) struct Before<'a, T> {
 }
 
 impl<'a, T: Real> Before<'a, T> {
-    /// Numbers of memory.
     pub fn len(width: usize) -> usize {
         2 * (header::<T>() + width)
     }

@@ -9,7 +9,6 @@ use crate::feature_map::elementwise::copy_rows;
 use crate::simd::Real;
 use crate::simd::rows::Ahead;
 
-/// The keys and values of one head.
 pub(super) struct KeySource<'a, T> {
     pub items: KeyItems<'a, T>,
     places: usize,
@@ -101,7 +100,6 @@ impl<T: Real> Source<T> for RowSource<'_, T> {
     }
 }
 
-/// The taps of one head of queries.
 pub(super) fn kernel<'p, T: Real>(problem: &'p Problem<'_, T>, head: usize) -> &'p [T] {
     match &problem.bias {
         Bias::Kernel { kernels, taps } => &kernels[head * taps..][..*taps],

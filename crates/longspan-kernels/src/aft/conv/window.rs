@@ -111,19 +111,15 @@ operation!(RunRows, |sum: &'a mut [T], run: Entering<'a, T>, share: &'a [T], bac
     };
 });
 
-/// `d_taps[p] += Σ_n weights_p(n)·(output_n·row_{n+p} − c_n)`. Outputs and rows stand turned round, a line of `lanes` or
-/// `items` numbers for each channel.
-pub(super) struct WindowDots<'a, T> {
-    pub weights: &'a [T],
-    pub outputs: &'a [T],
-    pub rows: &'a [T],
-    pub items: usize,
-    pub width: usize,
-    pub c: &'a [T],
-    pub d_taps: &'a mut [T],
-}
-
-operation!(WindowDots, |Self { weights, outputs, rows, items, width, c, d_taps }| {
+// `d_taps[p] += Σ_n weights_p(n)·(output_n·row_{n+p} − c_n)`. Outputs and rows stand turned round, a line of `lanes` or
+// `items` numbers for each channel.
+operation!(WindowDots, |weights: &'a [T],
+                        outputs: &'a [T],
+                        rows: &'a [T],
+                        items: usize,
+                        width: usize,
+                        c: &'a [T],
+                        d_taps: &'a mut [T]| {
     /// Taps at once: with four registers of outputs sixteen sums.
     const TAPS: usize = 4;
     let (lanes, taps) = (c.len(), d_taps.len());

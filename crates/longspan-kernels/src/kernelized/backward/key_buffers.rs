@@ -91,7 +91,6 @@ impl<'s, T: Real> KeyBuffers<'s, T> {
         }
     }
 
-    /// Begins with a unit.
     pub fn start(&mut self, unit: &Unit<'_, T>, problem: &Problem<'_, T>) {
         self.lift.start(problem, unit);
         self.decays.start(unit.decay);

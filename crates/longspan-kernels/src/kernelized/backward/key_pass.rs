@@ -1,14 +1,16 @@
 //! The stages of the walk over the keys of one unit.
 
+use super::super::pass::{Pass, Wanted};
 use super::super::problem::{Problem, Unit};
 use super::super::summary::{Carry, Summary, SummaryRef};
 use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
+use super::stages::stages;
+use crate::call::Arena;
 use crate::simd::Real;
 use crate::simd::block::all_finite;
 use crate::threads;
 
-/// Part of a walk over the keys.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Stage {
     /// Positions, or keys.
@@ -22,11 +24,6 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    /// Whether gradients come of it.
-    pub fn writes(&self) -> bool {
-        matches!(self.work, Work::Keys | Work::InitialState)
-    }
-
     /// What content and far sums fall by over the stage; without a causal mask the order of time has no meaning, nor has decay. The
     /// far sum at a key is that of rows from `R` later on.
     pub fn passes<T: Real>(&self, problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> [T; 2] {
@@ -38,7 +35,6 @@ impl Stage {
     }
 }
 
-/// What a stage does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     /// Rows that only enter the sums: whether the state, and how many positions later the far sum.
@@ -139,7 +135,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 let count = (stop - at) as usize;
                 if let Some(start) = start {
                     let far = (&mut *far, &mut far_count);
-                    self.piece(stage.number, at, count, start, start_decay, local, far, buffers);
+                    self.piece(stage.number, (at, count), (start, start_decay), local, far, buffers);
                     start_decay = self.unit.decay.over_both([start_decay, buffers.decays.total()], (at, to));
                 } else {
                     let far = problem.radius.filter(|&radius| problem.causal || radius > 0);
@@ -185,13 +181,41 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         }
         all
     }
+}
 
-    /// Forms the summary of a stage in `local`, and writes the gradients of its keys if given what the stage starts from.
-    pub fn visit(
+impl<T: Real> Pass<T> for KeyWalk<'_, '_, T> {
+    type Stage = Stage;
+    type Worker<'s> = KeyBuffers<'s, T>;
+
+    fn stages(&self) -> Vec<Stage> {
+        stages(self)
+    }
+
+    fn writes(stage: &Stage) -> bool {
+        matches!(stage.work, Work::Keys | Work::InitialState)
+    }
+
+    fn idle(&self, stage: &Stage) -> [T; 2] {
+        self.unit.idle(stage.idle)
+    }
+
+    fn keeps(&self) -> bool {
+        self.d_initial.is_some()
+    }
+
+    fn worker<'s>(&self, arena: &mut Arena<'s, T>) -> KeyBuffers<'s, T> {
+        let mut buffers = KeyBuffers::new(self.problem, self.chunk, arena);
+        buffers.start(&self.unit, self.problem);
+        buffers
+    }
+
+    fn visit(
         &self,
         stage: Stage,
-        start: Option<SummaryRef<'_, T>>,
+        start: SummaryRef<'_, T>,
+        wanted: Wanted,
         local: &mut Summary<'_, T>,
+        _: &[T],
         buffers: &mut KeyBuffers<'_, T>,
     ) {
         match stage.work {
@@ -202,38 +226,25 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 }
             }
             Work::FinalState => self.load_final(local),
-            Work::Keys | Work::InitialState => self.keys(stage, start, local, buffers),
+            Work::Keys | Work::InitialState => self.keys(stage, wanted.results.then_some(start), local, buffers),
         }
     }
 
-    /// Lets a stage's summary enter the sums of all later ones; `last` ones may stay as they are.
-    pub fn leave(&self, stage: Stage, last: bool, carry: &mut Carry<'_, T>, local: SummaryRef<'_, T>) {
+    fn leave(&self, stage: Stage, carry: &mut Carry<'_, T>, local: SummaryRef<'_, T>, _: &mut [T]) {
         let initial = stage.work == Work::InitialState;
         if initial {
             self.store_content(carry.high.view());
         }
-        if initial || !last {
-            carry.add(self.problem, stage.passes(self.problem, &self.unit), local);
-        }
+        carry.add(self.problem, stage.passes(self.problem, &self.unit), local);
         if initial {
             self.store_far(carry.high.view());
         }
     }
 
-    /// What is left once every key has been walked over.
-    pub fn finish(&self, buffers: &mut KeyBuffers<'_, T>) {
-        if !self.rows {
-            return;
-        }
-        self.finish_gates();
-        self.add_rows_before(buffers);
-        let sequence = &self.unit.sequence;
-        for token in sequence.key_start + sequence.keys..sequence.key_start + sequence.keys + sequence.absent {
-            // SAFETY: all of a unit's keys belong to the task that calls.
-            let (dk, dv) =
-                unsafe { self.sink.rows.key([sequence.batch, self.unit.kv_head, token], &self.problem.dims) };
-            dk.fill(T::ZERO);
-            dv.fill(T::ZERO);
+    fn finish(&self, buffers: &mut KeyBuffers<'_, T>) {
+        if self.rows {
+            self.finish_gates();
+            self.add_rows_before(buffers);
         }
     }
 }

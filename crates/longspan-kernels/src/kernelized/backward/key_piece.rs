@@ -1,21 +1,70 @@
-//! The gradients of a chunk of keys and values: the dense tile of the rows that stand at them, and the sums of those
-//! beyond.
+//! The gradients of a piece of keys and values: from the state of the rows beyond them, from one dense tile of those that stand at them
+//! or near, and from a running sum of those that are far.
 
 use super::super::problem::CHUNK;
 use super::super::summary::{Summary, SummaryRef};
-use super::super::taylor::{Weigh, add_columns};
 use super::super::tile::{combine_states, linear_width, near_columns};
 use super::key_buffers::KeyBuffers;
 use super::key_walk::KeyWalk;
 use crate::feature_map::elementwise::{Shift, copy_rows};
+use crate::simd::Real;
 use crate::simd::block::{add_scaled, dot, multiply, scale_by, scale_rows, store, transpose};
 use crate::simd::product::{Band, Product, zero_outside};
-use crate::simd::rows::padded;
-use crate::simd::{Real, dispatch};
+use crate::simd::rows::{Ahead, padded};
 
 /// Rows of the window whose weights are formed at a time: those of the table that they share with the piece's keys begin
 /// one further back for every row, and products write whole cache lines.
 const BAND_ROWS: usize = 8;
+
+/// A piece of keys, and the rows that meet it in one dense tile.
+#[derive(Clone, Copy)]
+struct KeyPiece<T> {
+    /// Negative for rows of the initial state's ring.
+    first: isize,
+    keys: usize,
+    /// Whether features of keys take part.
+    content: bool,
+    /// Whether rows stand at keys at all; without there is nothing but what the state brings.
+    met: bool,
+    /// Rows of the window before the one that stands at the first key.
+    lead: usize,
+    /// Rows of the tile with near weights and with content weights, and the larger number.
+    near_rows: usize,
+    content_rows: usize,
+    tile_rows: usize,
+    /// Whether gradients of gates ask for those of values of 1, which denominators sum up, and states for later ones; and from which
+    /// feature on, where denominators have features of their own.
+    counts: bool,
+    separate_counts: Option<usize>,
+    /// The exponent subtracted from the keys.
+    shift: T,
+}
+
+impl<T: Real> KeyPiece<T> {
+    fn new(walk: &KeyWalk<'_, '_, T>, first: isize, keys: usize) -> Self {
+        let problem = walk.problem;
+        let content = problem.content && first >= 0;
+        let near = near_columns(problem);
+        let near_rows = if near > 0 { keys + near - 1 } else { 0 };
+        let content_rows = if content && problem.causal { keys } else { 0 };
+        let lead = if problem.causal { 0 } else { problem.radius.unwrap_or(0).saturating_sub(1) };
+        let counts = walk.gates.is_some() && (problem.attention.normalizes() || walk.d_final.is_some());
+        let separate = problem.layout.separate();
+        Self {
+            first,
+            keys,
+            content,
+            met: !walk.positions().is_empty(),
+            lead,
+            near_rows,
+            content_rows,
+            tile_rows: near_rows.max(content_rows),
+            counts: counts && separate.is_none(),
+            separate_counts: separate.filter(|_| counts && content),
+            shift: T::ZERO,
+        }
+    }
+}
 
 impl<T: Real> KeyWalk<'_, '_, T> {
     /// `φ(q)·ρ(r)` of the window's first `rows` rows, for those rows of the table through which they meet one of `keys`
@@ -45,125 +94,34 @@ impl<T: Real> KeyWalk<'_, '_, T> {
     pub fn piece(
         &self,
         stage: usize,
-        first: isize,
-        keys: usize,
-        start: SummaryRef<'_, T>,
-        start_decay: T,
+        (first, keys): (isize, usize),
+        start: (SummaryRef<'_, T>, T),
         local: &mut Summary<'_, T>,
         (far, far_count): (&mut [T], &mut T),
         buffers: &mut KeyBuffers<'_, T>,
     ) {
-        let problem = self.problem;
-        let unit = &self.unit;
-        let (head_width, value_width, chunk) = (problem.head_width, problem.value_width, buffers.chunk);
-        let exp = problem.exponential;
-        let (key, content) = (first.max(0) as usize, problem.content && first >= 0);
-        // Without rows at keys there is nothing but what the state brings.
-        let met = !self.positions().is_empty();
-        let decays = !unit.decay.is_none();
-        let near = near_columns(problem);
+        let (problem, unit) = (self.problem, &self.unit);
+        let value_width = problem.value_width;
         let radius = problem.radius.unwrap_or(0);
-        let lead = if problem.causal { 0 } else { radius.saturating_sub(1) };
-        // Rows whose tile reaches the piece.
-        let reach = if near > 0 { keys + near - 1 } else { 0 };
-        let content_rows = if content && problem.causal { keys } else { 0 };
-        let tile_rows = reach.max(content_rows);
+        let mut piece = KeyPiece::new(self, first, keys);
+        let KeyPiece { lead, tile_rows, content_rows, .. } = piece;
         buffers.decays.load(unit.decay, first, keys, (tile_rows, 0, keys));
-        let separate = problem.layout.separate();
-        // Gradients of gates ask for what values of 1 would have, which denominators sum up, and states for later ones.
-        let counts = self.gates.is_some() && (problem.attention.normalizes() || self.d_final.is_some());
-        let (counts, separate_counts) = (counts && separate.is_none(), separate.filter(|_| counts && content));
         buffers.ones.fill(T::ZERO);
-
-        // Keys and values.
-        let mut key_shift = T::ZERO;
-        if exp && content {
-            key_shift = unit.highest(problem, key, key + keys, T::NEG_INFINITY);
-            if !key_shift.is_finite() {
-                key_shift = T::ZERO;
-            }
+        if piece.content {
+            piece.shift = self.load_keys(&piece, buffers);
         }
-        if content {
-            let rows = padded::<T>(keys);
-            let padding = unit.sequence.padding(key..key + keys);
-            problem.load_keys(unit, key, keys, Shift::One(key_shift), buffers.k, &mut buffers.lift);
-            buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
-            if problem.causal && met {
-                let columns = if problem.taylor.is_some() { linear_width(problem) } else { head_width };
-                transpose((buffers.k, head_width), (rows, columns), (buffers.k_columns, chunk));
-            }
-            let v = unit.v.skip(key);
-            let value_dim = problem.dims.value_dim;
-            copy_rows(v, (keys, value_dim), padding, (buffers.v, value_width));
-            buffers.v[keys * value_width..rows * value_width].fill(T::ZERO);
-            if problem.causal && met {
-                transpose((buffers.v, value_width), (rows, value_width), (buffers.v_columns, chunk));
-            }
-        }
-        let mut written = false;
-
-        // Rows that stand beyond the piece, through the state.
-        if content {
-            let mut shift = T::ZERO;
-            let (mut start_scale, mut local_scale) = (start_decay, T::ONE);
-            if exp {
-                let top = start.shift().max(local.view().shift());
-                if top.is_finite() {
-                    let factor = |x: T| if x.is_finite() { (x - top).exp() } else { T::ZERO };
-                    start_scale = start_decay * factor(start.shift());
-                    local_scale = factor(local.view().shift());
-                    shift = top;
-                }
-            }
-            let state = combine_states(buffers.state, (start, start_scale), Some((local.view(), local_scale)));
-            if let Some((sum, z)) = state {
-                // Without a mask, or without rows, every piece of the stage reads the same.
-                if problem.causal && (met || decays || exp) || !buffers.state_transposed {
-                    transpose((sum, value_width), (head_width, value_width), (buffers.state_columns, head_width));
-                    buffers.state_transposed = true;
-                }
-                let [next_k, next_v] = problem.keys_ahead(unit, first - chunk as isize, first);
-                let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + key);
-                let to_k = self.sink.rows.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);
-                let to_v = self.sink.rows.dv.ahead(batch, unit.kv_head, token, keys, problem.dims.value_dim);
-                // Each row of dk has one times z.
-                Product::of(
-                    (buffers.v, value_width),
-                    (buffers.state_columns, head_width),
-                    (buffers.dk, head_width),
-                    [keys, head_width, problem.dims.value_dim],
-                )
-                .compute_with(Some((&[T::ONE; CHUNK][..keys], z)), &[next_k, to_k]);
-                let sizes = [keys, value_width, problem.depth];
-                Product::of((buffers.k, head_width), (sum, value_width), (buffers.dv, value_width), sizes)
-                    .compute_with(None, &[next_v, to_v]);
-                written = true;
-                // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
-                let lift = if exp { (key_shift + shift).exp() } else { T::ONE };
-                if exp || decays {
-                    let mut factors = [lift; CHUNK];
-                    factors.iter_mut().zip(&*buffers.decays.to_end).for_each(|(to, &decay)| *to = lift * decay);
-                    if counts {
-                        for (n, to) in buffers.ones[..keys].iter_mut().enumerate() {
-                            *to = factors[n] * dot(&buffers.k[n * head_width..][..head_width], z);
-                        }
-                    }
-                    scale_rows((buffers.dk, head_width), head_width, &factors[..keys]);
-                    scale_rows((buffers.dv, value_width), value_width, &factors[..keys]);
-                }
-            }
-            local.scale_content(buffers.decays.total());
-        }
-        if !written {
-            buffers.dk[..keys * head_width].fill(T::ZERO);
+        if !(piece.content && self.read_state(&piece, start, local, buffers)) {
+            buffers.dk[..keys * problem.head_width].fill(T::ZERO);
             buffers.dv[..keys * value_width].fill(T::ZERO);
         }
+        if piece.content {
+            local.scale_content(buffers.decays.total());
+        }
 
-        // Rows that enter the far sum.
-        let first_position = first - lead as isize;
         // R = 0 under a bidirectional mask has one weight for all pairs, which `start` sums up.
         let far_rows = problem.radius.is_some() && (problem.causal || radius > 0);
         let window = if far_rows { tile_rows.max(lead + radius + keys) } else { tile_rows };
+        let first_position = first - lead as isize;
         if far_rows {
             let entering = first_position + (lead + radius) as isize;
             self.clear_far_rows(entering, keys, buffers);
@@ -171,129 +129,24 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let KeyBuffers { decays, far_gains, .. } = buffers;
             decays.over(unit.decay, radius, (radius.saturating_sub(1), entering), &mut far_gains[..keys]);
         }
-        for head in problem.heads(unit) {
-            if window == 0 || !met {
-                break;
-            }
+        for head in problem.heads(unit).filter(|_| window > 0 && piece.met) {
             self.load_rows(head, first_position, window, buffers);
-            let ahead = self.rows_ahead(head, first_position - chunk as isize, first_position);
+            let ahead = self.rows_ahead(head, first_position - buffers.chunk as isize, first_position);
             if tile_rows > 0 {
-                buffers.tile[..tile_rows * chunk].fill(T::ZERO);
-                if content_rows > 0 {
-                    let (first, depth) = problem.weigh_columns();
-                    let (q, k) = (&buffers.q[first..], &buffers.k_columns[first * chunk..]);
-                    Product::of((q, head_width), (k, chunk), (buffers.tile, chunk), [content_rows, keys, depth])
-                        .c_band(Band::up_to(0))
-                        .compute();
-                    if let Some(taylor) = problem.taylor {
-                        dispatch(Weigh {
-                            taylor,
-                            rows: content_rows,
-                            keys,
-                            weights: buffers.tile,
-                            row_length: chunk,
-                            // The first feature of a key is 1 if it is there.
-                            present: &buffers.k_columns[..chunk],
-                            slopes: buffers.slopes,
-                        });
-                    }
-                    zero_outside((buffers.tile, chunk), (content_rows, keys), Band::up_to(0));
-                    if exp {
-                        self.lift_tile(content_rows, key_shift, buffers);
-                    }
-                }
-                if near > 0 {
-                    self.load_relative(head, reach, keys, lead, buffers);
-                    let table_width = problem.table_width();
-                    for x in 0..reach {
-                        // Row x meets key column j through table row j − (x − lead) + R, which runs from 1 to `near`.
-                        let begin = x as isize - lead as isize - radius as isize + 1;
-                        let (from, to) = (begin.max(0) as usize, (begin + near as isize).min(keys as isize));
-                        if to <= from as isize {
-                            continue;
-                        }
-                        let to = to as usize;
-                        let column = 1 + (from as isize - begin) as usize;
-                        let weights = &buffers.relative[x * table_width + column..][..to - from];
-                        let factor = match &self.table {
-                            Some(table) if exp => (table.shift - buffers.shift[x]).exp(),
-                            _ => T::ONE,
-                        };
-                        // Rows that are not there have features 0 and any factor will do.
-                        let factor = if factor.is_finite() { factor } else { T::ZERO };
-                        add_scaled(&mut buffers.tile[x * chunk + from..][..to - from], factor, weights);
-                    }
-                }
-                if decays {
-                    buffers.decays.apply((buffers.tile, chunk), tile_rows, keys);
-                }
-                if counts {
-                    for x in 0..tile_rows {
-                        add_scaled(&mut buffers.ones[..keys], buffers.c[x], &buffers.tile[x * chunk..]);
-                    }
-                }
+                self.fill_tile(head, &piece, buffers);
                 // Key j meets the rows from its own on: near ones, and all of the piece's if content is in the tile.
                 let to = if content_rows > radius { Band::ALL.to } else { (lead + radius) as isize };
-                let band = Band { from: 0, to };
-                Product::of_transposed(
-                    (buffers.tile, chunk),
-                    (buffers.d, value_width),
-                    (buffers.dv, value_width),
-                    [keys, value_width, tile_rows],
-                )
-                .accumulate(true)
-                .a_band(band)
-                .compute_with(None, &ahead[..2]);
+                let (tile, dv) = ((&*buffers.tile, buffers.chunk), (&mut *buffers.dv, value_width));
+                Product::of_transposed(tile, (buffers.d, value_width), dv, [keys, value_width, tile_rows])
+                    .accumulate(true)
+                    .a_band(Band { from: 0, to })
+                    .compute_with(None, &ahead[..2]);
             }
             if far_rows {
                 self.add_far_rows(head, lead + radius, keys, 0, buffers);
             }
             if content_rows > 0 {
-                let sizes = [content_rows, keys, problem.dims.value_dim];
-                Product::of((buffers.d, value_width), (buffers.v_columns, chunk), (buffers.tile, chunk), sizes)
-                    .c_band(Band::up_to(0))
-                    .compute_with(None, &ahead[2..]);
-                for x in 0..if separate.is_some() { 0 } else { content_rows } {
-                    let c = buffers.c[x];
-                    let line = &mut buffers.tile[x * chunk..][..=x];
-                    line.iter_mut().for_each(|w| *w += c);
-                    if problem.taylor.is_some() {
-                        multiply(line, &buffers.slopes[x * chunk..]);
-                    }
-                }
-                zero_outside((buffers.tile, chunk), (content_rows, keys), Band::up_to(0));
-                self.scale_tile(content_rows, keys, key_shift, buffers);
-                let (tile, q) = ((&*buffers.tile, chunk), (&*buffers.q, head_width));
-                if let Some(taylor) = problem.taylor {
-                    let columns = taylor.columns(problem.dims.head_dim);
-                    let width = linear_width(problem);
-                    let sizes = [keys, columns.end, content_rows];
-                    Product::of_transposed(tile, q, (&mut *buffers.linear, width), sizes)
-                        .a_band(Band::starting_at(0))
-                        .compute();
-                    add_columns(columns, keys, (buffers.linear, width), (buffers.dk, head_width));
-                } else {
-                    let sizes = [keys, separate.unwrap_or(head_width), content_rows];
-                    Product::of_transposed(tile, q, (buffers.dk, head_width), sizes)
-                        .accumulate(true)
-                        .a_band(Band::starting_at(0))
-                        .compute();
-                }
-                if let Some(from) = separate {
-                    for x in 0..content_rows {
-                        buffers.tile[x * chunk..][..=x].fill(buffers.c[x]);
-                    }
-                    self.scale_tile(content_rows, keys, key_shift, buffers);
-                    Product::of_transposed(
-                        (buffers.tile, chunk),
-                        (&buffers.q[from..], head_width),
-                        (&mut buffers.dk[from..], head_width),
-                        [keys, head_width - from, content_rows],
-                    )
-                    .accumulate(true)
-                    .a_band(Band::starting_at(0))
-                    .compute();
-                }
+                self.pull_back_tile(&piece, &ahead[2..], buffers);
                 self.absorb(keys, &[], local, buffers);
             }
         }
@@ -302,44 +155,204 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             self.run_far(keys, far, (dv, far_gains), far_rows, far_steps);
             for n in (0..keys).rev() {
                 *far_count = *far_count * far_steps[n] + far_counts[n];
-                if counts {
+                if piece.counts {
                     ones[n] += far_gains[n] * *far_count;
                 }
             }
             self.sum_far(keys, local, buffers);
         } else if problem.radius.is_some() {
             for n in 0..keys {
-                add_scaled(&mut buffers.dv[n * value_width..][..value_width], T::ONE, start.far());
+                add_scaled(&mut buffers.dv[n * value_width..][..value_width], T::ONE, start.0.far());
             }
         }
-
-        let KeyBuffers { k, dk, dv, ones, .. } = buffers;
         if first < 0 {
+            let KeyBuffers { dv, ones, .. } = buffers;
             self.weigh_ring(first, keys, dv, ones);
             self.add_final_ring(first, keys, dv, ones);
             self.store_ring(first, keys, dv, ones);
-            return;
+        } else {
+            self.write(stage, &piece, buffers);
         }
+    }
+
+    /// Loads keys and values of a piece with content; returns the keys' exponent.
+    fn load_keys(&self, piece: &KeyPiece<T>, buffers: &mut KeyBuffers<'_, T>) -> T {
+        let (problem, unit) = (self.problem, &self.unit);
+        let (head_width, value_width, chunk) = (problem.head_width, problem.value_width, buffers.chunk);
+        let (key, keys) = (piece.first as usize, piece.keys);
+        let mut shift = T::ZERO;
+        if problem.exponential {
+            let highest = unit.highest(problem, key, key + keys, T::NEG_INFINITY);
+            shift = if highest.is_finite() { highest } else { T::ZERO };
+        }
+        let rows = padded::<T>(keys);
+        problem.load_keys(unit, key, keys, Shift::One(shift), buffers.k, &mut buffers.lift);
+        buffers.k[keys * head_width..rows * head_width].fill(T::ZERO);
+        let padding = unit.sequence.padding(key..key + keys);
+        copy_rows(unit.v.skip(key), (keys, problem.dims.value_dim), padding, (buffers.v, value_width));
+        buffers.v[keys * value_width..rows * value_width].fill(T::ZERO);
+        if problem.causal && piece.met {
+            let columns = if problem.taylor.is_some() { linear_width(problem) } else { head_width };
+            transpose((buffers.k, head_width), (rows, columns), (buffers.k_columns, chunk));
+            transpose((buffers.v, value_width), (rows, value_width), (buffers.v_columns, chunk));
+        }
+        shift
+    }
+
+    /// Writes what the rows that stand beyond the piece give to its keys, through their state. Returns whether there are any.
+    fn read_state(
+        &self,
+        piece: &KeyPiece<T>,
+        (start, start_decay): (SummaryRef<'_, T>, T),
+        local: &Summary<'_, T>,
+        buffers: &mut KeyBuffers<'_, T>,
+    ) -> bool {
+        let (problem, unit) = (self.problem, &self.unit);
+        let (head_width, value_width, keys) = (problem.head_width, problem.value_width, piece.keys);
+        let (exp, decays) = (problem.exponential, !unit.decay.is_none());
+        let mut shift = T::ZERO;
+        let (mut start_scale, mut local_scale) = (start_decay, T::ONE);
+        if exp {
+            let top = start.shift().max(local.view().shift());
+            if top.is_finite() {
+                let factor = |x: T| if x.is_finite() { (x - top).exp() } else { T::ZERO };
+                start_scale = start_decay * factor(start.shift());
+                local_scale = factor(local.view().shift());
+                shift = top;
+            }
+        }
+        let state = combine_states(buffers.state, (start, start_scale), Some((local.view(), local_scale)));
+        let Some((sum, z)) = state else { return false };
+        // Without a mask, or without rows, every piece of the stage reads the same.
+        if problem.causal && (piece.met || decays || exp) || !buffers.state_transposed {
+            transpose((sum, value_width), (head_width, value_width), (buffers.state_columns, head_width));
+            buffers.state_transposed = true;
+        }
+        let [next_k, next_v] = problem.keys_ahead(unit, piece.first - buffers.chunk as isize, piece.first);
+        let (batch, token) = (unit.sequence.batch, unit.sequence.key_start + piece.first as usize);
+        let to_k = self.sink.rows.dk.ahead(batch, unit.kv_head, token, keys, problem.dims.head_dim);
+        let to_v = self.sink.rows.dv.ahead(batch, unit.kv_head, token, keys, problem.dims.value_dim);
+        // Each row of `dk` begins with `z`.
+        let (state, dk) = ((&*buffers.state_columns, head_width), (&mut *buffers.dk, head_width));
+        Product::of((buffers.v, value_width), state, dk, [keys, head_width, problem.dims.value_dim])
+            .compute_with(Some((&[T::ONE; CHUNK][..keys], z)), &[next_k, to_k]);
+        let dv = (&mut *buffers.dv, value_width);
+        Product::of((buffers.k, head_width), (sum, value_width), dv, [keys, value_width, problem.depth])
+            .compute_with(None, &[next_v, to_v]);
+        if exp || decays {
+            // Under an exponential map keys and rows meet at e^{κ − M} ≤ 1.
+            let lift = if exp { (piece.shift + shift).exp() } else { T::ONE };
+            let mut factors = [lift; CHUNK];
+            factors.iter_mut().zip(&*buffers.decays.to_end).for_each(|(to, &decay)| *to = lift * decay);
+            if piece.counts {
+                for (n, to) in buffers.ones[..keys].iter_mut().enumerate() {
+                    *to = factors[n] * dot(&buffers.k[n * head_width..][..head_width], z);
+                }
+            }
+            scale_rows((buffers.dk, head_width), head_width, &factors[..keys]);
+            scale_rows((buffers.dv, value_width), value_width, &factors[..keys]);
+        }
+        true
+    }
+
+    /// Fills the tile with the weights of the window's rows for the piece's keys.
+    fn fill_tile(&self, head: usize, piece: &KeyPiece<T>, buffers: &mut KeyBuffers<'_, T>) {
+        let (problem, chunk) = (self.problem, buffers.chunk);
+        let &KeyPiece { keys, lead, near_rows, content_rows, tile_rows, shift, .. } = piece;
+        buffers.tile[..tile_rows * chunk].fill(T::ZERO);
+        if content_rows > 0 {
+            let (k, tile, sizes) = ((&*buffers.k_columns, chunk), (&mut *buffers.tile, chunk), [content_rows, keys]);
+            problem.weigh_pairs(buffers.q, k, tile, sizes, buffers.slopes);
+            zero_outside((buffers.tile, chunk), (content_rows, keys), Band::up_to(0));
+            if problem.exponential {
+                self.lift_tile(content_rows, shift, buffers);
+            }
+        }
+        if near_rows > 0 {
+            self.load_relative(head, near_rows, keys, lead, buffers);
+            let (table_width, near) = (problem.table_width(), near_columns(problem) as isize);
+            let radius = problem.radius.unwrap_or(0) as isize;
+            for x in 0..near_rows {
+                // Row x meets key column j through table row j − (x − lead) + R, which runs from 1 to `near`.
+                let begin = x as isize - lead as isize - radius + 1;
+                let (from, to) = (begin.max(0), (begin + near).min(keys as isize));
+                if to <= from {
+                    continue;
+                }
+                let column = (1 + from - begin) as usize;
+                let (from, len) = (from as usize, (to - from) as usize);
+                let factor = match &self.table {
+                    Some(table) if problem.exponential => (table.shift - buffers.shift[x]).exp(),
+                    _ => T::ONE,
+                };
+                // Rows that are not there have features 0 and any factor will do.
+                let factor = if factor.is_finite() { factor } else { T::ZERO };
+                let weights = &buffers.relative[x * table_width + column..][..len];
+                add_scaled(&mut buffers.tile[x * chunk + from..][..len], factor, weights);
+            }
+        }
+        if !self.unit.decay.is_none() {
+            buffers.decays.apply((buffers.tile, chunk), tile_rows, keys);
+        }
+        if piece.counts {
+            for x in 0..tile_rows {
+                add_scaled(&mut buffers.ones[..keys], buffers.c[x], &buffers.tile[x * chunk..]);
+            }
+        }
+    }
+
+    /// Turns the tile into the gradients of its content weights, and takes them back to the keys.
+    fn pull_back_tile(&self, piece: &KeyPiece<T>, ahead: &[Ahead<T>], buffers: &mut KeyBuffers<'_, T>) {
+        let (problem, chunk) = (self.problem, buffers.chunk);
+        let (head_width, value_width) = (problem.head_width, problem.value_width);
+        let &KeyPiece { keys, content_rows: rows, shift, .. } = piece;
+        let (v, tile) = ((&*buffers.v_columns, chunk), (&mut *buffers.tile, chunk));
+        Product::of((buffers.d, value_width), v, tile, [rows, keys, problem.dims.value_dim])
+            .c_band(Band::up_to(0))
+            .compute_with(None, ahead);
+        let separate = problem.layout.separate();
+        for x in 0..if separate.is_some() { 0 } else { rows } {
+            let c = buffers.c[x];
+            let line = &mut buffers.tile[x * chunk..][..=x];
+            line.iter_mut().for_each(|w| *w += c);
+            if problem.taylor.is_some() {
+                multiply(line, &buffers.slopes[x * chunk..]);
+            }
+        }
+        zero_outside((buffers.tile, chunk), (rows, keys), Band::up_to(0));
+        let pull_back = |buffers: &mut KeyBuffers<'_, T>, columns| {
+            self.scale_tile(rows, keys, shift, buffers);
+            let (tile, to) = ((&*buffers.tile, chunk), (&mut *buffers.dk, &mut *buffers.linear));
+            problem.pull_back_pairs(true, tile, buffers.q, to, [keys, rows], columns, true);
+        };
+        pull_back(buffers, 0..separate.unwrap_or(head_width));
+        if let Some(from) = separate {
+            for x in 0..rows {
+                buffers.tile[x * chunk..][..=x].fill(buffers.c[x]);
+            }
+            pull_back(buffers, from..head_width);
+        }
+    }
+
+    /// Writes the gradients of a piece of the call's keys, or adds them to those of another pass.
+    fn write(&self, stage: usize, piece: &KeyPiece<T>, buffers: &mut KeyBuffers<'_, T>) {
+        let (problem, unit) = (self.problem, &self.unit);
+        let KeyBuffers { k, dk, dv, lift, ones, .. } = buffers;
+        let (key, keys, head_width, value_width) =
+            (piece.first as usize, piece.keys, problem.head_width, problem.value_width);
         if self.gates.is_some() {
             let values = unit.v.skip(key);
             for (n, to) in ones[..keys].iter_mut().enumerate().filter(|(n, _)| !unit.sequence.ignores(key + n)) {
                 *to += dot(values.row(n, problem.dims.value_dim), &dv[n * value_width..]);
-                if let Some(from) = separate_counts {
+                if let Some(from) = piece.separate_counts {
                     let row = n * head_width + from..(n + 1) * head_width;
                     *to += dot(&k[row.clone()], &dk[row]);
                 }
             }
         }
-        self.add_final_ring(first, keys, dv, ones);
-        self.write(stage, (key, keys), content, buffers);
-    }
-
-    /// Writes the gradients of the keys `key..key + keys`, or adds them to those of another pass.
-    fn write(&self, stage: usize, (key, keys): (usize, usize), content: bool, buffers: &mut KeyBuffers<'_, T>) {
-        let (problem, unit) = (self.problem, &self.unit);
-        let KeyBuffers { k, dk, dv, lift, ones, .. } = buffers;
+        self.add_final_ring(piece.first, keys, dv, ones);
         let (mut rows, mut row_length): (&[T], usize) = (&[], 0);
-        if content {
+        if piece.content {
             // SAFETY: each (unit, stage) is one task's own, and no other slice of its sums lives here.
             let sums = unsafe { self.sums.row(self.index, stage, 0, problem.sums_len()) };
             (rows, row_length) = problem.pull_back_keys(unit, key, keys, k, dk, sums, self.sink.positions, lift);
@@ -361,18 +374,18 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 }
                 (true, false) => {}
                 (false, true) => {
-                    if content {
+                    if piece.content {
                         store(&rows[n * row_length..], T::ONE, to_k);
                     } else {
                         to_k.fill(T::ZERO);
                     }
-                    store(&dv[n * problem.value_width..], T::ONE, to_v);
+                    store(&dv[n * value_width..], T::ONE, to_v);
                 }
                 (false, false) => {
-                    if content {
+                    if piece.content {
                         add_scaled(to_k, T::ONE, &rows[n * row_length..]);
                     }
-                    add_scaled(to_v, T::ONE, &dv[n * problem.value_width..]);
+                    add_scaled(to_v, T::ONE, &dv[n * value_width..]);
                 }
             }
         }

@@ -12,13 +12,14 @@ use crate::simd::Real;
 use crate::simd::block::{scale_by, scale_rows};
 use crate::simd::rows::{Ahead, padded};
 
-/// The walk over the keys of one unit.
 pub(super) struct KeyWalk<'w, 'a, T: 'static> {
     pub problem: &'w Problem<'a, T>,
     pub unit: Unit<'a, T>,
     pub table: Option<Table<'w, T>>,
     pub source: Source<'w, T>,
     pub sink: GradientSink<'w, T>,
+    /// Keys of a chunk.
+    pub chunk: usize,
     /// Its number, and where the gradients of the parameters of Fourier positions go, `[unit, stage]`.
     pub index: usize,
     pub sums: SharedRows<'w, T>,

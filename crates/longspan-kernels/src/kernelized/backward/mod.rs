@@ -27,19 +27,19 @@ use query_pass::QueryGradients;
 use row_sums::RowSums;
 pub(super) use source::GradientSink;
 use source::Source;
-use stages::KeyMemory;
+use stages::{memory, most_stages};
 
 use super::features::PositionSink;
 use super::problem::{Problem, Unit};
-use super::row_pass::{Memory, cut_count, first_row, visit_rows, visit_unit, whole_units};
+use super::row_pass::{Memory, RowPass, cut_count, first_row, whole_units};
 use super::summary::places;
+use super::tile::Sizes;
 use crate::call::{self, Arena, Cotangent, Scratch, SharedRows, State};
 use crate::simd::Real;
 use crate::simd::rows::padded;
-use crate::threads::{self, parallel};
+use crate::threads::parallel;
 pub(super) use table::reduce_table;
 
-/// Computes every gradient of a call.
 pub(super) fn backward<T: Real>(
     problem: &Problem<'_, T>,
     cotangent: &Cotangent<'_, T>,
@@ -57,7 +57,6 @@ pub(super) fn backward<T: Real>(
         all => (all, None),
     };
     let group = problem.dims.group();
-    let workers = threads::count();
     let exp = problem.exponential;
     let longest = problem.sequences.iter().map(|s| s.queries).max().unwrap_or(0);
     let row_segments = |index: usize| -> usize { row_segments(problem, &problem.unit(index)) };
@@ -67,11 +66,12 @@ pub(super) fn backward<T: Real>(
     let entry = problem.table_width() * problem.head_width + problem.sums_len();
     let per_unit_table = most_segments * group * entry;
     let per_unit_shifts = if exp { padded::<T>(longest) } else { 0 };
-    let keys = KeyMemory::new(problem);
-
+    let chunk = Sizes::new(problem).chunk;
+    let keys = memory(problem, chunk);
     let memory = Memory::new(problem, true);
-    let walks_len = memory.visit_len(problem).max(keys.len(problem, workers));
-    let most_stages = KeyMemory::most_stages(problem);
+    let stages = memory.pass(problem);
+    let walks_len = stages.len(problem).max(keys.len(problem));
+    let most_stages = most_stages(problem);
     let per_unit_sums = most_stages * problem.sums_len();
     let whole = whole_units(problem);
     let row_sums = RowSums::new(problem, most_segments, whole);
@@ -115,6 +115,7 @@ pub(super) fn backward<T: Real>(
             unsafe { (shifts.read(index, 0, 0, per_unit_shifts), row_places.read(index, 0, 0, row_sums.len())) };
         KeyWalk {
             index,
+            chunk,
             sums,
             problem,
             unit,
@@ -131,13 +132,14 @@ pub(super) fn backward<T: Real>(
         }
     };
     // One task takes the rows and then the keys of a unit, and finds them in its cache.
-    let per_worker = memory.worker_len(problem).max(keys.per_worker);
+    let rows = RowPass { problem, memory, table, make: Some(&visitor), last: None };
+    let per_worker = stages.per_worker.max(keys.per_worker);
     parallel(whole, scratch, per_worker, |index, scratch| {
-        visit_unit(problem, memory, table, &visitor, index, scratch);
+        stages.unit(&rows.unit(index), scratch);
         keys.unit(&walk(index), scratch);
     });
     if whole < units {
-        visit_rows(problem, memory, table, &visitor, None, whole, scratch);
+        stages.run(problem, &|index| rows.unit(index), whole, scratch);
         for index in whole..units {
             // SAFETY: no visitor is left.
             let sums = unsafe { row_places.row(index, 0, 0, row_sums.len()) };
@@ -160,7 +162,6 @@ pub(super) fn backward<T: Real>(
     }
 }
 
-/// In how many segments a unit's rows are visited.
 fn row_segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
     cut_count(problem, unit.sequence.queries - first_row(problem, unit))
 }
@@ -173,13 +174,13 @@ pub(super) fn add_final_state<T: Real>(
     parameters: &mut [&mut [T]],
     scratch: &mut Scratch<T>,
 ) {
-    let keys = KeyMemory::new(problem);
-    let len = keys.len(problem, threads::count());
-    let stages = KeyMemory::most_stages(problem);
+    let chunk = Sizes::new(problem).chunk;
+    let keys = memory(problem, chunk);
+    let stages = most_stages(problem);
     let sums_len = problem.sums_len();
     let [_, positions_len] = problem.position_lens();
     let shared = problem.units() * stages * sums_len + positions_len + 2 * padded::<T>(1);
-    let mut arena = Arena::new(scratch.take(problem.table_len() + shared + len));
+    let mut arena = Arena::new(scratch.take(problem.table_len() + shared + keys.len(problem)));
     let table = problem.table(&mut arena);
     let key_sums = arena.take(problem.units() * stages * sums_len);
     key_sums.fill(T::ZERO);
@@ -193,6 +194,7 @@ pub(super) fn add_final_state<T: Real>(
         let (source, shifts) = (Source { cotangent }, &[][..]);
         KeyWalk {
             index,
+            chunk,
             sums,
             problem,
             unit,

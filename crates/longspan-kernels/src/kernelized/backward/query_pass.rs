@@ -2,23 +2,21 @@
 
 use super::super::problem::{Problem, Unit};
 use super::super::row_pass::{Scales, Scene, Visitor, Walk};
-use super::super::taylor::add_columns;
-use super::super::tile::{Buffers, Piece, combine_states, linear_width, near_columns};
+use super::super::tile::{Buffers, Piece, combine_states, near_columns};
 use super::row_sums;
 use super::source::{GradientSink, Source};
 use crate::call::SharedRows;
 use crate::kernelized::running_sum::RunningDots;
 use crate::simd::block::{add_scaled, multiply, scale_by, scale_rows, store, transpose};
-use crate::simd::product::{Band, Product, zero_outside};
+use crate::simd::product::{Product, zero_outside};
 use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 
-/// Gradients of queries and of the relative table.
 pub(super) struct QueryGradients<'a, 's, T> {
     pub source: Source<'a, T>,
     pub sink: GradientSink<'a, T>,
-    /// Of this unit and segment, for each head of the unit: of the relative table, `[table width, head_width]`, and the
-    /// sums for the parameters of Fourier positions and of the map.
+    /// For each head of the unit, over this segment: the gradient of the relative table, `[table width, head_width]`, and the sums for
+    /// the parameters of Fourier positions and of the map.
     pub table: &'s mut [T],
     /// The common exponent of each row's piece, for the walk over the keys, and which unit's; under an exponential map only.
     pub shifts: (SharedRows<'a, T>, usize),
@@ -92,7 +90,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 let band = Buffers::tile_band(problem, piece);
                 if polynomial.is_some() {
                     // For the slopes.
-                    buffers.multiply_pairs(problem, piece);
+                    buffers.weigh_pairs(problem, piece);
                 }
                 buffers.tile[..piece.rows * row_length].fill(T::ZERO);
                 let token = sequence.query_start + first;
@@ -171,23 +169,13 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 if scales.local != T::ONE {
                     scale_by(&mut buffers.tile[..piece.rows * row_length], scales.local);
                 }
-                let (tile, k) = ((&buffers.tile[piece.lead..], row_length), (&*buffers.k, head_width));
-                if let Some(taylor) = polynomial {
-                    if !written {
-                        buffers.dq[..piece.rows * head_width].fill(T::ZERO);
-                    }
-                    let columns = taylor.columns(problem.dims.head_dim);
-                    let width = linear_width(problem);
-                    let sizes = [piece.rows, columns.end, piece.keys];
-                    Product::of(tile, k, (&mut *buffers.linear, width), sizes).a_band(Band::up_to(0)).compute();
-                    add_columns(columns, piece.rows, (buffers.linear, width), (buffers.dq, head_width));
-                } else {
-                    let sizes = [piece.rows, separate.unwrap_or(head_width), piece.keys];
-                    Product::of(tile, k, (buffers.dq, head_width), sizes)
-                        .accumulate(written)
-                        .a_band(Band::up_to(0))
-                        .compute();
-                }
+                let sizes = [piece.rows, piece.keys];
+                let pull_back = |buffers: &mut Buffers<'_, T>, columns| {
+                    let (tile, to) =
+                        ((&buffers.tile[piece.lead..], row_length), (&mut *buffers.dq, &mut *buffers.linear));
+                    problem.pull_back_pairs(false, tile, buffers.k, to, sizes, columns, written);
+                };
+                pull_back(buffers, 0..separate.unwrap_or(head_width));
                 if let Some(from) = separate {
                     for row in 0..piece.rows {
                         let c = buffers.sums[row] * scales.local;
@@ -196,15 +184,7 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                     if decays {
                         buffers.decay_tile(piece);
                     }
-                    Product::of(
-                        (buffers.tile, row_length),
-                        (&buffers.k[from..], head_width),
-                        (&mut buffers.dq[from..], head_width),
-                        [piece.rows, head_width - from, piece.keys],
-                    )
-                    .accumulate(written)
-                    .a_band(Band::up_to(0))
-                    .compute();
+                    pull_back(buffers, from..head_width);
                 }
                 written = true;
             }

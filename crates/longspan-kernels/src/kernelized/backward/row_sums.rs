@@ -32,8 +32,8 @@ pub(super) fn absorb<T: Real>(
     sums.set_content();
 }
 
-/// The memory of one unit's sums: their total, what rounding took from it, and the sums of each segment, or of one after the
-/// other where segments come in turn, as those of the first units do.
+/// The memory of one unit's sums: their total, what rounding took from it, and the sums of each segment. Segments of the first units come
+/// one after the other and share one place.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowSums {
     layout: Layout,
@@ -106,7 +106,6 @@ impl RowSums {
     }
 }
 
-/// The sums of one segment under way.
 pub(super) struct Place<'s, T> {
     pub sums: Summary<'s, T>,
     /// The unit's total and what rounding took from it, if segments come in turn.

@@ -8,7 +8,6 @@ use crate::simd::Real;
 use crate::simd::block::{dot, scale_by};
 use crate::simd::rows::{Ahead, Rows};
 
-/// Where gradients go.
 #[derive(Clone, Copy)]
 pub(in crate::kernelized) struct GradientSink<'a, T> {
     pub rows: call::GradientSink<'a, T>,

@@ -228,12 +228,11 @@ pub(in super::super) fn backward<T: Real>(
                     row += range.rows;
                 }
             }
-            let (all, place) =
-                (sequence.keys + sequence.absent, |key| [sequence.batch, unit.kv_head, sequence.key_start + key]);
+            let place = |key| [sequence.batch, unit.kv_head, sequence.key_start + key];
             let counts = |key: &usize| *key < end && !unit.sequence.ignores(*key);
             let mut key = 0;
-            while key < all {
-                let run = (key..all).take(most_rows).take_while(counts).count();
+            while key < sequence.keys {
+                let run = (key..sequence.keys).take(most_rows).take_while(counts).count();
                 if run == 0 {
                     // What stands in such a key may be NaN, which no slope of 0 would hold back.
                     // SAFETY: all of a unit's keys belong to its task.

@@ -11,7 +11,6 @@ use crate::simd::product::{Product, mask_and_sum, zero_outside};
 use crate::simd::rows::pieces;
 use crate::threads::{self, parallel};
 
-/// Computes every output of a call.
 pub(in super::super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let value_width = problem.value_width;
     let separate = problem.layout.separate().is_some();

@@ -1,8 +1,8 @@
 //! The keys of a unit, what a row sees of them, and the tiles of weights between them and a block of rows.
 
 use super::super::features::Lift;
+use super::super::pairs::Weigh;
 use super::super::problem::{Problem, Table, Unit};
-use super::super::taylor::Weigh;
 use crate::call::Arena;
 use crate::feature_map::elementwise::{Shift, copy_rows, load_exponentials};
 use crate::simd::block::{add_row_dots, add_scaled, multiply, scale_by, transpose};
@@ -17,7 +17,6 @@ pub(in super::super) const TILE: usize = 64;
 /// Fewer keys than this are scored by dot products: to transpose a register's worth of rows would cost more.
 const FEW_KEYS: usize = 8;
 
-/// The keys of one unit.
 pub(super) struct Keys<'x, 'a, T: 'static> {
     pub problem: &'x Problem<'a, T>,
     pub unit: Unit<'a, T>,
@@ -43,7 +42,6 @@ pub(super) struct Keys<'x, 'a, T: 'static> {
     pub first: usize,
 }
 
-/// What one row sees.
 #[derive(Clone, Copy)]
 pub(super) struct Sight<T> {
     /// The key that the row stands at.
@@ -58,7 +56,6 @@ pub(super) struct Sight<T> {
     pub position: T,
 }
 
-/// Working memory for a block of rows.
 pub(super) struct Block<'s, T> {
     /// `φ(q)`, rows × head_width.
     pub q: &'s mut [T],
@@ -105,7 +102,6 @@ impl<'s, T: Real> Block<'s, T> {
 }
 
 impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
-    /// Numbers of scratch for the longest unit.
     pub fn len(problem: &Problem<'_, T>, backward: bool) -> usize {
         let keys = padded::<T>(most_keys(problem)).next_multiple_of(tile_width::<T>(most_keys(problem)).max(1));
         keys * (2 * problem.head_width + if backward { 2 } else { 1 } * problem.value_width)
@@ -371,7 +367,6 @@ pub(super) fn tile_width<T>(keys: usize) -> usize {
     padded::<T>(keys.min(TILE))
 }
 
-/// Rows of the largest block.
 pub(super) fn most_rows<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.sequences.iter().map(|sequence| sequence.queries).max().unwrap_or(0).min(TILE)
 }
@@ -384,7 +379,6 @@ pub(super) fn rows_len<T: Real>(problem: &Problem<'_, T>) -> usize {
     })
 }
 
-/// Keys of the longest sequence.
 pub(super) fn most_keys<T: Real>(problem: &Problem<'_, T>) -> usize {
     problem.sequences.iter().map(|sequence| sequence.keys).max().unwrap_or(0)
 }

@@ -1,61 +1,48 @@
 //! Sums of values beyond the reach of near weights, under a bidirectional mask.
 
+use super::super::problem::Problem;
+use super::segments::cut_count;
 use crate::simd::Real;
-use crate::simd::rows::padded;
 
-/// Far sums of the key segments of one unit: `[sum of v⁺ (value_width), count (a line)]` for each, and their totals
-/// before and after.
+/// Far sums of one unit, `[sum of v⁺ (value_width), count (a line)]` each: those of key segments `0..n`, and behind them those of
+/// segments `n..`, for n from 0 to the number of segments.
 pub(in crate::kernelized) struct FarSums<'s, T> {
-    pub segment: usize,
-    pub width: usize,
-    /// Sums of segments `0..n`, for n from 0 to the number of segments.
-    pub prefix: &'s [T],
-    /// Sums of segments `n..`, for n from 0 to the number of segments.
-    pub suffix: &'s [T],
-    pub segments: usize,
+    numbers: &'s [T],
+    entry: usize,
+    segments: usize,
+    /// Keys of a segment.
+    step: usize,
 }
 
-impl<T: Real> FarSums<'_, T> {
-    fn entry(&self) -> usize {
-        self.width + padded::<T>(1)
+impl<'s, T: Real> FarSums<'s, T> {
+    pub fn new(problem: &Problem<'_, T>, keys: usize, entry: usize, numbers: &'s [T]) -> Self {
+        Self { numbers, entry, segments: cut_count(problem, keys), step: problem.segment(keys).min(keys).max(1) }
     }
 
     /// Writes the sum of the whole segments before `key`; returns the key that they end at.
-    pub fn prefix(&self, key: usize, sums: &mut [T], count: &mut T) -> usize {
-        let segment = key / self.segment;
-        let from = &self.prefix[segment * self.entry()..];
-        sums.copy_from_slice(&from[..self.width]);
-        *count = from[self.width];
-        segment * self.segment
+    pub fn before(&self, key: usize, to: &mut [T]) -> usize {
+        let segment = key / self.step;
+        to.copy_from_slice(&self.numbers[segment * self.entry..][..self.entry]);
+        segment * self.step
     }
 
     /// Writes the sum of the whole segments from `key` on; returns the key that they start at.
-    pub fn suffix(&self, key: usize, sums: &mut [T], count: &mut T) -> usize {
-        let segment = key.div_ceil(self.segment).min(self.segments);
-        let from = &self.suffix[segment * self.entry()..];
-        sums.copy_from_slice(&from[..self.width]);
-        *count = from[self.width];
-        segment * self.segment
+    pub fn after(&self, key: usize, to: &mut [T]) -> usize {
+        let segment = key.div_ceil(self.step).min(self.segments);
+        to.copy_from_slice(&self.numbers[(self.segments + 1 + segment) * self.entry..][..self.entry]);
+        segment * self.step
     }
 }
 
-/// Fills the prefix and suffix totals of `sums`, one entry a segment; each has one entry more.
-pub(in crate::kernelized) fn accumulate<T: Real>(sums: &[T], entry: usize, prefix: &mut [T], suffix: &mut [T]) {
-    let segments = sums.len() / entry;
-    prefix[..entry].fill(T::ZERO);
-    suffix[segments * entry..].fill(T::ZERO);
-    for index in 0..segments {
-        for at in 0..entry {
-            prefix[(index + 1) * entry + at] = prefix[index * entry + at] + sums[index * entry + at];
-            let back = segments - 1 - index;
-            suffix[back * entry + at] = suffix[(back + 1) * entry + at] + sums[back * entry + at];
-        }
+/// Makes far sums of those of single segments, which stand where the sums from each segment on will.
+pub(super) fn accumulate<T: Real>(entry: usize, [before, after]: [&mut [T]; 2]) {
+    let end = before.len() - entry;
+    before[..entry].fill(T::ZERO);
+    after[end..].fill(T::ZERO);
+    for at in 0..end {
+        before[at + entry] = before[at] + after[at];
     }
-}
-
-/// Far sums of one unit: for each key segment, and their prefixes and suffixes.
-pub(in crate::kernelized) struct FarMemory<'s, T> {
-    pub sums: &'s mut [T],
-    pub prefix: &'s mut [T],
-    pub suffix: &'s mut [T],
+    for at in (0..end).rev() {
+        after[at] = after[at + entry] + after[at];
+    }
 }

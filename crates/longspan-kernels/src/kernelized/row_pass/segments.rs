@@ -20,11 +20,12 @@ pub(in crate::kernelized) struct Segment {
 }
 
 /// The segments that lead from the first key to the last row under a causal mask; under a bidirectional one, those of
-/// the keys.
+/// the keys and then those of the rows.
 pub(in crate::kernelized) fn segments<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Vec<Segment> {
     let keys = unit.sequence.keys;
     if !problem.causal {
-        return cut(problem, 0, keys, 0, false);
+        let rows = cut(problem, 0, unit.sequence.queries, problem.offset, true);
+        return cut(problem, 0, keys, 0, false).into_iter().chain(rows).collect();
     }
     let Some((first, before, idle)) = lead(problem, unit) else { return Vec::new() };
     let mut list = cut(problem, 0, before, 0, false);
@@ -47,13 +48,14 @@ fn lead<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> Option<(usize,
     Some((first, before, stands - before))
 }
 
-/// How many [`segments`] a unit has.
+/// At least how many segments there are of rows and of keys, in a pass over keys alone too.
 pub(super) fn segment_count<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>) -> usize {
+    let (queries, keys) = (unit.sequence.queries, unit.sequence.keys);
+    let of = |before, rows| cut_count(problem, before) + cut_count(problem, rows);
     if !problem.causal {
-        return cut_count(problem, unit.sequence.keys);
+        return of(keys, queries);
     }
-    lead(problem, unit)
-        .map_or(0, |(first, before, _)| cut_count(problem, before) + cut_count(problem, unit.sequence.queries - first))
+    lead(problem, unit).map_or(0, |(first, before, _)| of(before, queries - first)).max(cut_count(problem, keys))
 }
 
 /// How many units, the first ones, are walked from end to end, one thread each: whole rounds of threads. The segments of the others
@@ -75,7 +77,6 @@ pub(in crate::kernelized) fn cut_count<T: Real>(problem: &Problem<'_, T>, rows: 
     rows.div_ceil(problem.segment(rows))
 }
 
-/// Rows `from..to` in segments.
 pub(in crate::kernelized) fn cut<T: Real>(
     problem: &Problem<'_, T>,
     from: usize,

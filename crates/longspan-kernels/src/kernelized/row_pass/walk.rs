@@ -33,7 +33,6 @@ pub(in crate::kernelized) struct Scales<T> {
     pub start: T,
     pub local: T,
     pub relative: T,
-    /// The common exponent.
     pub shift: T,
 }
 
@@ -139,7 +138,6 @@ impl<T: Real> Walk<'_, '_, T> {
         }
     }
 
-    /// Lets the far sums pass the rows of a piece.
     fn advance_far(
         &self,
         piece: &Piece,
@@ -228,8 +226,8 @@ impl<T: Real> Walk<'_, '_, T> {
         }
     }
 
-    /// Writes the rows `from..to` under a bidirectional mask, from the summary of all keys and the far sums of each key
-    /// segment before (`prefix`) and after (`suffix`) it.
+    /// Writes the rows `from..to` under a bidirectional mask, from the summary of all keys and the far sums before and after
+    /// each key segment.
     pub fn bidirectional_rows(
         &self,
         (from, to): (usize, usize),
@@ -264,12 +262,13 @@ impl<T: Real> Walk<'_, '_, T> {
         after.fill(T::ZERO);
         if radius > 0 {
             let start = stands(from) - reach;
+            let boundary = far.before(self.unit.clamp(start), before);
             let (sums, count) = before.split_at_mut(width);
-            let boundary = far.prefix(self.unit.clamp(start), sums, &mut count[0]);
             self.sum_values(boundary as isize, start, sums, &mut count[0], buffers);
             let end = stands(to) + reach;
-            let (sums, count) = after[(chunks - 1) * entry..].split_at_mut(width);
-            let boundary = far.suffix(self.unit.clamp(end), sums, &mut count[0]);
+            let last = &mut after[(chunks - 1) * entry..];
+            let boundary = far.after(self.unit.clamp(end), last);
+            let (sums, count) = last.split_at_mut(width);
             self.sum_values(end, boundary as isize, sums, &mut count[0], buffers);
             for index in (0..chunks - 1).rev() {
                 let first = from + (index + 1) * chunk;

@@ -3,10 +3,10 @@
 
 use realfft::num_complex::Complex;
 
+use super::super::backward::{Backward, Pass, Sizes};
 use super::super::bias_gradient::{line_len, unit_lines};
 use super::super::chunks::{RowChunk, push_chunks, push_unit};
 use super::super::left::Left;
-use super::super::pass::{Backward, Pass, Sizes};
 use super::super::problem::{CHUNK, Problem, TILE, Unit};
 use super::super::tiled;
 use super::columns::{Columns, Keys, Norms, block, load_queries};
@@ -24,7 +24,6 @@ use crate::threads::{self, parallel};
 /// Tasks that features or values are dealt to: each keeps a spectrum of its own.
 const GROUPS: usize = 8;
 
-/// Computes every gradient of a call.
 pub(in super::super) fn backward<T: Real>(
     call: Backward<'_, '_, T>,
     parameters: &mut [&mut [T]],
@@ -120,7 +119,6 @@ impl<'s> Buffers<'s> {
     }
 }
 
-/// One unit of the backward pass.
 struct Whole<'x, 'a, T: 'static> {
     pass: &'x Pass<'x, 'a, T>,
     unit: Unit<'a, T>,
@@ -319,7 +317,6 @@ impl<T: Real> Whole<'_, '_, T> {
         }
     }
 
-    /// The gradients of values.
     fn values(&self, keys: &Keys<'_>, heads: &[HeadColumns<'_>], dv: &mut Columns<'_>, memory: &mut [f64]) {
         let (line, problem) = (self.line, self.pass.call.problem);
         let places = SharedRows::new(&mut *dv.numbers, [line.keys.count, 0, 0]);
@@ -438,6 +435,5 @@ impl<T: Real> Whole<'_, '_, T> {
             let counts = |key: usize| problem.is_seen(unit, key);
             problem.write_keys(unit, rows, counts, (phi, d_k), Some(d_v), map_sums, &mut map, pass.call.sink);
         }
-        problem.write_absent(unit, pass.call.sink);
     }
 }

@@ -10,7 +10,7 @@ use crate::simd::Real;
 use crate::simd::block::{add_products, multiply};
 use crate::simd::rows::pieces;
 
-/// Columns of as many rows.
+/// A block of columns, each with one number a token.
 pub(super) struct Columns<'s> {
     /// `columns × count`.
     pub numbers: &'s mut [f64],
@@ -54,7 +54,6 @@ impl<'s> Columns<'s> {
         }
     }
 
-    /// The norm of each row.
     pub fn norms(&self, to: &mut [f64]) {
         to.fill(0.0);
         for column in self.numbers.chunks_exact(self.count.max(1)) {

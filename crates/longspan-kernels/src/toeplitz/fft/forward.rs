@@ -54,7 +54,6 @@ fn works<'s, T: Real>(
     (line.work(arena), (problem.dims.group() > 1).then(|| line.work(arena)))
 }
 
-/// Computes every output of a call.
 pub(in super::super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
     let (per_worker, workers) = (forward::worker_len(problem), threads::count());
     let lines = lines(problem);
@@ -78,7 +77,6 @@ pub(in super::super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_
     forward::run(problem, &shared, &left, None, sink, (rest, per_worker));
 }
 
-/// One unit of the forward pass.
 struct Whole<'x, 'a, T: 'static> {
     problem: &'x Problem<'a, T>,
     shared: &'x Shared<'x, T>,

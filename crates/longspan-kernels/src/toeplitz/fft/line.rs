@@ -98,7 +98,6 @@ pub(super) struct Line {
     inverse: Arc<dyn ComplexToReal<f64>>,
 }
 
-/// Buffers of one transform.
 pub(super) struct Work<'s> {
     pub signal: &'s mut [f64],
     pub spectrum: &'s mut [Complex<f64>],
@@ -127,7 +126,6 @@ impl Line {
         }
     }
 
-    /// Numbers of a spectrum.
     pub fn spectrum_len(&self) -> usize {
         2 * (self.length / 2 + 1)
     }
@@ -160,7 +158,6 @@ impl Line {
         debug_assert!(done.is_ok());
     }
 
-    /// Transforms the spectrum back.
     pub fn inverse(&self, work: &mut Work<'_>) {
         let Work { signal, spectrum, scratch } = work;
         let scratch = &mut scratch[..self.inverse.get_scratch_len()];
@@ -245,7 +242,6 @@ impl<'s> Kernel<'s> {
         Self { spectrum: complex(arena.take(line.spectrum_len())), largest: 0.0, norm: 0.0 }
     }
 
-    /// Takes the biases of a head.
     pub fn load<T: Real>(&mut self, problem: &Problem<'_, T>, line: &Line, biases: &[T], work: &mut Work<'_>) {
         let value = |difference: isize| biases[problem.line_index(difference) as usize].to_f64();
         let known = |difference: &isize| {

@@ -15,7 +15,6 @@ use crate::simd::block::{dot, scale_by};
 use crate::simd::rows::padded;
 use crate::threads;
 
-/// A backward call, checked.
 #[derive(Clone, Copy)]
 pub(super) struct Backward<'x, 'a, T: 'static> {
     pub problem: &'x Problem<'a, T>,
@@ -24,7 +23,6 @@ pub(super) struct Backward<'x, 'a, T: 'static> {
     pub states: StateGradients<'x, T>,
 }
 
-/// What every task of a backward call knows.
 pub(super) struct Pass<'x, 'a, T: 'static> {
     pub call: Backward<'x, 'a, T>,
     pub shared: Shared<'x, T>,
@@ -98,7 +96,6 @@ impl<'s, T: Real> RowBlock<'s, T> {
 }
 
 impl<T: Real> Pass<'_, '_, T> {
-    /// Loads rows of a head.
     pub fn load_rows(
         &self,
         head: (&Unit<'_, T>, usize),
