@@ -223,13 +223,9 @@ def _attend_compiled(
 
 @functools.lru_cache(maxsize=1024)
 def _cached_shape(
-    mechanism: str, options: str, operation: str, offset: int, queries: int, shapes: tuple[tuple[int, ...], ...],
-    sizes: tuple[int, int, int, int],
-) -> tuple[str, str, tuple[int, ...]]:  # fmt: skip
-    parameters = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
-    q = np.broadcast_to(np.float32(0), (1, sizes[0], queries, sizes[2]))
-    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
-    state = native.empty_state((1, *sizes[:2], 1, 1, *sizes[2:]))
+    mechanism: str, options: str, operation: str, shaped: tuple[tuple[str, Any], ...], sizes: tuple[int, int, int, int]
+) -> tuple[str, str, tuple[int, ...]]:
+    state = _calls.cached(mechanism, options, operation, shaped).empty_state((1, *sizes[:2], 1, 1, *sizes[2:]))
     return state.mechanism, state.options, tuple(state.parts)
 
 
@@ -245,11 +241,10 @@ _state_shape._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def shape_of_states(call: Request, tensors: Sequence[Any]) -> tuple[str, str, tuple[int, ...]]:
     """Mechanism, options and parts of a call's states."""
     q, k, v, *parameters = tensors
-    # States have fixed sizes: a compiled function is one of these heads and widths.
+    # States have fixed sizes: a compiled function is one of these heads and widths, and of any number of tokens.
     sharing = _operators.sharing(k, v)
     sizes = (int(q.shape[1]) * sharing, int(k.shape[1]) * sharing, int(q.shape[3]), int(v.shape[3]))
-    shapes = tuple([tuple([int(n) for n in parameter.shape]) for parameter in parameters])
-    return _state_shape(call.mechanism, call.options, call.operation, call.offset, int(q.shape[2]), shapes, sizes)
+    return _state_shape(call.mechanism, call.options, call.operation, _calls.shaped(call.mechanism, parameters), sizes)
 
 
 def _states_on_a_device(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import _options
 from .._native import State
-from . import _dispatch
+from . import _dispatch, _operators
 from ._modules import refuse_hooks
 from ._states import TensorState
 from .attention import Attention, draw_gates, log_decays
@@ -82,7 +82,8 @@ class _Gated(Attention):
             raise ValueError(f"{name}: initial_state: expected is_causal=True beside states, got False")
         turned = tuple([x.flip(2) for x in tensors])
         ignored = None if key_padding_mask is None else key_padding_mask.flip(-1)
-        bounds = None if cu_seqlens is None else [q.shape[2] - int(bound) for bound in reversed(list(cu_seqlens))]
+        bounds = _operators.as_boundaries(name, cu_seqlens)
+        bounds = None if cu_seqlens is None else tuple([q.shape[2] - bound.flip(0) for bound in bounds])
         backwards: Tensor = one_way(turned, ignored, bounds)
         return one_way(tensors, key_padding_mask, cu_seqlens) + backwards.flip(2)
 
