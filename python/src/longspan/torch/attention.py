@@ -32,12 +32,13 @@ WITHOUT_ORDER = ("kernelized", "aft-simple", "softmax", "softmax-window", "gated
 
 
 class Attention(nn.Module):
-    """A mechanism with its options and parameters: the base class of all, not to be made itself.
+    """A mechanism with its options and parameters: the base class of all, not to be made itself. Their ``device`` and ``dtype`` are
+    those of what they learn, as in torch's modules.
 
     Parameters
     ----------
     num_heads, head_dim : int
-        Query heads; numbers in one.
+        Query heads; elements in one.
     options : str
         The mechanism's options as JSON.
     num_kv_heads : int, optional

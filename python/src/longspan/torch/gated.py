@@ -109,16 +109,12 @@ class GatedAttention(_Gated):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     gate : str
         ``"head"``: one number a head decays the state; ``"channel"``: one each channel of the key; ``"none"``.
     l2_norm : bool
         Queries and keys are divided by their length, and outputs then by nothing else.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -148,14 +144,10 @@ class DeltaAttention(_Gated):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     beta_max : float
         What ``beta`` is less than, at most 2.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -184,16 +176,12 @@ class GatedDeltaAttention(_Gated):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     gate : str
         ``"head"``: one number a head decays the state; ``"channel"``: one each channel of the key.
     beta_max : float
         What ``beta`` is less than, at most 2.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
