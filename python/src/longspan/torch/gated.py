@@ -82,9 +82,8 @@ class _Gated(Attention):
             raise ValueError(f"{name}: initial_state: expected is_causal=True beside states, got False")
         turned = tuple([x.flip(2) for x in tensors])
         ignored = None if key_padding_mask is None else key_padding_mask.flip(-1)
-        bounds = _operators.as_boundaries(name, cu_seqlens)
-        bounds = None if cu_seqlens is None else tuple([q.shape[2] - bound.flip(0) for bound in bounds])
-        backwards: Tensor = one_way(turned, ignored, bounds)
+        bounds = [None if bound is None else q.shape[2] - bound.flip(0) for bound in _operators.as_boundaries(name, cu_seqlens)]
+        backwards: Tensor = one_way(turned, ignored, None if cu_seqlens is None else tuple(bounds))
         return one_way(tensors, key_padding_mask, cu_seqlens) + backwards.flip(2)
 
     def step(
