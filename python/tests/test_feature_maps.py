@@ -40,19 +40,6 @@ def test_where_single_precision_ends(is_causal):
     np.testing.assert_allclose(out(-1000, "exp"), whole, rtol=1e-5)
 
 
-def test_steps_at_given_positions_with_a_map_that_learns():
-    """Positions belong to every head, what a map learns to one: neither is cut as the other."""
-    q, k, v = inputs(queries=9, keys=9)
-    at, learned = draw(2, 9, 2), (draw(2, 10, 2), draw(4, 10))
-    options = {"feature_map": "hedgehog", "maps": maps("hedgehog")}
-    whole = ops.fourier_attention(q, k, v, *learned, q_positions=at, k_positions=at, is_causal=True, **options)
-    state = None
-    for t in range(9):
-        here = {"q_positions": at[:, t : t + 1], "k_positions": at[:, t : t + 1]}
-        out, state = ops.fourier_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], *learned, state=state, **here, **options)
-        close(out, whole[:, :, t])
-
-
 @EVERY
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_kernelized_is_the_definition(name, is_causal):

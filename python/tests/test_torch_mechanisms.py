@@ -88,19 +88,6 @@ def test_buckets_are_the_kernels(entries, max_distance, two_sided):
             ops.toeplitz_attention(q, k, v, draw(1, entries), **options)
 
 
-@EVERY
-@pytest.mark.parametrize("options", OPTIONS, ids=["all", "causal", "late", "padded"])
-def test_chunked_formulation_is_the_operator(name, options):
-    function, parameters = CASES[name]
-    arguments = leaves(*inputs(), *parameters)
-    expected = function(*arguments, **options)
-    with elsewhere() as calls:
-        got = function(*arguments, **options)
-    assert calls
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-    same_gradients(got, expected, arguments, weights=draw(*got.shape), allow_unused=True, rtol=1e-8, atol=1e-8)
-
-
 @pytest.mark.parametrize("name", IMAGES)
 def test_images(name):
     function, parameters = IMAGES[name]

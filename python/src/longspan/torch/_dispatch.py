@@ -8,7 +8,6 @@ from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
