@@ -105,6 +105,18 @@ def test_images(name):
     assert module.attention.w.grad.shape == (4, 3, 3)
 
 
+@pytest.mark.parametrize("taps", [1, 15])
+def test_equal_taps_have_no_deviation(taps):
+    """Their mean is rounded, and a deviation of rounding is none."""
+    q, k, v, w = draw(2, 4, 20, 4).float(), draw(2, 4, 20).float(), draw(2, 4, 20, 4, seed=1).float(), torch.full((4, taps), 0.1)
+    learned = leaves(w, draw(4).float(), draw(4, seed=1).float())
+    expected = ops.aft_conv(q, k, v, learned[0], gamma=learned[1], beta=learned[2], is_causal=True)
+    with elsewhere():
+        got = ops.aft_conv(q, k, v, learned[0], gamma=learned[1], beta=learned[2], is_causal=True)
+    torch.testing.assert_close(got, expected)
+    same_gradients(got, expected, learned)
+
+
 @EVERY
 def test_compile_without_a_break(name):
     function, parameters = CASES[name]
