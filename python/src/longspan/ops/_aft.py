@@ -14,7 +14,7 @@ def aft_local(
     q, k, v, w, *, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None,
     output_final_state=False,
 ):  # fmt: skip
-    """AFT-local: a learned bias for each pair of near positions.
+    """AFT-local (Zhai et al., 2021, arXiv:2105.14103): a learned bias for each pair of near positions.
 
     ``out_i = sigmoid(q_i) * sum_j e_ij v_j / sum_j e_ij`` with ``e_ij = exp(k_j + w_ij)``, channel by channel.
 
@@ -36,10 +36,6 @@ def aft_local(
     Notes
     -----
     O(L s D) time: keys outside of the window are two running means.
-
-    References
-    ----------
-    Zhai et al., *An attention free transformer*, 2021 (arXiv:2105.14103).
 
     Examples
     --------
@@ -101,7 +97,7 @@ def aft_simple(
     q, k, v, *, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None,
     output_final_state=False,
 ):  # fmt: skip
-    """AFT-simple: `aft_local` without biases, the mechanism of the least time.
+    """AFT-simple (Zhai et al., 2021, arXiv:2105.14103): `aft_local` without biases, the mechanism of the least time.
 
     ``out_i = sigmoid(q_i) * sum_j exp(k_j) v_j / sum_j exp(k_j)``, channel by channel.
 
@@ -119,10 +115,6 @@ def aft_simple(
     Notes
     -----
     O(L D) time.
-
-    References
-    ----------
-    Zhai et al., *An attention free transformer*, 2021 (arXiv:2105.14103).
 
     Examples
     --------
@@ -169,7 +161,7 @@ def aft_conv(
     q, k, v, w, *, gamma=None, beta=None, image=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None,
     initial_state=None, output_final_state=False,
 ):  # fmt: skip
-    """AFT-conv: one key a head, and a learned kernel over near distances.
+    """AFT-conv (Zhai et al., 2021, arXiv:2105.14103): one key a head, and a learned kernel over near distances.
 
     ``out_i = sigmoid(q_i) * sum_j e_ij v_j / sum_j e_ij`` with ``e_ij = exp(k_j + w[j - i - offset])``, one number for all
     channels of a head.
@@ -197,10 +189,6 @@ def aft_conv(
     Notes
     -----
     O(L s D) time.
-
-    References
-    ----------
-    Zhai et al., *An attention free transformer*, 2021 (arXiv:2105.14103).
 
     Examples
     --------
@@ -265,7 +253,7 @@ def aft_full(
     q, k, v, w=None, u=None, z=None, *, is_causal=False, offset=0, key_padding_mask=None, initial_state=None,
     output_final_state=False,
 ):  # fmt: skip
-    """AFT-full: a learned bias for every pair of positions.
+    """AFT-full (Zhai et al., 2021, arXiv:2105.14103): a learned bias for every pair of positions.
 
     ``out_i = sigmoid(q_i) * sum_j e_ij v_j / sum_j e_ij`` with ``e_ij = exp(k_j + w_ij)``, channel by channel.
 
@@ -288,10 +276,6 @@ def aft_full(
     Notes
     -----
     O(L**2 D) time; O(L) memory beside the biases.
-
-    References
-    ----------
-    Zhai et al., *An attention free transformer*, 2021 (arXiv:2105.14103).
 
     Examples
     --------

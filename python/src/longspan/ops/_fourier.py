@@ -18,10 +18,8 @@ def fourier_attention(
 
     Parameters
     ----------
-    q : array ``[B, H, Lq, d]``
-        Queries.
-    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
-        Keys and values.
+    q, k, v : array ``[B, H, Lq, d]``, ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Queries, keys and values.
     a : array ``[Hkv, m, n]``
         Angular frequencies of ``m`` features (``d`` of them, unless ``feature_map`` makes others) along ``n`` axes of positions.
     b : array ``[H, m]``, optional

@@ -41,7 +41,7 @@ def gated_attention(
     Raises
     ------
     ValueError
-        For a log decay above 0, or a mask that is not causal.
+        For a mask that is not causal, and on the CPU for a log decay above 0.
 
     Notes
     -----
@@ -137,7 +137,7 @@ def delta_attention(
     Raises
     ------
     ValueError
-        For a log decay above 0, a ``beta`` outside of ``[0, 2]``, or a mask that is not causal.
+        For a mask that is not causal, and on the CPU for a log decay above 0 or a ``beta`` outside of ``[0, 2]``.
 
     Notes
     -----

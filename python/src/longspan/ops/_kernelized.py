@@ -16,10 +16,8 @@ def kernelized_attention(
 
     Parameters
     ----------
-    q : array ``[B, H, Lq, d]``
-        Queries.
-    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
-        Keys and values.
+    q, k, v : array ``[B, H, Lq, d]``, ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Queries, keys and values.
     feature_map : str
         ``phi``. Of each number by itself: ``"elu+1"``, ``"relu"``, ``"softplus"``, ``"exp"``, ``"identity"``. Of a row of ``d``
         numbers to ``m`` features:

@@ -17,10 +17,8 @@ def shaw_attention(
 
     Parameters
     ----------
-    q : array ``[B, H, Lq, d]``
-        Queries.
-    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
-        Keys and values.
+    q, k, v : array ``[B, H, Lq, d]``, ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Queries, keys and values.
     rel : array ``[H, 2R + 1, d]`` or ``[2R + 1, d]``
         A vector for each distance, of each head or of all: row 0 stands for "R or more before", row R for "here", row 2R for "R or
         more after". With ``rel_feature_map="identity"`` rows have as many numbers as ``phi`` has features.
