@@ -149,6 +149,22 @@ def test_gradients_and_other_devices(name, mechanism):
         same_gradients(got, expected, arguments, weights=torch.from_numpy(draw(*got.shape)), rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.parametrize("name", ["elu+1", "relu", "softplus", "exp", "prf", "nprf", "dpfp:2", "taylor2"])
+def test_slopes_at_zero_on_other_devices(name):
+    """Where projections start at 0, or a text is padded with zeros; of rows as short as they can be, a direction counts."""
+    q, k, v = (torch.from_numpy(x).float() for x in inputs(queries=9, keys=9))
+    q[:, :, ::2, 1] = k[:, :, 1::2, :2] = k[:, :, 4] = q[:, :, 6] = 0
+    q[:, :, 3] *= 1e-30
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    expected = ops.kernelized_attention(*tensors, feature_map=name, is_causal=True)
+    with elsewhere():
+        got = ops.kernelized_attention(*tensors, feature_map=name, is_causal=True)
+    torch.testing.assert_close(got, expected)
+    weights = torch.ones_like(got)
+    weights[:, :, 3] = 0
+    same_gradients(got, expected, tensors, weights=weights, rtol=1e-4, atol=1e-5)
+
+
 @EVERY
 @pytest.mark.parametrize(
     "options", [{}, {"attention": "shaw", "radius": 2}, {"attention": "fourier"}, {"attention": "toeplitz"}], ids=str

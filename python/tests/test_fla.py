@@ -76,7 +76,7 @@ def test_mamba2_scan_is_transformers():
     torch.manual_seed(0)
     x = torch.randn(2, 100, 8, 16, requires_grad=True)
     dt, a, bias, d = torch.randn(2, 100, 8), -torch.rand(8) * 4, torch.randn(8), torch.randn(8)
-    b, c = torch.randn(2, 2, 100, 2, 12)
+    b, c = torch.randn(2, 2, 100, 2, 12).bfloat16()
     before = torch.randn(2, 8, 16, 12)
     options = {"D": d, "dt_bias": bias, "dt_softplus": True, "initial_states": before, "return_final_states": True}
     got, expected = (scan(x, dt, a, b, c, 32, **options) for scan in (fla.mamba_chunk_scan_combined, MAMBA2_SCAN))
@@ -253,7 +253,8 @@ MODELS = {
                    "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "kv_lora_rank": 16,
                    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
                    "layer_types": [*["linear_attention"] * 3, "full_attention"]},
-    "Mamba2": {"vocab_size": 64, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "num_hidden_layers": 2},
+    "Mamba2": {"vocab_size": 64, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "num_hidden_layers": 2,
+               "hidden_act": "gelu"},
     "Lfm2": {**SIZES, "layer_types": ["conv", "full_attention", "conv", "conv"], "pad_token_id": 0},
     "FalconH1": {**SIZES, **SSD, "mamba_d_ssm": 64, "mamba_n_groups": 2, "head_dim": 8},
     "GraniteMoeHybrid": {**SIZES, **SSD, "mamba_n_groups": 1, "num_local_experts": 2, "num_experts_per_tok": 1,

@@ -72,9 +72,10 @@ def test_pieces_and_steps_are_the_whole(name):
 def test_packed_sequences_are_apart_in_both_directions():
     module = MODULES["gated delta"](dtype=torch.float64)
     q, k, v = (x[:1] for x in inputs(module))
-    packed = module(q, k, v, cu_seqlens=[0, 30, 30, 70])
-    alone = [module(*(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 30), (30, 70))]
-    torch.testing.assert_close(packed, torch.cat(alone, 2))
+    alone = torch.cat([module(*(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 30), (30, 70))], 2)
+    bounds = [0, 30, 30, 70]
+    for given in (bounds, (bounds, bounds), torch.tensor(bounds), (torch.tensor(bounds),) * 2):
+        torch.testing.assert_close(module(q, k, v, cu_seqlens=given), alone)
 
 
 def test_multi_head_attention_projects_gates():

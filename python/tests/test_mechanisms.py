@@ -147,24 +147,31 @@ def test_aft_conv_over_an_image():
             close(got, definition.aft(q, k[..., :1], v, biases, key_padding_mask=mask))
 
 
-def test_fourier_steps_at_given_positions():
-    q, k, v = inputs(queries=9, keys=9, kv_heads=4)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("maps", [None, "hedgehog"])
+def test_fourier_steps_at_given_positions(maps, kv_heads):
+    """Positions belong to every head, what a map learns to one: neither is cut as the other."""
+    q, k, v = inputs(queries=9, keys=9, kv_heads=kv_heads)
     width = q.shape[3]
     places = np.random.default_rng(2).normal(size=(2, 2, 9, 2))
-    a, b = draw(4, width, 2), draw(4, width)
+    features = 2 * width if maps else width
+    learned = draw(kv_heads, features, 2), draw(4, features)
+    options = {"feature_map": maps, "maps": (draw(4, width, width), draw(kv_heads, width, width))} if maps else {}
     at = {"q_positions": places[0], "k_positions": places[1]}
-    whole = ops.fourier_attention(q, k, v, a, b, is_causal=True, **at)
+    whole = ops.fourier_attention(q, k, v, *learned, is_causal=True, **at, **options)
     state = None
     for t in range(9):
         here = {name: x[:, t : t + 1] for name, x in at.items()}
-        out, state = ops.fourier_attention_step(*(x[:, :, t] for x in (q, k, v)), a, b, state=state, **here)
+        out, state = ops.fourier_attention_step(*(x[:, :, t] for x in (q, k, v)), *learned, state=state, **here, **options)
         close(out, whole[:, :, t])
     with pytest.raises(ValueError, match="k_positions"):
-        ops.fourier_attention_step(*(x[:, :, 0] for x in (q, k, v)), a, b, q_positions=places[0][:, :1])
+        ops.fourier_attention_step(*(x[:, :, 0] for x in (q, k, v)), *learned, q_positions=places[0][:, :1], **options)
 
 
 #: What is called over all tokens and what for each, of what the mechanism learns, and their options.
 STREAMS = {
+    "kernelized": (ops.kernelized_attention, ops.kernelized_attention_step, {}),
+    "shaw": (ops.shaw_attention, ops.shaw_attention_step, {"rel": draw(4, 7, 4)}),
     "fourier": (ops.fourier_attention, ops.fourier_attention_step, {"a": draw(4, 4, 1), "b": draw(4, 4)}),
     "toeplitz": (ops.toeplitz_attention, ops.toeplitz_attention_step, {"bias": draw(4, 59)}),
     "toeplitz, clipped": (ops.toeplitz_attention, ops.toeplitz_attention_step, {"bias": draw(4, 7), "kind": "clipped"}),
@@ -191,9 +198,15 @@ def test_token_by_token_and_chunk_after_chunk(name):
     out, state = streamed(step, q, k, v)
     close(out, expected, terms=1e4)
     assert state.mechanism == end.mechanism and state.parts == end.parts
-    first, state = whole(*(x[:, :, :13] for x in (q, k, v)), output_final_state=True)
-    second, _ = whole(*(x[:, :, 13:] for x in (q, k, v)), initial_state=state, output_final_state=True)
-    close(np.concatenate([first, second], 2), expected, terms=1e4)
+    pieces, state = [], None
+    for a, b in ((0, 13), (13, 14), (14, 30)):
+        out, state = whole(*(x[:, :, a:b] for x in (q, k, v)), initial_state=state, output_final_state=True)
+        pieces.append(out)
+    close(np.concatenate(pieces, 2), expected, terms=1e4)
+    token = [x[:, :, 0] for x in (q, k, v)]
+    # A table by position or distance ends with the sequence.
+    if name != "toeplitz" and not name.startswith(("aft_full", "aft_local")):
+        close(step(*token, state=state)[0], step(*token, state=end)[0], terms=1e4)
 
 
 Q, K, V = inputs(kv_heads=4, head_dim=4, value_dim=4)

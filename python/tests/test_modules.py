@@ -156,15 +156,6 @@ def test_projections_reach_the_kernels_without_a_copy(monkeypatch):
     assert len(seen) == 12 and not any(seen)
 
 
-@ATTENTIONS
-def test_token_by_token(options):
-    layer = TransformerEncoderLayer(12, 3, 16, batch_first=True, norm_first=True, **options).eval()
-    x = torch.randn(2, 9, 12)
-    with torch.no_grad():
-        expected = layer(x, is_causal=True)
-    torch.testing.assert_close(steps(layer.step, x)[0], expected)
-
-
 @pytest.mark.parametrize("attention", ["kernelized", "shaw", "toeplitz"])
 def test_gated_heads_beyond_float16_are_normed(attention):
     layer = TransformerEncoderLayer(64, 4, 128, batch_first=True, attention=attention, gated_attention=True, normalize=False,

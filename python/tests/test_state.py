@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from test_ops import close, inputs, streamed
+from test_ops import close, inputs
 
 import longspan
 from longspan import State, ops
@@ -18,27 +18,6 @@ REL = np.random.default_rng(5).standard_normal((4, 7, 5))
 kernelized, kernelized_step = partial(ops.kernelized_attention, is_causal=True), ops.kernelized_attention_step
 shaw, shaw_step = partial(ops.shaw_attention, rel=REL, is_causal=True), partial(ops.shaw_attention_step, rel=REL)
 BOTH = pytest.mark.parametrize("whole, step", [(kernelized, kernelized_step), (shaw, shaw_step)])
-
-
-@BOTH
-def test_token_by_token_is_the_whole(whole, step):
-    q, k, v = inputs(queries=30, keys=30)
-    close(streamed(step, q, k, v)[0], whole(q, k, v))
-
-
-@BOTH
-def test_chunk_after_chunk_is_the_whole(whole, step):
-    q, k, v = inputs(queries=90, keys=90)
-    expected, end = whole(q, k, v, output_final_state=True)
-    state, pieces = None, []
-    for a, b in ((0, 40), (40, 41), (41, 90)):
-        part = [x[:, :, a:b] for x in (q, k, v)]
-        out, state = whole(*part, initial_state=state, output_final_state=True)
-        pieces.append(out)
-    close(np.concatenate(pieces, 2), expected)
-    close(state.numbers, end.numbers)
-    token = [x[:, :, 0] for x in (q, k, v)]
-    close(step(*token, state=state)[0], step(*token, state=end)[0])
 
 
 @BOTH

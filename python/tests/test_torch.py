@@ -10,8 +10,7 @@ from agreement import same_gradients  # noqa: E402
 from definition import shaw as definition  # noqa: E402
 
 import longspan  # noqa: E402
-from longspan import _options, ops  # noqa: E402
-from longspan.torch import chunked_attention  # noqa: E402
+from longspan import ops  # noqa: E402
 
 
 def draw(*shape, dtype=torch.float64, seed=0, requires_grad=False):
@@ -67,59 +66,6 @@ def test_gradients(options, with_table):
     with torch.no_grad():
         np.testing.assert_allclose(attend(q, k, v, *rel, **options).numpy(), expected, rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(lambda *t: attend(*t, **options), (q, k, v, *rel))
-
-
-@pytest.mark.parametrize("with_table", [False, True])
-@pytest.mark.parametrize("lengths, offset, is_causal", [
-    ((300, 300), 0, True), ((300, 300), 0, False), ((140, 300), 160, True), ((300, 140), -7, True), ((150, 290), 5, False),
-    ((0, 3), 0, True), ((3, 0), 0, False),
-])  # fmt: skip
-@pytest.mark.parametrize("feature_map", ["elu+1", "exp"])
-def test_chunked_formulation_is_the_operator(lengths, offset, is_causal, feature_map, with_table):
-    arguments = [t.requires_grad_() for t in (*inputs(queries=lengths[0], keys=lengths[1]), *([table()] * with_table))]
-    mask = torch.rand(2, lengths[1], generator=torch.Generator().manual_seed(0)) < 0.3
-    for options in [{}, {"key_padding_mask": mask}, *([{"decay": [0.8, 1.0]}] * is_causal), {"normalize": False}]:
-        options = dict(options, is_causal=is_causal, offset=offset, feature_map=feature_map)
-        expected = attend(*arguments, **options)
-        got = chunked(*arguments, **options)
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-        weights = draw(*got.shape, seed=9)
-        for a, b in zip(torch.autograd.grad((got * weights).sum(), arguments, allow_unused=True),
-                        torch.autograd.grad((expected * weights).sum(), arguments)):  # fmt: skip
-            torch.testing.assert_close(torch.zeros_like(b) if a is None else a, b, rtol=1e-9, atol=1e-9)
-
-
-def chunked(q, k, v, rel=None, *, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, **options):
-    """The chunked formulation through the arguments of `longspan.ops`."""
-    if rel is None:
-        text = _options.kernel("test", k, options.pop("feature_map", "elu+1"), options.pop("decay", None),
-                                   options.pop("normalize", True), "auto")  # fmt: skip
-    else:
-        text = _options.shaw("test", k, rel, True, options.pop("feature_map", "elu+1"), "same",
-                                 options.pop("decay", None), options.pop("normalize", True), "auto")  # fmt: skip
-    assert not options
-    return chunked_attention(
-        q, k, v, () if rel is None else (rel,), mechanism="kernelized" if rel is None else "shaw", options=text,
-        is_causal=is_causal, offset=offset, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-
-
-def test_chunked_formulation_of_a_raw_table_beside_exponentials():
-    q, k, v = inputs()
-    rel = table().abs()
-    text = _options.shaw("test", k, rel, True, "exp", "identity", None, True, "auto")
-    for is_causal in (False, True):
-        got = chunked_attention(q, 3 + k, v, (rel,), mechanism="shaw", options=text, is_causal=is_causal)
-        expected = ops.shaw_attention(q, 3 + k, v, rel, feature_map="exp", rel_feature_map="identity", is_causal=is_causal)
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_chunked_formulation_of_packed_sequences():
-    q, k, v = inputs(batch=1)
-    bounds = ([0, 4, 9], [0, 5, 9])
-    torch.testing.assert_close(
-        chunked(q, k, v, is_causal=True, cu_seqlens=bounds), attend(q, k, v, is_causal=True, cu_seqlens=bounds)
-    )
 
 
 def test_another_device_is_never_the_cpu():
@@ -269,20 +215,6 @@ def test_gradients_lie_as_their_tensors():
         out = ops.kernelized_attention(*leaves)
         gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
         assert [g.stride() for g in gradients] == [leaf.stride() for leaf in leaves]
-
-
-def test_states():
-    q, k, v = inputs()
-    expected, end = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
-    state = None
-    for t in range(9):
-        out, state = ops.kernelized_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], state)
-        torch.testing.assert_close(out, expected[:, :, t])
-    np.testing.assert_allclose(state.numbers, end.numbers)
-    out, _ = ops.kernelized_attention_step(q[:, :, :1], k[:, :, :1], v[:, :, :1], state.clone())
-    assert out.shape == (2, 4, 1, 3)
-    half, _ = ops.kernelized_attention_step(*(x[:, :, 0].detach().bfloat16() for x in (q, k, v)))
-    assert half.dtype == torch.bfloat16
 
 
 WRONG = [

@@ -47,6 +47,19 @@ def test_a_stretch_after_a_state(name, path):
     same_gradients(out, expected, tensors, weights=torch.randn_like(out), allow_unused=True)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_stretches_of_any_length(name):
+    function, parameters = CASES[name]
+    attend = torch.compile(function, fullgraph=True, backend="aot_eager")
+    state, expected = None, None
+    for length in (5, 3, 4):
+        tensors = [x[:, :, :length] for x in inputs()]
+        options = {"is_causal": True, "output_final_state": True}
+        out, state = attend(*tensors, *parameters, initial_state=state, **options)
+        wanted, expected = function(*tensors, *parameters, initial_state=expected, **options)
+        torch.testing.assert_close(out, wanted)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", [*MECHANISMS, "gated"])
 def test_torchs_own_operations(name, is_causal):

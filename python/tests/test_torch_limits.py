@@ -34,6 +34,13 @@ def test_views_that_stand_for_their_negative_keep_their_sign(place: int) -> None
     assert torch.equal(*gradients)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_values_of_no_columns_have_gradients(is_causal: bool) -> None:
+    q, k, v, rel = (torch.randn(shape, requires_grad=True) for shape in ((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 0), (2, 7, 4)))
+    for out in (ops.kernelized_attention(q, k, v, is_causal=is_causal), ops.shaw_attention(q, k, v, rel, is_causal=is_causal)):
+        assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), (q, k)))
+
+
 @pytest.mark.parametrize("offset", [-3, 2])
 def test_offsets_may_be_integers_of_numpy_or_torch(offset: int) -> None:
     random = np.random.default_rng(0)

@@ -88,19 +88,6 @@ def test_buckets_are_the_kernels(entries, max_distance, two_sided):
             ops.toeplitz_attention(q, k, v, draw(1, entries), **options)
 
 
-@EVERY
-@pytest.mark.parametrize("options", OPTIONS, ids=["all", "causal", "late", "padded"])
-def test_chunked_formulation_is_the_operator(name, options):
-    function, parameters = CASES[name]
-    arguments = leaves(*inputs(), *parameters)
-    expected = function(*arguments, **options)
-    with elsewhere() as calls:
-        got = function(*arguments, **options)
-    assert calls
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-    same_gradients(got, expected, arguments, weights=draw(*got.shape), allow_unused=True, rtol=1e-8, atol=1e-8)
-
-
 @pytest.mark.parametrize("name", IMAGES)
 def test_images(name):
     function, parameters = IMAGES[name]
@@ -116,6 +103,18 @@ def test_images(name):
     x = torch.randn(2, 9, 16)
     module(x, x, x)[0].sum().backward()
     assert module.attention.w.grad.shape == (4, 3, 3)
+
+
+@pytest.mark.parametrize("taps", [1, 15])
+def test_equal_taps_have_no_deviation(taps):
+    """Their mean is rounded, and a deviation of rounding is none."""
+    q, k, v, w = draw(2, 4, 20, 4).float(), draw(2, 4, 20).float(), draw(2, 4, 20, 4, seed=1).float(), torch.full((4, taps), 0.1)
+    learned = leaves(w, draw(4).float(), draw(4, seed=1).float())
+    expected = ops.aft_conv(q, k, v, learned[0], gamma=learned[1], beta=learned[2], is_causal=True)
+    with elsewhere():
+        got = ops.aft_conv(q, k, v, learned[0], gamma=learned[1], beta=learned[2], is_causal=True)
+    torch.testing.assert_close(got, expected)
+    same_gradients(got, expected, learned)
 
 
 @EVERY

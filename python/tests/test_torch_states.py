@@ -95,21 +95,6 @@ def chunk_after_chunk(name, cuts):
     same_gradients(pieces, whole, tensors, weights=weights, allow_unused=True, rtol=1e-8, atol=1e-8)
 
 
-@EVERY
-def test_the_final_state_has_a_gradient(name):
-    """What a token after the end says of all before it, through the state alone."""
-    function, parameters = CASES[name]
-    tensors = leaves(*inputs(), *parameters)
-    q, k, v, *rest = tensors
-    head = [t[:, :, :-1] for t in (q, k, v)]
-    tail = [t[:, :, -1:] for t in (q, k, v)]
-    _, state = function(*head, *rest, is_causal=True, output_final_state=True)
-    last = function(*tail, *rest, is_causal=True, initial_state=state)
-    whole = function(*tensors, is_causal=True, output_final_state=True)[0][:, :, -1:]
-    torch.testing.assert_close(last, whole, rtol=1e-9, atol=1e-9)
-    same_gradients(last.square(), whole.square(), tensors, rtol=1e-8, atol=1e-8)
-
-
 def test_gradcheck_of_a_learned_state():
     """Every number of a kernelized state is a sum that a gradient has a meaning for, but for the marks at its end."""
     q, k, v = (t[:, :, :3].clone().requires_grad_() for t in inputs())

@@ -36,13 +36,17 @@ _SHAPED: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+def shaped(name: str, parameters: Sequence[Any], q: Any = None, offset: int = 0) -> tuple[tuple[str, Any], ...]:
+    """The options of a call that follow from the shapes of these parameters; a state depends on none of the queries'."""
+    return tuple(_SHAPED[name](q, offset, *parameters).items()) if name in _SHAPED else ()
+
+
 def mechanism(
     name: str, options: str, operation: str, parameters: Sequence[Any], q: Any = None, offset: int = 0
 ) -> _native.Mechanism:
     """The compiled mechanism for a call with these parameters."""
     if name in _SHAPED:
-        shaped = _SHAPED[name](q, offset, *parameters)
-        return cached(name, options, operation, tuple(shaped.items()))
+        return cached(name, options, operation, shaped(name, parameters, q, offset))
     return cached(name, options, operation)
 
 
@@ -63,9 +67,9 @@ class Request(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def cached(name: str, options: str, operation: str, shaped: tuple[tuple[str, Any], ...] = ()) -> _native.Mechanism:
-    if shaped:
-        both = (options.strip()[1:-1], _options.as_object(**dict(shaped))[1:-1])
+def cached(name: str, options: str, operation: str, more: tuple[tuple[str, Any], ...] = ()) -> _native.Mechanism:
+    if more:
+        both = (options.strip()[1:-1], _options.as_object(**dict(more))[1:-1])
         options = "{" + ", ".join([part for part in both if part.strip()]) + "}"
     return _native.Mechanism(name, options, operation)
 

@@ -282,7 +282,8 @@ def mamba_chunk_scan_combined(
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     before = None if initial_states is None else initial_states.transpose(2, 3)
     out, after = _run(
-        operation, "gated", C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None, 1.0, before, return_final_states, False, cu_seqlens
+        operation, "gated", C.to(wide), B, x.to(wide) * dt[..., None], dt * A.to(wide), None, 1.0, before, return_final_states, False,
+        cu_seqlens,
     )  # fmt: skip
     if D is not None:
         out = out + x * (D if D.dim() == 2 else D[:, None])

@@ -38,8 +38,9 @@ pub(super) fn step<'p, T: Real>(
     if let Some(log_decay) = log_decay {
         check_log_decay(operation, log_decay)?;
     }
-    let own = parameters.len() - map.parameters(&dims).len();
-    let row_map = RowMap::new(map, &dims, &parameters[own..]);
+    // The map's own parameters come after those of positions.
+    let (parameters, of_map) = parameters.split_at(parameters.len() - map.parameters(&dims).len());
+    let row_map = RowMap::new(map, &dims, of_map);
     let layout = FeatureLayout::new::<T>(map.features(head_dim), &attention.score);
     if let Score::Fourier(fourier) = attention.score {
         rotation::check_positions(&fourier, operation, &dims, parameters, |_, _| false)?;

@@ -28,6 +28,9 @@ what came; too little memory a ``MemoryError``. Nothing is lost: arrays and stat
     for the query and the key axis.
 ``decay``
     A number in (0, 1], or one for each key/value head: the weight of a key falls by it with every token. Causal only.
+``log_decay``
+    In its place a number that each token brings, at most 0, ``[B, Hkv, L]``: the weight of key ``j`` for row ``i`` is multiplied by
+    ``exp(log_decay[j + 1] + ... + log_decay[i])``, without those of ignored keys. Has a gradient. Causal only, without ``offset``.
 ``normalize``
     Divide by the sum of the weights.
 ``initial_state``, ``output_final_state``
@@ -35,6 +38,11 @@ what came; too little memory a ``MemoryError``. Nothing is lost: arrays and stat
     gradient the state is a `longspan.torch.TensorState`, through which gradients flow.
 ``algorithm``
     ``"auto"`` or one of `longspan.mechanisms`' names for the mechanism. All are exact; see `longspan.explain`.
+
+**Steps.** The functions in ``_step`` take one token of causal attention, ``q [B, H, d]``, ``k [B, Hkv, d]``, ``v [B, Hkv, dv]``, or each
+with a token axis of length 1, which the output then has, too, and the ``state`` that a call or the last step returned; ``None``
+starts a sequence. They return the output ``[B, H, dv]`` and the state with the token taken in, a `State` changed in place. Options are
+the same for all tokens of a state. But for softmax and AFT-full neither time nor memory depends on how many tokens came before.
 
 A sequence cut in two is the same sequence, but for ignored tokens at the end of a piece: they are not part of it, so what comes after
 them moves up (cut before them, or ignore none there).

@@ -14,7 +14,7 @@ def aft_local(
     q, k, v, w, *, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None,
     output_final_state=False,
 ):  # fmt: skip
-    """AFT-local: a learned bias for each pair of near positions.
+    """AFT-local (Zhai et al., 2021, arXiv:2105.14103): a learned bias for each pair of near positions.
 
     ``out_i = sigmoid(q_i) * sum_j e_ij v_j / sum_j e_ij`` with ``e_ij = exp(k_j + w_ij)``, channel by channel.
 
@@ -26,29 +26,16 @@ def aft_local(
         For all heads: column ``r`` is the bias of the key at distance ``r - (s - 1)`` from the query, which stands at ``i +
         offset``. It is 0, not -inf, for keys ``s`` or more away. With a state, coming or going, row ``t`` is for the query at
         position ``t`` of the whole sequence.
-    is_causal, offset : bool, int
-        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
-    key_padding_mask : array of bool ``[B, Lk]``, optional
-        True is ignored.
-    cu_seqlens : sequence of int, or a pair of them, optional
-        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only.
+    is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
     array ``[B, H, Lq, D]``, or ``(array, State)``
-        A row that sees no key is 0.
 
     Notes
     -----
     O(L s D) time: keys outside of the window are two running means.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
-
-    References
-    ----------
-    Zhai et al., *An attention free transformer*, 2021 (arXiv:2105.14103).
 
     Examples
     --------
@@ -82,21 +69,14 @@ def aft_local_step(q, k, v, w, state=None):
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, D]``, ``[B, Hkv, D]``, ``[B, Hkv, D]``
-        The next token, or with a token axis of length 1, which the output then has, too.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
     w : array ``[n, 2s - 1]``
         A row for each position of the whole sequence, of at most ``n`` tokens.
-    state : `State`, optional
-        What `aft_local` or the last step returned; changed in place. ``None`` starts a sequence.
 
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
-
-    Notes
-    -----
-    Neither time nor memory depends on how many tokens came before: O(s D).
 
     Examples
     --------
@@ -117,7 +97,7 @@ def aft_simple(
     q, k, v, *, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None, initial_state=None,
     output_final_state=False,
 ):  # fmt: skip
-    """AFT-simple: `aft_local` without biases, the mechanism of the least time.
+    """AFT-simple (Zhai et al., 2021, arXiv:2105.14103): `aft_local` without biases, the mechanism of the least time.
 
     ``out_i = sigmoid(q_i) * sum_j exp(k_j) v_j / sum_j exp(k_j)``, channel by channel.
 
@@ -125,29 +105,16 @@ def aft_simple(
     ----------
     q, k, v : array ``[B, H, L, D]``
         Queries, keys and values of one width; ``[B, Hkv, Lk, D]`` for keys and values.
-    is_causal, offset : bool, int
-        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
-    key_padding_mask : array of bool ``[B, Lk]``, optional
-        True is ignored.
-    cu_seqlens : sequence of int, or a pair of them, optional
-        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only.
+    is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
     array ``[B, H, Lq, D]``, or ``(array, State)``
-        A row that sees no key is 0.
 
     Notes
     -----
     O(L D) time.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
-
-    References
-    ----------
-    Zhai et al., *An attention free transformer*, 2021 (arXiv:2105.14103).
 
     Examples
     --------
@@ -170,19 +137,12 @@ def aft_simple_step(q, k, v, state=None):
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, D]``, ``[B, Hkv, D]``, ``[B, Hkv, D]``
-        The next token, or with a token axis of length 1, which the output then has, too.
-    state : `State`, optional
-        What `aft_simple` or the last step returned; changed in place. ``None`` starts a sequence.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
 
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
-
-    Notes
-    -----
-    Neither time nor memory depends on how many tokens came before: O(D).
 
     Examples
     --------
@@ -201,7 +161,7 @@ def aft_conv(
     q, k, v, w, *, gamma=None, beta=None, image=None, is_causal=False, offset=0, key_padding_mask=None, cu_seqlens=None,
     initial_state=None, output_final_state=False,
 ):  # fmt: skip
-    """AFT-conv: one key a head, and a learned kernel over near distances.
+    """AFT-conv (Zhai et al., 2021, arXiv:2105.14103): one key a head, and a learned kernel over near distances.
 
     ``out_i = sigmoid(q_i) * sum_j e_ij v_j / sum_j e_ij`` with ``e_ij = exp(k_j + w[j - i - offset])``, one number for all
     channels of a head.
@@ -219,29 +179,16 @@ def aft_conv(
     image : (int, int), optional
         Height and width of the image whose pixels the tokens are, row after row; the kernel is centred in both directions. Such a
         call looks both ways and has no state.
-    is_causal, offset : bool, int
-        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
-    key_padding_mask : array of bool ``[B, Lk]``, optional
-        True is ignored.
-    cu_seqlens : sequence of int, or a pair of them, optional
-        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only.
+    is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
     array ``[B, H, Lq, D]``, or ``(array, State)``
-        A row that sees no key is 0.
 
     Notes
     -----
     O(L s D) time.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
-
-    References
-    ----------
-    Zhai et al., *An attention free transformer*, 2021 (arXiv:2105.14103).
 
     Examples
     --------
@@ -273,25 +220,18 @@ def aft_conv_step(q, k, v, w, state=None, *, gamma=None, beta=None):
 
     Parameters
     ----------
-    q, v : array ``[B, H, D]``, ``[B, Hkv, D]``
-        The next token's query and value, or with a token axis of length 1, which the output then has, too.
+    q, v, state
+        A token, and the state before it: `longspan.ops`.
     k : array ``[B, Hkv]``
         Its key; ``[B, Hkv, 1]`` with a token axis.
     w : array ``[H, s]``
         As in `aft_conv`.
-    state : `State`, optional
-        What `aft_conv` or the last step returned; changed in place. ``None`` starts a sequence.
     gamma, beta : array ``[H]``, optional
         As in `aft_conv`.
 
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
-
-    Notes
-    -----
-    Neither time nor memory depends on how many tokens came before: O(s D).
 
     Examples
     --------
@@ -313,7 +253,7 @@ def aft_full(
     q, k, v, w=None, u=None, z=None, *, is_causal=False, offset=0, key_padding_mask=None, initial_state=None,
     output_final_state=False,
 ):  # fmt: skip
-    """AFT-full: a learned bias for every pair of positions.
+    """AFT-full (Zhai et al., 2021, arXiv:2105.14103): a learned bias for every pair of positions.
 
     ``out_i = sigmoid(q_i) * sum_j e_ij v_j / sum_j e_ij`` with ``e_ij = exp(k_j + w_ij)``, channel by channel.
 
@@ -322,31 +262,20 @@ def aft_full(
     q, k, v : array ``[B, H, L, D]``
         Queries, keys and values of one width; ``[B, Hkv, Lk, D]`` for keys and values.
     w : array ``[Lq, Lk]``, optional
-        The biases.
+        The biases. With a state, coming or going, rows and columns are positions of the whole sequence, ``[n, n]``; so are rows of
+        ``u`` and ``z``.
     u, z : array ``[Lq, r]``, ``[Lk, r]``, optional
         In the place of ``w``: it is ``u @ z.T``, which is never formed.
-    is_causal, offset : bool, int
-        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
-    key_padding_mask : array of bool ``[B, Lk]``, optional
-        True is ignored.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only. Rows of ``w``, or of ``u`` and ``z``, are then
-        positions of the whole sequence, of at most as many tokens: ``[n, n]``, ``[n, r]``.
+    is_causal, offset, key_padding_mask, initial_state, output_final_state
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
     array ``[B, H, Lq, D]``, or ``(array, State)``
-        A row that sees no key is 0.
 
     Notes
     -----
     O(L**2 D) time; O(L) memory beside the biases.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
-
-    References
-    ----------
-    Zhai et al., *An attention free transformer*, 2021 (arXiv:2105.14103).
 
     Examples
     --------
@@ -384,19 +313,16 @@ def aft_full_step(q, k, v, w=None, u=None, z=None, state=None):
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, D]``, ``[B, Hkv, D]``, ``[B, Hkv, D]``
-        The next token, or with a token axis of length 1, which the output then has, too.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
     w : array ``[n, n]``, optional
         A row and a column for each position of the whole sequence, of at most ``n`` tokens.
     u, z : array ``[n, r]``, optional
         In the place of ``w``.
-    state : `State`, optional
-        What `aft_full` or the last step returned; changed in place. ``None`` starts a sequence.
 
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
 
     Notes
     -----

@@ -31,10 +31,8 @@ def short_convolution(
         taken and given.
     key_padding_mask : array of bool ``[B, Lk]``, optional
         True is ignored: such a key counts as 0.
-    cu_seqlens : sequence of int, or a pair of them, optional
-        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only.
+    cu_seqlens, initial_state, output_final_state
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
@@ -48,8 +46,6 @@ def short_convolution(
     Notes
     -----
     O(L width d) time. A state holds the last ``width - 1`` products ``k * v``.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
 
     References
     ----------
@@ -83,28 +79,21 @@ def short_convolution_step(q, k, v, taps, state=None, *, silu=True):
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, d]``
-        The next token, or with a token axis of length 1, which the output then has, too.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
     taps : array ``[Hkv, width, d]``
         As in `short_convolution`.
-    state : `State`, optional
-        What `short_convolution` or the last step returned; changed in place. ``None`` starts a sequence.
     silu : bool
         As in `short_convolution`, and the same for all tokens of a state.
 
     Returns
     -------
     array ``[B, H, d]``, `State`
-        The output, and ``state`` with the token taken in.
 
     Raises
     ------
     ValueError
         For a state of another width.
-
-    Notes
-    -----
-    O(width d), however many tokens came before.
 
     Examples
     --------
@@ -143,8 +132,8 @@ def depthwise_convolution(
         True is ignored: such a token counts as 0.
     cu_seqlens : sequence of int, optional
         Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. On the CPU.
+    initial_state, output_final_state
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
@@ -158,8 +147,6 @@ def depthwise_convolution(
     Notes
     -----
     O(L width d) time. A state holds the last ``width - 1`` tokens.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
 
     References
     ----------
@@ -193,26 +180,21 @@ def depthwise_convolution_step(x, taps, bias=None, state=None, *, silu=False):
 
     Parameters
     ----------
+    state
+        A token, and the state before it: `longspan.ops`.
     x : array ``[B, H, d]``
         The next token, or with a token axis of length 1, which the output then has, too.
     taps, bias, silu
         As in `depthwise_convolution`.
-    state : `State`, optional
-        What `depthwise_convolution` or the last step returned; changed in place. ``None`` starts a sequence.
 
     Returns
     -------
     array ``[B, H, d]``, `State`
-        The output, and ``state`` with the token taken in.
 
     Raises
     ------
     ValueError
         For a state of another width.
-
-    Notes
-    -----
-    O(width d), however many tokens came before.
 
     Examples
     --------

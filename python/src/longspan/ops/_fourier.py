@@ -18,10 +18,8 @@ def fourier_attention(
 
     Parameters
     ----------
-    q : array ``[B, H, Lq, d]``
-        Queries.
-    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
-        Keys and values.
+    q, k, v : array ``[B, H, Lq, d]``, ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Queries, keys and values.
     a : array ``[Hkv, m, n]``
         Angular frequencies of ``m`` features (``d`` of them, unless ``feature_map`` makes others) along ``n`` axes of positions.
     b : array ``[H, m]``, optional
@@ -47,26 +45,12 @@ def fourier_attention(
         ``phi``; see `kernelized_attention`.
     maps : pair of arrays, optional
         What ``feature_map="hedgehog"`` learns.
-    is_causal, offset : bool, int
-        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
-    key_padding_mask : array of bool ``[B, Lk]``, optional
-        True is ignored.
-    cu_seqlens : sequence of int, or a pair of them, optional
-        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    decay : float or sequence of float, optional
-        In (0, 1], for all key/value heads or each: what a key's weight is multiplied by with every token. Causal only.
-    log_decay : array ``[B, Hkv, L]``, optional
-        In its place a number that each token brings, at most 0: the weight of key ``j`` for row ``i`` is multiplied by
-        ``exp(log_decay[j + 1] + ... + log_decay[i])``, without those of ignored keys. Has a gradient. Causal only, without ``offset``.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only.
-    algorithm : str
-        One of `longspan.mechanisms`; all are exact.
+    is_causal, offset, key_padding_mask, cu_seqlens, decay, log_decay, initial_state, output_final_state, algorithm
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
     array ``[B, H, Lq, dv]``, or ``(array, State)``
-        A row that sees no key is 0.
 
     Raises
     ------
@@ -77,8 +61,6 @@ def fourier_attention(
     -----
     O(L m (dv + n)) time: three times the products of `kernelized_attention`, with ``"pairs"`` once. ``a``, phases, amplitudes and
     positions have gradients.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
 
     References
     ----------
@@ -121,12 +103,10 @@ def fourier_attention_step(
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
-        The next token, or with a token axis of length 1, which the output then has, too.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
     a, b, c, beta : array
         As in `fourier_attention`.
-    state : `State`, optional
-        What `fourier_attention` or the last step returned; changed in place. ``None`` starts a sequence.
     q_positions, k_positions : array ``[B, 1, n]``, optional
         Where the token is. Without them the state counts.
     normalizer, wave, feature_map, maps, decay
@@ -137,11 +117,6 @@ def fourier_attention_step(
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
-
-    Notes
-    -----
-    Neither time nor memory depends on how many tokens came before: O(m dv).
 
     Examples
     --------

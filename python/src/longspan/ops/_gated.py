@@ -31,10 +31,8 @@ def gated_attention(
         True and 0: a state knows no later token.
     key_padding_mask : array of bool ``[B, L]``, optional
         True is ignored: such a token leaves the state as it was.
-    cu_seqlens : sequence of int, or a pair of them, optional
-        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too.
+    cu_seqlens, initial_state, output_final_state
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
@@ -43,14 +41,13 @@ def gated_attention(
     Raises
     ------
     ValueError
-        For a log decay above 0, or a mask that is not causal.
+        For a mask that is not causal, and on the CPU for a log decay above 0.
 
     Notes
     -----
     O(L d dv) time. A state holds ``S`` and the sum of the log decays; two of them add up (`longspan.combine`).
 
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`. Under the names of flash-linear-attention, with tokens
-    before heads: `longspan.fla`.
+    Under the names of flash-linear-attention, with tokens before heads: `longspan.fla`.
 
     References
     ----------
@@ -86,28 +83,16 @@ def gated_attention_step(q, k, v, log_decay=None, state=None, *, l2_norm=False, 
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
-        The next token, or with a token axis of length 1, which the output then has, too.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
     log_decay : array ``[B, Hkv, 1]`` or ``[B, Hkv, 1, d]``, optional
         Its gates.
-    state : `State`, optional
-        What `gated_attention` or the last step returned; changed in place. ``None`` starts a sequence.
     l2_norm, scale : bool, float
         As in `gated_attention`, and the same for all tokens of a state.
 
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
-
-    Raises
-    ------
-    ValueError
-        For a state of other options.
-
-    Notes
-    -----
-    O(d dv), however many tokens came before.
 
     Examples
     --------
@@ -142,8 +127,8 @@ def delta_attention(
         From 0, which leaves the state as it was, over 1, which replaces what it gives for the key, to 2.
     log_decay, l2_norm, scale, is_causal, offset, key_padding_mask, cu_seqlens
         As in `gated_attention`. Keys that are longer than 1 let the state grow without end where ``beta |k|^2`` is above 2.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too.
+    initial_state, output_final_state
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
@@ -152,14 +137,13 @@ def delta_attention(
     Raises
     ------
     ValueError
-        For a log decay above 0, a ``beta`` outside of ``[0, 2]``, or a mask that is not causal.
+        For a mask that is not causal, and on the CPU for a log decay above 0 or a ``beta`` outside of ``[0, 2]``.
 
     Notes
     -----
     O(L d dv) time. States have no sum: what a token adds depends on the state before it.
 
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`. Under the names of flash-linear-attention, with tokens
-    before heads: `longspan.fla`.
+    Under the names of flash-linear-attention, with tokens before heads: `longspan.fla`.
 
     References
     ----------
@@ -189,30 +173,18 @@ def delta_attention_step(q, k, v, beta, log_decay=None, state=None, *, l2_norm=T
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
-        The next token, or with a token axis of length 1, which the output then has, too.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
     beta : array ``[B, Hkv, 1]``
         As in `delta_attention`.
     log_decay : array ``[B, Hkv, 1]`` or ``[B, Hkv, 1, d]``, optional
         Its gates.
-    state : `State`, optional
-        What `delta_attention` or the last step returned; changed in place. ``None`` starts a sequence.
     l2_norm, scale : bool, float
         As in `delta_attention`, and the same for all tokens of a state.
 
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
-
-    Raises
-    ------
-    ValueError
-        For a state of other options.
-
-    Notes
-    -----
-    O(d dv), however many tokens came before.
 
     Examples
     --------

@@ -16,10 +16,8 @@ def kernelized_attention(
 
     Parameters
     ----------
-    q : array ``[B, H, Lq, d]``
-        Queries.
-    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
-        Keys and values.
+    q, k, v : array ``[B, H, Lq, d]``, ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Queries, keys and values.
     feature_map : str
         ``phi``. Of each number by itself: ``"elu+1"``, ``"relu"``, ``"softplus"``, ``"exp"``, ``"identity"``. Of a row of ``d``
         numbers to ``m`` features:
@@ -32,28 +30,12 @@ def kernelized_attention(
           another width than ``d``.
     maps : pair of arrays ``[H, width, d]``, ``[Hkv, width, d]``, optional
         ``W`` of ``"hedgehog"`` for queries and for keys; other maps learn nothing.
-    is_causal, offset : bool, int
-        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
-    key_padding_mask : array of bool ``[B, Lk]``, optional
-        True is ignored.
-    cu_seqlens : sequence of int, or a pair of them, optional
-        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    decay : float or sequence of float, optional
-        In (0, 1], for all key/value heads or each: what a key's weight is multiplied by with every token. Causal only.
-    log_decay : array ``[B, Hkv, L]``, optional
-        In its place a number that each token brings, at most 0: the weight of key ``j`` for row ``i`` is multiplied by
-        ``exp(log_decay[j + 1] + ... + log_decay[i])``, without those of ignored keys. Has a gradient. Causal only, without ``offset``.
-    normalize : bool
-        Divide by the sum of the weights.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only.
-    algorithm : str
-        One of `longspan.mechanisms`; all are exact.
+    is_causal, offset, key_padding_mask, cu_seqlens, decay, log_decay, normalize, initial_state, output_final_state, algorithm
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
     array ``[B, H, Lq, dv]``, or ``(array, State)``
-        A row that sees no key is 0.
 
     Notes
     -----
@@ -61,8 +43,6 @@ def kernelized_attention(
 
     ``"elu+1"`` and ``"softplus"`` are ``exp(x)`` far below 0. In float32 a row whose largest weight falls below about ``exp(-87)``
     gives 0, as with ``q`` and ``k`` at -44 and less; ``"exp"``, which keeps a common exponent, and float64 do not.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
 
     References
     ----------
@@ -102,10 +82,8 @@ def kernelized_attention_step(
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
-        The next token, or with a token axis of length 1, which the output then has, too.
-    state : `State`, optional
-        What `kernelized_attention` or the last step returned; changed in place. ``None`` starts a sequence.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
     feature_map, maps, decay, normalize
         As in `kernelized_attention`, and the same for all tokens of a state.
     log_decay : array ``[B, Hkv]``, optional
@@ -114,11 +92,6 @@ def kernelized_attention_step(
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
-
-    Notes
-    -----
-    Neither time nor memory depends on how many tokens came before: O(m dv).
 
     Examples
     --------

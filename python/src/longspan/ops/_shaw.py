@@ -17,10 +17,8 @@ def shaw_attention(
 
     Parameters
     ----------
-    q : array ``[B, H, Lq, d]``
-        Queries.
-    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
-        Keys and values.
+    q, k, v : array ``[B, H, Lq, d]``, ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Queries, keys and values.
     rel : array ``[H, 2R + 1, d]`` or ``[2R + 1, d]``
         A vector for each distance, of each head or of all: row 0 stands for "R or more before", row R for "here", row 2R for "R or
         more after". With ``rel_feature_map="identity"`` rows have as many numbers as ``phi`` has features.
@@ -32,34 +30,16 @@ def shaw_attention(
         What ``feature_map="hedgehog"`` learns.
     rel_feature_map : str
         ``rho``: ``"same"`` as ``feature_map``, or ``"identity"``.
-    is_causal, offset : bool, int
-        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
-    key_padding_mask : array of bool ``[B, Lk]``, optional
-        True is ignored.
-    cu_seqlens : sequence of int, or a pair of them, optional
-        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    decay : float or sequence of float, optional
-        In (0, 1], for all key/value heads or each: what a key's weight is multiplied by with every token. Causal only.
-    log_decay : array ``[B, Hkv, L]``, optional
-        In its place a number that each token brings, at most 0: the weight of key ``j`` for row ``i`` is multiplied by
-        ``exp(log_decay[j + 1] + ... + log_decay[i])``, without those of ignored keys. Has a gradient. Causal only, without ``offset``.
-    normalize : bool
-        Divide by the sum of the weights.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only.
-    algorithm : str
-        One of `longspan.mechanisms`; all are exact.
+    is_causal, offset, key_padding_mask, cu_seqlens, decay, log_decay, normalize, initial_state, output_final_state, algorithm
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
     array ``[B, H, Lq, dv]``, or ``(array, State)``
-        A row that sees no key is 0.
 
     Notes
     -----
     O(L (2R + 1) (d + dv)) time beside that of `kernelized_attention`: all keys farther than R share one running sum.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
 
     References
     ----------
@@ -101,12 +81,10 @@ def shaw_attention_step(
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
-        The next token, or with a token axis of length 1, which the output then has, too.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
     rel : array
         As in `shaw_attention`.
-    state : `State`, optional
-        What `shaw_attention` or the last step returned; changed in place. ``None`` starts a sequence.
     kernelized, feature_map, maps, rel_feature_map, decay, normalize
         As in `shaw_attention`, and the same for all tokens of a state.
     log_decay : array ``[B, Hkv]``, optional
@@ -115,11 +93,6 @@ def shaw_attention_step(
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
-
-    Notes
-    -----
-    Neither time nor memory depends on how many tokens came before: O((m + R) dv).
 
     Examples
     --------

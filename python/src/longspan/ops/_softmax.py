@@ -16,10 +16,8 @@ def softmax_attention(
 
     Parameters
     ----------
-    q : array ``[B, H, Lq, d]``
-        Queries.
-    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
-        Keys and values.
+    q, k, v : array ``[B, H, Lq, d]``, ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Queries, keys and values.
     scale : float, optional
         ``1 / sqrt(d)`` by default.
     capacity : int
@@ -27,19 +25,12 @@ def softmax_attention(
     window : int, optional
         A query sees the keys at distances below it, its own place among them; by default all. A state is a ring of so many keys and
         values, whatever the capacity.
-    is_causal, offset : bool, int
-        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
-    key_padding_mask : array of bool ``[B, Lk]``, optional
-        True is ignored.
-    cu_seqlens : sequence of int, or a pair of them, optional
-        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only.
+    is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
     array ``[B, H, Lq, dv]``, or ``(array, State)``
-        A row that sees no key is 0.
 
     Raises
     ------
@@ -49,8 +40,6 @@ def softmax_attention(
     Notes
     -----
     O(L**2 (d + dv)) time, with a window O(L window (d + dv)); no L x L matrix is formed.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
 
     References
     ----------
@@ -77,17 +66,14 @@ def softmax_attention_step(q, k, v, state=None, *, scale=None, capacity=4096, wi
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
-        The next token, or with a token axis of length 1, which the output then has, too.
-    state : `State`, optional
-        What `softmax_attention` or the last step returned; changed in place. ``None`` starts a sequence.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
     scale, capacity, window
         As in `softmax_attention`, and the same for all tokens of a state.
 
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
 
     Raises
     ------

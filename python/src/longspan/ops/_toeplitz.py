@@ -17,10 +17,8 @@ def toeplitz_attention(
 
     Parameters
     ----------
-    q : array ``[B, H, Lq, d]``
-        Queries.
-    k, v : array ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
-        Keys and values.
+    q, k, v : array ``[B, H, Lq, d]``, ``[B, Hkv, Lk, d]``, ``[B, Hkv, Lk, dv]``
+        Queries, keys and values.
     bias : array ``[H, entries]``
         What ``kind`` says.
     kind : str
@@ -38,31 +36,19 @@ def toeplitz_attention(
         ``phi``; see `kernelized_attention`.
     maps : pair of arrays, optional
         What ``feature_map="hedgehog"`` learns.
-    is_causal, offset : bool, int
-        Query ``i`` sees the keys ``j <= i + offset``; without a mask, all.
-    key_padding_mask : array of bool ``[B, Lk]``, optional
-        True is ignored.
-    cu_seqlens : sequence of int, or a pair of them, optional
-        Boundaries of packed sequences, ``[0, end of the first, ..., L]``; ``B = 1``.
-    normalize : bool
-        Divide by the sum of the weights.
-    initial_state, output_final_state : `State`, bool
-        The tokens before; whether to return the state, too. Causal only.
     algorithm : str
-        ``"tiled"`` (L**2), ``"fft"`` (L log L), ``"piecewise"`` (L times the number of constant stretches) or ``"auto"``; all are
-        exact.
+        ``"tiled"`` (L**2), ``"fft"`` (L log L), ``"piecewise"`` (L times the number of constant stretches) or ``"auto"``.
+    is_causal, offset, key_padding_mask, cu_seqlens, normalize, initial_state, output_final_state
+        As everywhere in `longspan.ops`.
 
     Returns
     -------
     array ``[B, H, Lq, dv]``, or ``(array, State)``
-        A row that sees no key is 0.
 
     Notes
     -----
     O(L) time where ``bias`` is constant in long stretches, as the far ends of ``"clipped"`` and ``"buckets"`` are; else O(L log L)
     or, on tiles, O(L**2). `longspan.explain` says which, and why.
-
-    Arguments that all operators share, dtypes, copies and errors: `longspan.ops`.
 
     References
     ----------
@@ -111,20 +97,17 @@ def toeplitz_attention_step(
 
     Parameters
     ----------
-    q, k, v : array ``[B, H, d]``, ``[B, Hkv, d]``, ``[B, Hkv, dv]``
-        The next token, or with a token axis of length 1, which the output then has, too.
+    q, k, v, state
+        A token, and the state before it: `longspan.ops`.
     bias : array
         As in `toeplitz_attention` with a state: of kind ``"table"`` it is centred, ``[H, 2n - 1]``, and must reach back as far as
         there are tokens.
-    state : `State`, optional
-        What `toeplitz_attention` or the last step returned; changed in place. ``None`` starts a sequence.
     kind, max_distance, bidirectional, feature_map, maps, normalize
         As in `toeplitz_attention`, and the same for all tokens of a state.
 
     Returns
     -------
     array ``[B, H, dv]``, `State`
-        The output, and ``state`` with the token taken in.
 
     Notes
     -----

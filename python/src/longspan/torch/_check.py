@@ -167,7 +167,6 @@ class Case:
 
 
 
-
 def _form(name: str, *learned: tuple[int, ...], **options: Any) -> Case:
     mechanism, _, form = name.partition(": ")
     return Case(form or "plain", mechanism, learned=learned, options=options)
@@ -285,6 +284,8 @@ def _kernelized() -> list[Case]:
 CASES = [
     *_kernelized(),
     *(case for form in (*_FORMS, *_CAUSAL, *_DECAYS) for case in _varied(form)),
+    replace(_form("shaw: 300 tokens", (2, 11, 16)), queries=300, keys=300),
+    replace(_form("shaw: 300 tokens, offset 160", (2, 11, 16)), queries=140, keys=300, offset=160),
     _form("shaw: decay", (2, 11, 16), decay=[0.9]), _form("fourier: decay", (1, 16, 1), (2, 16), decay=[0.9]),
     replace(_GATE, name="a gate a head, segments", queries=200, keys=200, segments=6),
     replace(_GATE, name="a gate a head, grouped heads of 64", batch=2, heads=4, kv_heads=2, queries=100, keys=100, width=64,

@@ -8,7 +8,6 @@ from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -120,7 +119,7 @@ def attend(
     if where is Route.TORCH:
         return in_torch(call, tensors, key_padding_mask, packed)
     if where is Route.AUTOGRAD:
-        return _operators.Eager.apply(key_padding_mask, packed, call, *tensors)
+        return _operators.Eager.apply(key_padding_mask, packed, call, None, None, False, *tensors)
     arrays = [as_array(tensor) for tensor in tensors]
     parameters = tuple(arrays[3:])
     native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
@@ -191,14 +190,19 @@ def _attend_with_states(
         return _states_on_a_device(where, call, tensors, key_padding_mask, initial_state, output_final_state)
     if where is Route.OPERATOR:
         return _attend_compiled(call, tensors, key_padding_mask, initial_state, output_final_state)
-    if initial_state is not None and not isinstance(initial_state, TensorState):
-        plain = _calls.plain_state(call.operation, "initial_state", initial_state)
-        initial_state = None if plain is None else TensorState.of(plain)
+    initial_state = _as_tensors(call, initial_state)
     shape = None if initial_state is None else (initial_state.mechanism, initial_state.options, initial_state.parts)
     initial = None if initial_state is None else initial_state.numbers
-    found: list[Any] = []
-    out, numbers = _operators.EagerWithStates.apply(key_padding_mask, call, shape, found, initial, *tensors)
-    return (out, TensorState(found[0], found[1], found[2], numbers)) if output_final_state else out
+    out, numbers, final = _operators.Eager.apply(key_padding_mask, None, call, shape, initial, True, *tensors)
+    return (out, TensorState(final[0], final[1], final[2], numbers)) if output_final_state else out
+
+
+def _as_tensors(call: Request, state: Any) -> TensorState | None:
+    """A state with numbers that are a tensor."""
+    if state is None or isinstance(state, TensorState):
+        return state
+    plain = _calls.plain_state(call.operation, "initial_state", state)
+    return None if plain is None else TensorState.of(plain)
 
 
 def _attend_compiled(
@@ -223,13 +227,9 @@ def _attend_compiled(
 
 @functools.lru_cache(maxsize=1024)
 def _cached_shape(
-    mechanism: str, options: str, operation: str, offset: int, queries: int, shapes: tuple[tuple[int, ...], ...],
-    sizes: tuple[int, int, int, int],
-) -> tuple[str, str, tuple[int, ...]]:  # fmt: skip
-    parameters = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
-    q = np.broadcast_to(np.float32(0), (1, sizes[0], queries, sizes[2]))
-    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
-    state = native.empty_state((1, *sizes[:2], 1, 1, *sizes[2:]))
+    mechanism: str, options: str, operation: str, shaped: tuple[tuple[str, Any], ...], sizes: tuple[int, int, int, int]
+) -> tuple[str, str, tuple[int, ...]]:
+    state = _calls.cached(mechanism, options, operation, shaped).empty_state((1, *sizes[:2], 1, 1, *sizes[2:]))
     return state.mechanism, state.options, tuple(state.parts)
 
 
@@ -245,11 +245,10 @@ _state_shape._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def shape_of_states(call: Request, tensors: Sequence[Any]) -> tuple[str, str, tuple[int, ...]]:
     """Mechanism, options and parts of a call's states."""
     q, k, v, *parameters = tensors
-    # States have fixed sizes: a compiled function is one of these heads and widths.
+    # States have fixed sizes: a compiled function is one of these heads and widths, and of any number of tokens.
     sharing = _operators.sharing(k, v)
     sizes = (int(q.shape[1]) * sharing, int(k.shape[1]) * sharing, int(q.shape[3]), int(v.shape[3]))
-    shapes = tuple([tuple([int(n) for n in parameter.shape]) for parameter in parameters])
-    return _state_shape(call.mechanism, call.options, call.operation, call.offset, int(q.shape[2]), shapes, sizes)
+    return _state_shape(call.mechanism, call.options, call.operation, _calls.shaped(call.mechanism, parameters), sizes)
 
 
 def _states_on_a_device(
@@ -265,12 +264,8 @@ def _states_on_a_device(
     if not causal or (initial_state is not None and call.offset < 0):
         raise ValueError(f"{call.operation}: states: expected a causal mask and an offset from 0 on, got others")
     shape = shape_of_states(call, tensors)
-    numbers = None
+    numbers, initial_state = None, _as_tensors(call, initial_state)
     if initial_state is not None:
-        if not isinstance(initial_state, TensorState):
-            plain = _calls.plain_state(call.operation, "initial_state", initial_state)
-            assert plain is not None
-            initial_state = TensorState.of(plain)
         given = (initial_state.mechanism, initial_state.options, tuple(initial_state.parts))
         if given != shape or tuple(initial_state.numbers.shape[:2]) != (q.shape[0], k.shape[1]):
             raise ValueError(f"{call.operation}: initial_state: expected a state of {shape[0]} with the call's options, batch "
@@ -286,7 +281,7 @@ def _states_on_a_device(
             q, k, v, parameters, key_padding_mask, numbers, shape[0], shape[1], list(shape[2]), *call
         )
     else:
-        out, numbers = _operators.EagerWithStates.apply(key_padding_mask, call, shape, [], numbers, *tensors)
+        out, numbers, _ = _operators.Eager.apply(key_padding_mask, None, call, shape, numbers, True, *tensors)
     return (out, TensorState(*shape, numbers)) if output_final_state else out
 
 

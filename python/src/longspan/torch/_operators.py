@@ -21,6 +21,8 @@ from ._chunked import in_torch, in_torch_with_states
 from ._profile import named
 from ._states import TensorState
 
+#: Mechanism, options and parts of a state.
+Shape = tuple[str, str, tuple[int, ...]]
 #: Boundaries of packed sequences on the query and the key axis.
 Packed = Optional[tuple[list[int], list[int]]]
 
@@ -301,32 +303,7 @@ attention.register_autograd(_gradient, setup_context=_save)
 attention.register_autocast("cpu", torch.float32)
 
 
-class Eager(torch.autograd.Function):
-    """The same without the operator's overhead, a tenth of a millisecond a call: where no compiler and no transform
-    intercepts calls."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, key_padding_mask: Tensor | None, packed: Packed, call: Request, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        out, denominators, _ = _forward(q, k, v, parameters, key_padding_mask, packed, call)
-        ctx.save_for_backward(q, k, v, key_padding_mask, out, denominators, *parameters)
-        ctx.packed, ctx.call = packed, call
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
-        if _differentiated_again(d_out):
-            again = _differentiable_gradients(
-                lambda *tensors: [in_torch(ctx.call, tensors, key_padding_mask, ctx.packed)], (q, k, v, *parameters), [d_out]
-            )  # fmt: skip
-            return None, None, None, *again
-        gradients, _ = _backward(d_out, q, k, v, parameters, key_padding_mask, ctx.packed, out, denominators, ctx.call)
-        return None, None, None, *gradients
-
-
-def _plain(shape: tuple[str, str, tuple[int, ...]] | None, numbers: Tensor | None) -> Any:
+def _plain(shape: Shape | None, numbers: Tensor | None) -> Any:
     """A state of ``shape``, its mechanism, options and parts, without a gradient, as `_forward` takes it."""
     if numbers is not None and _triton.serves(numbers):
         return numbers.detach()
@@ -337,51 +314,51 @@ def _numbers(state: Any) -> Tensor:
     return state if isinstance(state, Tensor) else TensorState.of(state).numbers
 
 
-class EagerWithStates(torch.autograd.Function):
-    """The same from a state and to one, with gradients through both.
+class Eager(torch.autograd.Function):
+    """The same, and from a state and to one, without the operators' overhead, a tenth of a millisecond a call: where no compiler and no
+    transform intercepts calls.
 
-    ``initial`` holds the numbers of a state of ``shape``, its mechanism, options and parts, or ``None``. Returns the output and
-    the final state's numbers, and appends the same of the final state to ``found``.
+    ``initial`` holds the numbers of a state of ``shape``, its mechanism, options and parts, or ``None``. Returns the output, and with
+    ``with_state`` the numbers and the shape of the final state.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, key_padding_mask: Tensor | None, call: Request, shape: tuple[str, str, tuple[int, ...]] | None, found: list[Any],
-        initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, denominators, state = _forward(q, k, v, parameters, key_padding_mask, None, call, _plain(shape, initial), True)
-        assert state is not None
+        ctx: Any, key_padding_mask: Tensor | None, packed: Packed, call: Request, shape: Shape | None, initial: Tensor | None,
+        with_state: bool, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor,
+    ) -> Any:  # fmt: skip
+        before = _plain(shape, initial)
+        out, denominators, state = _forward(q, k, v, parameters, key_padding_mask, packed, call, before, with_state)
         ctx.save_for_backward(initial, q, k, v, key_padding_mask, out, denominators, *parameters)
-        ctx.call = call
+        ctx.packed, ctx.call, ctx.shape, ctx.with_state = packed, call, shape, with_state
         ctx.set_materialize_grads(False)
-        if isinstance(state, Tensor):
-            # On a device the caller knows the shape.
-            ctx.shape, numbers = shape, state
-        else:
-            final = TensorState.of(state)
-            ctx.shape, numbers = (final.mechanism, final.options, final.parts), final.numbers
-        found.extend(ctx.shape)
-        return out, numbers
+        if not with_state:
+            return out
+        if shape is None and isinstance(state, State):
+            ctx.shape = (state.mechanism, state.options, tuple(state.parts))
+        return out, _numbers(state), ctx.shape
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None = None, _shape: None = None) -> tuple[Any, ...]:
         initial, q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
         if _differentiated_again(d_out):
             begun = [] if initial is None else [initial]
 
             def attend(*tensors: Tensor) -> Sequence[Tensor]:
-                before = tensors[0] if begun else None
-                both = in_torch_with_states(ctx.call, tensors[len(begun) :], key_padding_mask, ctx.shape[2], before)
+                own = tensors[len(begun) :]
+                if not ctx.with_state:
+                    return [in_torch(ctx.call, own, key_padding_mask, ctx.packed)]
+                both = in_torch_with_states(ctx.call, own, key_padding_mask, ctx.shape[2], tensors[0] if begun else None)
                 return both[: 1 if d_final is None else 2]
 
             found = _differentiable_gradients(attend, (*begun, q, k, v, *parameters), [d_out] if d_final is None else [d_out, d_final])
-            return None, None, None, None, found.pop(0) if begun else None, *found
+            return *(None,) * 4, found.pop(0) if begun else None, None, *found
         gradients, d_initial = _backward(
-            d_out, q, k, v, parameters, key_padding_mask, None, out, denominators, ctx.call,
+            d_out, q, k, v, parameters, key_padding_mask, ctx.packed, out, denominators, ctx.call,
             _plain(ctx.shape, initial), _plain(ctx.shape, d_final),
         )  # fmt: skip
-        return None, None, None, None, None if d_initial is None else _numbers(d_initial), *gradients
+        return *(None,) * 4, None if d_initial is None else _numbers(d_initial), None, *gradients
 
 
 @_operator("attention_with_state", f"({_TENSORS}, Tensor? initial, {_STATE}, {_CALL}) -> (Tensor, Tensor, Tensor)")  # type: ignore[untyped-decorator]

@@ -16,6 +16,8 @@ from torch import Tensor
 from .. import _calls
 from .._native import State
 from . import _dispatch
+from ._chunked.rings import CARRY, TOKENS
+from ._combine import combine
 from ._states import TensorState
 
 
@@ -90,19 +92,13 @@ class Attention:
 
 
 class Sums:
-    """Stretches of kernelized attention, with Shaw's positions, with Fourier's, or with neither.
-
-    A stretch's numbers are those of its state; places and counts as in ``crates/longspan-kernels/src/kernelized/state.rs``.
-    """
-
-    #: Places of a state's marks: the exponent of its sums, the ring's oldest row, and the count of tokens, in two numbers.
-    SHIFT, OLDEST, COUNT, CARRY = 0, 1, 2, 1 << 20
+    """Stretches of kernelized attention, with Shaw's positions, with Fourier's, or with neither: a stretch's numbers are those of its
+    state."""
 
     def __init__(self, attention: Attention, q: Tensor, keys: Tokens, is_causal: bool) -> None:
         self.attention = self.original = attention
         self.is_causal = is_causal
         self.normalize = True
-        self.decay = attention.option("decay")
         # Both directions of Shaw's positions are two passes, whose numerators and denominators are added.
         self.two_passes = attention.name == "shaw" and not is_causal
         if self.two_passes:
@@ -113,11 +109,7 @@ class Sums:
         self.sides = [self] if is_causal else [self, self]
         state = self._state(keys.part(0, 0))
         self.shape = (state.mechanism, state.options, state.parts)
-        self.width = keys.v.shape[3] + 1
-        self.radius = self.shape[2][4] // self.width
         self.blank = state.numbers.detach()
-        if self.decay is not None:
-            self.gammas = torch.tensor(self.decay, dtype=torch.float64, device=q.device)
 
     def _weighed(self, keys: Tokens) -> Tokens:
         """With a value of 1 besides, whose weighted sum is the denominator."""
@@ -133,59 +125,21 @@ class Sums:
         if self.two_passes:
             keys = self._weighed(keys)
         numbers = self._state(keys).numbers
-        if self.radius:
-            content, marks, far, ring = self._parts(numbers)
-            places = marks[..., self.OLDEST, None].long() + torch.arange(self.radius, device=numbers.device)
-            ring = _rows_at(ring, places % self.radius)
-            marks = _replaced(marks, self.OLDEST, torch.zeros_like(marks[..., 0]))
-            numbers = self._whole(content, marks, far, ring)
-        if keys.ignored is not None:
-            # A state ends at the last key that is not ignored, a stretch at its last key.
-            missing = keys.count - self._count(self._parts(numbers)[1])
-            numbers = self.join(numbers, self.blank, missing)
+        if keys.ignored is not None and keys.count:
+            # A state ends at the last key that is not ignored, a stretch at its last key: as many tokens follow that leave nothing.
+            missing = keys.ignored.flip(1).cumprod(1).sum(1)
+            nothing, first = self.blank.clone(), sum(self.shape[2][:2]) + TOKENS
+            for place, count in ((first, missing % CARRY), (first + 1, missing // CARRY)):
+                nothing[..., place] = count[:, None].to(nothing.dtype)
+            numbers = self.join(numbers, nothing)
         return numbers
 
-    def _parts(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sums, keys, marks, far, ring, _ = self.shape[2]
-        content, *rest = numbers.split([sums + keys, marks, far, ring], -1)
-        return content, rest[0], rest[1], rest[2].unflatten(-1, (self.radius, self.width))
-
-    def _whole(self, content: Tensor, marks: Tensor, far: Tensor, ring: Tensor) -> Tensor:
-        return torch.cat([content, marks, far, ring.flatten(-2)], -1)
-
-    def _count(self, marks: Tensor) -> Tensor:
-        return (marks[..., self.COUNT] + self.CARRY * marks[..., self.COUNT + 1].double()).long()
-
-    def join(self, first: Tensor, second: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """The numbers of two stretches, one after the other, the second of ``tokens`` or as many as it counts."""
-        content, marks, far, ring = self._parts(first)
-        content2, marks2, far2, ring2 = self._parts(second)
-        tokens = self._count(marks2) if tokens is None else tokens
-        shift = torch.maximum(marks[..., self.SHIFT], marks2[..., self.SHIFT])
-        scales = [
-            torch.where(own.isfinite(), (own - shift).exp(), 0.0)[..., None]
-            for own in (marks[..., self.SHIFT], marks2[..., self.SHIFT])
-        ]
-        content = self._fallen(tokens)[..., None] * scales[0] * content + scales[1] * content2
-        if far.shape[-1]:
-            far = self._fallen(tokens)[..., None] * far + far2
-        if self.radius:
-            slot = torch.arange(self.radius, device=first.device)
-            new = tokens[..., None].clamp(max=self.radius)
-            weight = self._fallen(tokens[..., None] + self.radius - slot)[..., None]
-            far = far + torch.where((slot < new)[..., None], weight * ring, 0.0).sum(-2)
-            ring = torch.where((slot < self.radius - new)[..., None], _rows_at(ring, (slot + new) % self.radius), ring2)
-        count = self._count(marks) + tokens
-        for place, number in ((self.SHIFT, shift), (self.COUNT, count % self.CARRY), (self.COUNT + 1, count // self.CARRY)):
-            marks = _replaced(marks, place, number.to(marks.dtype))
-        return self._whole(content, marks, far, ring)
-
-    def _fallen(self, tokens: Tensor) -> Tensor:
-        """What is left of a weight after so many tokens, ``[batch, kv_heads, ...]``."""
-        if self.decay is None:
-            return torch.ones_like(tokens, dtype=self.blank.dtype)
-        gammas = self.gammas.reshape(-1, *[1] * (tokens.dim() - 2))
-        return (gammas ** tokens.double()).to(self.blank.dtype)
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        """The numbers of two stretches, one after the other."""
+        attention = self.attention
+        native = _calls.mechanism(attention.name, attention.options, attention.operation, attention.parameters)
+        states = [TensorState(*self.shape, numbers) for numbers in (first, second)]
+        return combine(attention.operation, native, attention.options, states[0], states[1], ()).numbers
 
     def read(
         self, q: Tensor, keys: Tokens, before: Tensor, after: Tensor | None, positions: Tensor | None, _start: int
@@ -350,12 +304,3 @@ class WindowsBetween:
             attention = attention.with_options(by_position=False).with_parameters(table[start : start + q.shape[2]])
         out: Tensor = attention.call(q, every, self.is_causal, offset=1 + self.sides[0].reach)
         return out
-
-
-def _rows_at(rows: Tensor, places: Tensor) -> Tensor:
-    """``rows[..., places[...], :]``."""
-    return rows.gather(-2, places[..., None].expand(*rows.shape[:-2], -1, rows.shape[-1]))
-
-
-def _replaced(marks: Tensor, place: int, number: Tensor) -> Tensor:
-    return torch.cat([marks[..., :place], number[..., None], marks[..., place + 1 :]], -1)

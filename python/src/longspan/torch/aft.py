@@ -19,16 +19,12 @@ class AftFull(Attention):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     length : int
         Tokens of the longest sequence.
     rank : int, optional
         Of the biases; ``None`` for one number for each pair of positions.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -65,16 +61,12 @@ class AftLocal(Attention):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     window : int
         Keys at this distance or farther have no bias.
     length : int
         Tokens of the longest sequence.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -109,12 +101,8 @@ class AftSimple(Attention):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -144,18 +132,14 @@ class AftConv(Attention):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     taps, tap_rows : int
         Sides of the kernel; ``tap_rows``, of images alone, is ``taps`` by default.
     normalized : bool
         The kernel is ``gamma (w - mean) / std + beta``.
     image : (int, int), optional
         Height and width of the image whose pixels the tokens are, row after row.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Notes
     -----

@@ -32,12 +32,13 @@ WITHOUT_ORDER = ("kernelized", "aft-simple", "softmax", "softmax-window", "gated
 
 
 class Attention(nn.Module):
-    """A mechanism with its options and parameters: the base class of all, not to be made itself.
+    """A mechanism with its options and parameters: the base class of all, not to be made itself. Their ``device`` and ``dtype`` are
+    those of what they learn, as in torch's modules.
 
     Parameters
     ----------
     num_heads, head_dim : int
-        Query heads; numbers in one.
+        Query heads; elements in one.
     options : str
         The mechanism's options as JSON.
     num_kv_heads : int, optional
@@ -93,15 +94,19 @@ class Attention(nn.Module):
         """Numbers in a key of one head."""
         return self.head_dim + self._gate
 
-    def _ungated(self, k: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Keys, and the log decays that came with them in a last column."""
-        if not self._gate:
-            return k, ()
+    def _columns(self, k: Tensor, *widths: int) -> list[Tensor]:
+        """Keys, and what came with them in more columns, also of one token with an axis of tokens."""
         if k.shape[-1] != self.key_dim:
             raise ValueError(f"{type(self).__name__}: k: expected keys of key_dim = {self.key_dim} numbers, got {k.shape[-1]}")
-        k, x = k.split([self.head_dim, 1], -1)
-        # Of one token there is no axis of tokens.
-        return k, (log_decays(self.rate, self.bias, x if x.dim() == 4 else x[:, :, None])[..., 0],)
+        k, *more = k.split([self.head_dim, *widths], -1)
+        return [k, *(x if x.dim() == 4 else x[:, :, None] for x in more)]
+
+    def _gates(self, k: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Keys, and the gates that came with them."""
+        if not self._gate:
+            return k, ()
+        k, x = self._columns(k, 1)
+        return k, (log_decays(self.rate, self.bias, x)[..., 0],)
 
     def _named(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         return tuple([getattr(self, name) for name in names])
@@ -186,7 +191,7 @@ class Attention(nn.Module):
         Tensor ``[B, H, Lq, dv]``, or ``(Tensor, state)``
             Laid out token by token. The state is a `TensorState` where gradients are recorded.
         """
-        k, gates = self._ungated(k)
+        k, gates = self._gates(k)
         parameters = self._like(q, (*self._parameters_at(q_positions, k_positions), *gates))
         return _dispatch.attend(
             type(self).__name__, self.mechanism, self._options, q, k, v, parameters, is_causal, offset,
@@ -216,7 +221,7 @@ class Attention(nn.Module):
         """
         refuse_hooks(self)
         name = type(self).__name__
-        k, gates = self._ungated(k)
+        k, gates = self._gates(k)
         learned = self._like(q, (*self._parameters_at(q_positions, k_positions), *gates))
         out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
         return out
@@ -234,7 +239,8 @@ class Attention(nn.Module):
         return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
 
     def _steps_unseen(self) -> bool:
-        own = type(self).step is Attention.step and "step" not in self.__dict__ and not self._gate
+        kind = type(self)
+        own = kind.step is Attention.step and "step" not in self.__dict__ and kind._gates is Attention._gates and not self._gate
         return own and not self._forward_hooks and not self._forward_pre_hooks
 
     def combine(self, earlier: Any, later: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,8 +10,7 @@ from torch import Tensor, nn
 
 from .. import _options
 from .._native import State
-from . import _dispatch
-from ._modules import refuse_hooks
+from . import _operators
 from ._states import TensorState
 from .attention import Attention, draw_gates, log_decays
 
@@ -44,16 +44,18 @@ class _Gated(Attention):
     def key_dim(self) -> int:
         return self.head_dim + _GATES.get(self.gate, self.head_dim) + (self.beta_max is not None)
 
-    def _split(self, k: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Keys, and the gates that came with them."""
-        if k.shape[-1] != self.key_dim:
-            raise ValueError(f"{type(self).__name__}: k: expected keys of key_dim = {self.key_dim} numbers, got {k.shape[-1]}")
-        k, x, y = k.split([self.head_dim, _GATES.get(self.gate, self.head_dim), int(self.beta_max is not None)], -1)
+    def _gates(self, k: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        k, x, y = self._columns(k, _GATES.get(self.gate, self.head_dim), int(self.beta_max is not None))
         gates: tuple[Tensor, ...] = ()
         if self._own:
             log_decay = log_decays(self.rate, self.bias, x)
             gates = (log_decay[..., 0] if self.gate == "head" else log_decay,)
         return k, gates if self.beta_max is None else (*gates, self.beta_max * y[..., 0].sigmoid())
+
+    def _parameters_at(self, q_positions: Tensor | None, k_positions: Tensor | None) -> tuple[Tensor, ...]:
+        super()._parameters_at(q_positions, k_positions)
+        # What is learned makes gates, and the kernels take these.
+        return ()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, offset: int = 0,
@@ -62,42 +64,17 @@ class _Gated(Attention):
     ) -> Any:  # fmt: skip
         """As `Attention.forward`, with keys ``[B, Hkv, L, key_dim]``. Without ``is_causal`` a row is the sum of its sequence read
         from the start and read from the end."""
-        self._parameters_at(q_positions, k_positions)
-        name = type(self).__name__
-        k, gates = self._split(k)
-
-        def one_way(
-            tensors: tuple[Tensor, ...], ignored: Tensor | None, bounds: Any, initial: Any = None, last: bool = False
-        ) -> Any:
-            q, k, v, *gates = tensors
-            return _dispatch.attend(
-                name, self.mechanism, self._options, q, k, v, tuple(gates), True, offset, ignored, bounds, initial, last,
-                token_major=True,
-            )  # fmt: skip
-
-        tensors = (q, k, v, *gates)
+        one_way = functools.partial(super().forward, is_causal=True, offset=offset, q_positions=q_positions, k_positions=k_positions)
         if is_causal:
-            return one_way(tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)
+            return one_way(q, k, v, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, initial_state=initial_state,
+                           output_final_state=output_final_state)  # fmt: skip
+        name = type(self).__name__
         if initial_state is not None or output_final_state:
             raise ValueError(f"{name}: initial_state: expected is_causal=True beside states, got False")
-        turned = tuple([x.flip(2) for x in tensors])
         ignored = None if key_padding_mask is None else key_padding_mask.flip(-1)
-        bounds = None if cu_seqlens is None else [q.shape[2] - int(bound) for bound in reversed(list(cu_seqlens))]
-        backwards: Tensor = one_way(turned, ignored, bounds)
-        return one_way(tensors, key_padding_mask, cu_seqlens) + backwards.flip(2)
-
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState | None = None, *, q_positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-    ) -> tuple[Tensor, State | TensorState]:  # fmt: skip
-        """As `Attention.step`, with a key of ``key_dim`` numbers."""
-        refuse_hooks(self)
-        self._parameters_at(q_positions, k_positions)
-        axes = q.dim()
-        q, k, v = (x.unsqueeze(2) if axes == 3 else x for x in (q, k, v))
-        k, gates = self._split(k)
-        out, state = _dispatch.step(type(self).__name__, self.mechanism, self._options, q, k, v, gates, state)
-        return out.squeeze(2) if axes == 3 else out, state
+        bounds = tuple([None if bound is None else q.shape[2] - bound.flip(0) for bound in _operators.as_boundaries(name, cu_seqlens)])
+        backwards = one_way(*(x.flip(2) for x in (q, k, v)), key_padding_mask=ignored, cu_seqlens=None if cu_seqlens is None else bounds)
+        return one_way(q, k, v, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens) + backwards.flip(2)
 
 
 class GatedAttention(_Gated):
@@ -108,16 +85,12 @@ class GatedAttention(_Gated):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     gate : str
         ``"head"``: one number a head decays the state; ``"channel"``: one each channel of the key; ``"none"``.
     l2_norm : bool
         Queries and keys are divided by their length, and outputs then by nothing else.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -147,14 +120,10 @@ class DeltaAttention(_Gated):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     beta_max : float
         What ``beta`` is less than, at most 2.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -183,16 +152,12 @@ class GatedDeltaAttention(_Gated):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     gate : str
         ``"head"``: one number a head decays the state; ``"channel"``: one each channel of the key.
     beta_max : float
         What ``beta`` is less than, at most 2.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------

@@ -301,12 +301,10 @@ class TransformerDecoderLayer(_Layer, _Decoder):
 
         Parameters
         ----------
-        token : Tensor ``[batch, d_model]``
-            The token, without an axis of tokens.
+        token, state
+            As in `TransformerEncoderLayer.step`.
         memory : Tensor
             All of it, as in `forward`: every token reads the whole memory.
-        state : State or `TensorState`, optional
-            What a call or the last step returned; ``None`` starts a sequence. Under ``torch.no_grad()`` it is changed in place.
         memory_key_padding_mask : Tensor ``[batch, keys]``, optional
             True, or -inf, is ignored.
         position : int, optional

@@ -33,17 +33,13 @@ class KernelizedAttention(Attention):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     feature_map, decay, normalize, algorithm
         As in `longspan.ops.kernelized_attention`.
     gate : bool
         Each token brings a decay: a key is ``[k | x]`` with ``log_decay = -exp(rate) softplus(x + bias)``, of ``key_dim`` numbers. Then
         ``rate``, ``[num_kv_heads]``, and ``bias``, ``[num_kv_heads, 1]``, are learned, too, and start as Mamba-2's. Causal calls only.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -77,8 +73,6 @@ class ShawAttention(Attention):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     radius : int
         The largest distance with a vector of its own; farther tokens share the one at that end.
     shared : bool
@@ -86,12 +80,9 @@ class ShawAttention(Attention):
     kernelized, feature_map, rel_feature_map, decay, normalize, algorithm
         As in `longspan.ops.shaw_attention`. With ``rel_feature_map="identity"`` rows are as wide as the feature map's.
     gate : bool
-        Each token brings a decay: a key is ``[k | x]`` with ``log_decay = -exp(rate) softplus(x + bias)``, of ``key_dim`` numbers. Then
-        ``rate``, ``[num_kv_heads]``, and ``bias``, ``[num_kv_heads, 1]``, are learned, too, and start as Mamba-2's. Causal calls only.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+        As in `KernelizedAttention`.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -139,21 +130,16 @@ class FourierAttention(Attention):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     normalizer, wave, feature_map, decay, algorithm
         As in `longspan.ops.fourier_attention`; ``wave="pairs"`` with ``normalizer="unrotated"`` is rotary positions.
     gate : bool
-        Each token brings a decay: a key is ``[k | x]`` with ``log_decay = -exp(rate) softplus(x + bias)``, of ``key_dim`` numbers. Then
-        ``rate``, ``[num_kv_heads]``, and ``bias``, ``[num_kv_heads, 1]``, are learned, too, and start as Mamba-2's. Causal calls only.
+        As in `KernelizedAttention`.
     longest : float
         In units of positions: waves at the start are from ``2 pi`` to about ``2 pi longest`` long.
     axes : int, optional
         Axes of the positions that each call gives as ``q_positions`` and ``k_positions``. Without it tokens are counted.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -225,8 +211,6 @@ class ToeplitzAttention(Attention):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     kind : str
         Which distances have a bias of their own: ``"clipped"``, ``"table"``, ``"buckets"`` or ``"grid"``.
     radius : int
@@ -239,10 +223,8 @@ class ToeplitzAttention(Attention):
         Of ``"grid"``: the image's pixels.
     feature_map, normalize, algorithm
         As in `longspan.ops.toeplitz_attention`.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -286,16 +268,12 @@ class ShortConvolution(Attention):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     width : int
         Taps: how many tokens a query sees, its own place among them, and no later one.
     silu : bool
         Whether the sum of the taps goes through SiLU before the query gates it.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------
@@ -330,14 +308,10 @@ class SoftmaxAttention(Attention):
 
     Parameters
     ----------
-    num_heads, head_dim : int
-        Query heads; numbers in one.
     scale, capacity, window
         As in `longspan.ops.softmax_attention`.
-    num_kv_heads : int, optional
-        Key/value heads, a divisor of ``num_heads``, which is the default.
-    device, dtype
-        As in torch's modules.
+    num_heads, head_dim, num_kv_heads, device, dtype
+        As in `Attention`.
 
     Examples
     --------

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from .. import fla
 
@@ -36,7 +37,9 @@ def _mamba2_scan(
 def _convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None
 ) -> Any:  # fmt: skip
-    return fla.causal_conv1d_fn(hidden_states, weight, bias, seq_idx, activation=activation)
+    if activation in (None, "silu", "swish"):
+        return fla.causal_conv1d_fn(hidden_states, weight, bias, seq_idx, activation=activation)
+    return ACT2FN[activation](fla.causal_conv1d_fn(hidden_states, weight, bias, seq_idx))
 
 
 #: Their functions and ours, which take the same arguments.

@@ -436,10 +436,8 @@ class LongspanForSeq2SeqLM(_Generating):
             By either name, what the decoder remembers of the tokens before, and of the source.
         labels
             ``[batch, target_tokens]``: the target without its start; -100 is not learned.
-        use_cache
-            Whether to begin a cache.
-        num_items_in_batch
-            What the loss's sum is divided by, instead of the number of labels.
+        use_cache, num_items_in_batch
+            As in `LongspanForCausalLM.forward`.
 
         Returns
         -------

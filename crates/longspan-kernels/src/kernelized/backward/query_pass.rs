@@ -97,7 +97,8 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 let ahead = self.sink.rows.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
                 Product::of(
                     (buffers.o, value_width),
-                    (&buffers.v_columns[piece.skip..], buffers.sizes.window),
+                    // Values of no columns have no rows to skip.
+                    (&buffers.v_columns[piece.skip.min(buffers.v_columns.len())..], buffers.sizes.window),
                     (buffers.tile, row_length),
                     [piece.rows, piece.columns(), problem.dims.value_dim],
                 )

@@ -256,11 +256,13 @@ def conv_biases(call: Call, rows: slice, keys: slice, distance: Tensor) -> Tenso
     w = w.flatten(1)
     if scale:
         gamma, beta = scale
-        centred = w - w.mean(1, keepdim=True)
-        deviation = centred.square().mean(1, keepdim=True).sqrt()
+        # Relative to one of them, so that equal taps are 0, and not what rounding leaves of their mean.
+        centred = w - w[:, :1].detach()
+        centred = centred - centred.mean(1, keepdim=True)
+        variance = centred.square().mean(1, keepdim=True)
         # Where all taps are equal the kernel is beta.
-        flat = deviation == 0
-        w = gamma[:, None] * torch.where(flat, 0, centred / torch.where(flat, 1, deviation)) + beta[:, None]
+        flat = variance == 0
+        w = gamma[:, None] * torch.where(flat, 0, centred) / torch.where(flat, 1, variance).sqrt() + beta[:, None]
     if not image:
         back = taps - 1 if call.is_causal else (taps - 1) // 2
         return w[None, :, (distance + back).clamp(0, taps - 1)]

@@ -14,7 +14,8 @@ from torch import Tensor
 from ... import _native
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "elu+1": lambda x: torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0))),
+    # The slope at 0 is 1, which that of a clamp is not.
+    "elu+1": lambda x: torch.where(x > 0, x + 1, torch.exp(torch.where(x > 0, 0, x))),
     "relu": torch.relu,
     "softplus": F.softplus,
     "exp": torch.exp,
@@ -58,10 +59,11 @@ def lift(name: str, x: Tensor, matrix: Tensor | None) -> Tensor:
         if kind == "prf":
             exponents: Tensor = x @ rows.T - 0.5 * (x * scale).square().sum(-1, keepdim=True) - 0.5 * math.log(features)
             return exponents
-        square = x.square().sum(-1, keepdim=True)
-        # A row of zeros has no direction: it stays zero, with gradient 0.
-        none = square == 0
-        direction = (x / torch.where(none, 1, square).sqrt()).masked_fill(none, 0)
+        # A row of zeros has no direction: it stays zero, with gradient 0. Squares of others are at least 1.
+        largest = x.detach().abs().amax(-1, keepdim=True)
+        none = largest == 0
+        x = x / torch.where(none, 1, largest)
+        direction = (x / torch.where(none, 1, x.square().sum(-1, keepdim=True)).sqrt()).masked_fill(none, 0)
         bounded: Tensor = (direction @ rows.T - 0.5).exp() * features**-0.5
         return bounded
     if kind == "dpfp":
