@@ -63,7 +63,7 @@ fn a_run_learns_says_how_well_and_goes_on() {
     assert!(rate < 1.5, "{rate}");
     place.finds_its_scores_again("run");
     let described = place.ok(&["info", "run"]);
-    assert!(described.contains("shaw attention, 2 blocks") && described.contains("bits per byte"), "{described}");
+    assert!(described.contains("kernelized attention, 2 blocks") && described.contains("bits per byte"), "{described}");
     let scores = place.json(&["eval", "run", "verses.txt", "--json"]);
     assert_eq!(scores["bytes"].as_u64(), Some(verses(300).len() as u64));
     assert!(scores["bits_per_byte"]["rate"].as_f64().unwrap() < 1.5, "{scores}");
