@@ -58,6 +58,8 @@ def run(request, tmp_path_factory):
     (place / "pairs.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in WORDS))
     settings = ["d_model=16", "heads=2", "d_ff=32", "encoder_layers=1", "decoder_layers=2", "max_tokens=30"]
     settings += ["radius=3"] if attention == "shaw" else []
+    # None that is a default.
+    settings += ["feature_map=softplus"] if attention in ("kernelized", "shaw", "fourier", "toeplitz") else []
     settings += [] if options is None else [f"attention_options={{{options}}}"]
     settings += ["gated_attention=true"] if gated else []
     run_command("train", "--pairs", place / "pairs.tsv", "--steps", "30", "--out", place / "run", "--attention", attention,

@@ -35,7 +35,7 @@ def train(place, flag, contents, *settings):
     data.write_text(contents)
     # The command refuses settings that a kind of run does not use.
     unused = ("encoder_layers", "decoder_layers") if flag != "--pairs" else ("layers",)
-    mechanisms = next((setting for setting in settings if setting.startswith("attention=")), "attention=shaw")
+    mechanisms = next((setting for setting in settings if setting.startswith("attention=")), "" if flag == "--text" else "shaw")
     unused += () if "shaw" in mechanisms else ("radius",)
     most = [] if flag == "--text" else ["max_tokens=40"]
     most += ["base=false"] if flag == "--labelled" else []

@@ -43,7 +43,7 @@ def _fourier(settings: Settings) -> dict[str, Any]:
 
 def _toeplitz(settings: Settings) -> dict[str, Any]:
     options = dict(settings.get("attention_options", {}))
-    return {**options.pop("bias", {}), **options}
+    return {"feature_map": settings.get("feature_map", "elu+1"), **options.pop("bias", {}), **options}
 
 
 def _as_they_are(settings: Settings) -> dict[str, Any]:
