@@ -147,11 +147,15 @@ LISTOPS = Table(
 )
 
 
+# Other than the command's defaults, which came later.
+_FORM = "--tokens characters --learning-rate 0.003 --set d_ff=512 --set activation=relu --set gated=false --set dropout=0"
+
+
 def _text(attention: str, more: str, heads: int = 4, feature_map: str = "elu+1", **row) -> Row:
     mapped = f" --set feature_map={feature_map}" if "kernelized" in attention else ""
     return Row(
         row.pop("name", _name(attention, feature_map)),
-        f"--text {{kjv.txt}} --attention {attention} {more} --set heads={heads}{mapped} --seed {{seed}}",
+        f"--text {{kjv.txt}} --attention {attention} {more} {_FORM} --set heads={heads}{mapped} --seed {{seed}}",
         **row,
     )
 
