@@ -14,7 +14,8 @@ fn standardize<T: Real>(w: &[T]) -> (Taps, f64) {
     let mean = w.iter().map(|x| x.to_f64()).sum::<f64>() / taps;
     let centred: Taps = w.iter().map(|x| x.to_f64() - mean).collect();
     let deviation = (centred.iter().map(|x| x * x).sum::<f64>() / taps).sqrt();
-    let inverse = if deviation == 0.0 { 0.0 } else { 1.0 / deviation };
+    // Of equal taps rounding may leave a deviation.
+    let inverse = if deviation == 0.0 || w.iter().all(|x| *x == w[0]) { 0.0 } else { 1.0 / deviation };
     (centred.iter().map(|x| x * inverse).collect(), inverse)
 }
 
@@ -44,5 +45,22 @@ pub(super) fn pull_back<T: Real>(parameters: &[&[T]], taps: usize, d: &[T], grad
         }
         gradients[1][head] = T::from_f64(product);
         gradients[2][head] = T::from_f64(sum);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_taps_give_the_level_alone() {
+        for taps in [1, 3, 15] {
+            let (w, [gamma, beta]) = (vec![0.1; taps], [[2.0], [0.5]]);
+            let parameters: [&[f64]; 3] = [&w, &gamma, &beta];
+            assert_eq!(normalized::<f64, Vec<f64>>(&parameters, taps), vec![0.5; taps]);
+            let (d, mut dw, mut d_gamma, mut d_beta) = (vec![1.5; taps], vec![9.0; taps], [9.0], [9.0]);
+            pull_back(&parameters, taps, &d, &mut [&mut dw, &mut d_gamma, &mut d_beta]);
+            assert_eq!((dw, d_gamma, d_beta), (vec![0.0; taps], [0.0], [1.5 * taps as f64]));
+        }
     }
 }

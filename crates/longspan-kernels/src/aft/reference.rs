@@ -94,6 +94,6 @@ fn kernel(call: &Call<'_, f64>, head: usize, taps: usize, normalized: bool, tap:
     }
     let mean = w.iter().sum::<f64>() / taps as f64;
     let deviation = (w.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / taps as f64).sqrt();
-    let unit = if deviation == 0.0 { 0.0 } else { (w[tap] - mean) / deviation };
+    let unit = if deviation == 0.0 || w.iter().all(|x| *x == w[0]) { 0.0 } else { (w[tap] - mean) / deviation };
     call.parameters[1][head] * unit + call.parameters[2][head]
 }

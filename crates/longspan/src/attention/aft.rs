@@ -206,6 +206,8 @@ impl AftAttention {
     /// AFT-conv's kernels, `[heads, taps]`.
     fn kernels(&self, w: Tensor<2>) -> Tensor<2> {
         let (Some(gamma), Some(beta)) = (&self.gamma, &self.beta) else { return w };
+        // Relative to one of them, so that equal taps are 0, and not what rounding leaves of their mean.
+        let w = w.clone() - w.narrow(1, 0, 1);
         let centred = w.clone() - w.mean_dim(1);
         let variance = centred.clone().powi_scalar(2).mean_dim(1);
         // If all taps are equal their deviation is 0, and the kernel is β.

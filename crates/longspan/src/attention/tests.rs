@@ -197,6 +197,32 @@ fn tensor_operations_are_the_kernels() {
     }
 }
 
+/// Of equal taps the kernel is `β`, also where rounding leaves something of their distances from their mean.
+#[test]
+fn equal_taps_are_flat() {
+    struct Equal;
+    impl ModuleMapper for Equal {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            param.map(|x| x.full_like(0.1))
+        }
+    }
+    let device = Device::flex().autodiff();
+    for taps in [1, 15] {
+        let config: AttentionConfig =
+            serde_json::from_str(&format!(r#"{{"mechanism": "aft-conv", "taps": {taps}}}"#)).unwrap();
+        let attention = widened(config.init(HEADS, KV_HEADS, DIM, &device).unwrap(), &device).map(&mut Equal);
+        let (layer, mask) = (attention.layer(), AttentionMask::causal());
+        let dims = Dims { heads: HEADS, kv_heads: KV_HEADS, ..Dims::square(1, 1, 40, DIM) };
+        let inputs = [dims.q(), [1, KV_HEADS, 40, layer.kernel().key_dim(&dims)], dims.v()]
+            .map(|shape| random(shape, &device).cast(FloatDType::F64));
+        let tensors = outcome(&attention, &inputs, |[q, k, v]| backend::in_tensors(layer, q, k, v, &mask).unwrap());
+        let fused = outcome(&attention, &inputs, |[q, k, v]| backend::attend(layer, q, k, v, &mask).unwrap());
+        for ((part, found), (_, expected)) in tensors.iter().zip(&fused) {
+            near(&format!("{taps} taps, {part}"), found, expected, 1e-9);
+        }
+    }
+}
+
 /// Casts to another number type.
 struct Cast(FloatDType);
 impl ModuleMapper for Cast {
