@@ -197,6 +197,24 @@ fn tensor_operations_are_the_kernels() {
     }
 }
 
+/// A row's direction does not depend on its length, as long as that has any; where there are no rows there is none.
+#[test]
+fn the_shortest_rows_have_directions() {
+    let device = Device::flex().autodiff();
+    let config: AttentionConfig =
+        serde_json::from_str(r#"{"mechanism": "kernelized", "kernel": {"feature_map": "nprf:5"}}"#).unwrap();
+    let attention = widened(config.init(HEADS, KV_HEADS, DIM, &device).unwrap(), &device);
+    let (layer, mask) = (attention.layer(), AttentionMask::causal());
+    let [q, k, v] = [HEADS, KV_HEADS, KV_HEADS].map(|heads| random([1, heads, 9, DIM], &device).cast(FloatDType::F64));
+    let out = |scale: f64| {
+        let [q, k] = [q.clone() * scale, k.clone() * scale];
+        numbers(backend::in_tensors(layer, q, k, v.clone(), &mask).unwrap())
+    };
+    near("short rows", &out(1e-200), &out(1.0), 1e-9);
+    let [q, k, v] = [HEADS, KV_HEADS, KV_HEADS].map(|heads| Tensor::zeros([1, heads, 0, DIM], (&device, DType::F64)));
+    assert_eq!(backend::in_tensors(layer, q, k, v, &mask).unwrap().dims(), [1, HEADS, 0, DIM]);
+}
+
 /// Of equal taps the kernel is `β`, also where rounding leaves something of their distances from their mean.
 #[test]
 fn equal_taps_are_flat() {

@@ -44,11 +44,13 @@ pub(crate) fn lift(map: FeatureMap, learned: &Learned, side: Side, x: Tensor<4>)
             projected(x) - (half + (map.features(width) as f64).ln() / 2.0)
         }
         FeatureMap::Nprf(_) => {
-            let square = x.clone().powi_scalar(2).sum_dim(3);
-            // A row of zeros has no direction: it stays zero, with gradient 0.
-            let none = square.clone().equal_elem(0.0);
+            // A row of zeros has no direction: it stays zero, with gradient 0. The squares of others are at least 1 together.
+            let largest = x.clone().detach().abs().max_dim(3);
+            let none = largest.clone().equal_elem(0.0);
             let shape = x.shape();
-            let direction = (x / square.mask_fill(none.clone(), 1.0).sqrt()).mask_fill(none.expand(shape), 0.0);
+            let x = x / largest.mask_fill(none.clone(), 1.0);
+            let square = x.clone().powi_scalar(2).sum_dim(3).mask_fill(none.clone(), 1.0);
+            let direction = (x / square.sqrt()).mask_fill(none.expand(shape), 0.0);
             (projected(direction) - 0.5).exp() * (map.features(width) as f64).sqrt().recip()
         }
         FeatureMap::Dpfp { order } => {
