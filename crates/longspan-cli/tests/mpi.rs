@@ -128,7 +128,7 @@ fn split_sequences_learn_what_whole_ones_do() {
     let options: [&[&str]; 4] = [
         &["--attention", "kernelized,short-convolution,shaw"],
         &["--attention", "fourier", "--set", "recompute=true"],
-        &["--set", "radius=12", "--set", "feature_map=exp"],
+        &["--attention", "shaw", "--set", "radius=12", "--set", "feature_map=exp"],
         &["--attention", "kernelized", "--set", "feature_map=hedgehog", "--backpropagate", "3"],
     ];
     for (n, more) in options.into_iter().enumerate() {
