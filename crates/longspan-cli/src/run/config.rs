@@ -352,8 +352,8 @@ impl TaskKind {
             Self::Pairs => json!({}),
             // The fewest bits after as many minutes (docs/tried.md).
             Self::Text => json!({
-                "attention": "short-convolution,kernelized", "feature_map": "taylor2", "heads": 8, "activation": "silu", "gated": true, "dropout": 0.1,
-                "batch_size": 8, "learning_rate": 6e-3, "label_smoothing": 0.0, "checkpoint_steps": 200, "evaluate": 32,
+                "attention": "short-convolution,kernelized", "feature_map": "taylor2", "heads": 8, "activation": "silu", "gated": true,
+                "dropout": 0.1, "batch_size": 8, "learning_rate": 6e-3, "label_smoothing": 0.0, "checkpoint_steps": 200, "evaluate": 32,
             }),
             Self::Labelled | Self::Series | Self::Forecast => json!({
                 "base": true, "max_tokens": 8192, "layers": 2, "batch_size": 32, "learning_rate": 2e-3, "label_smoothing": 0.0,

@@ -175,12 +175,7 @@ class Tokenizer:
         ValueError
             For a file of another kind.
         """
-        stored = read_json(Path(path))
-        kind = stored.get("kind")
-        if kind not in ("characters", "words", "bytes", "json"):
-            raise ValueError(f"{path}: kind: expected characters, words, bytes or json, the tokenizer of a run, got {kind!r}")
-        vocabulary = (json.dumps(stored["tokenizer"]),) if kind == "json" else stored.get("vocabulary", ())
-        return cls(kind, tuple(vocabulary))
+        return tokenizer_of(path, read_json(Path(path)))
 
     def __len__(self) -> int:
         if self.kind == "json":
@@ -230,6 +225,14 @@ class Tokenizer:
         if self.kind == "json":
             return str(_of_json(*self.vocabulary)[0].decode(own))
         return (" " if self.kind == "words" else "").join(self.vocabulary[id] for id in own)
+
+
+def tokenizer_of(place: object, stored: Mapping[str, Any]) -> Tokenizer:
+    """What a tokenizer's file says."""
+    kind = stored.get("kind")
+    if kind not in ("characters", "words", "bytes", "json"):
+        raise ValueError(f"{place}: kind: expected characters, words, bytes or json, the tokenizer of a run, got {kind!r}")
+    return Tokenizer(kind, (json.dumps(stored["tokenizer"]),) if kind == "json" else tuple(stored.get("vocabulary", ())))
 
 
 @dataclass

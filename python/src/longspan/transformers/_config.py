@@ -178,10 +178,7 @@ def _size(name: str, given: int | None, tokenizer: dict[str, Any]) -> int:
     """Entries of an embedding."""
     if given is not None:
         return given
-    kind = tokenizer.get("kind")
-    if kind not in ("characters", "words", "bytes"):
-        raise ValueError(f"LongspanConfig: {name}: expected the number of ids of a tokenizer of kind {kind!r}, got None")
-    return len(runs.Tokenizer(kind, tuple(tokenizer.get("vocabulary", ()))))
+    return len(runs.tokenizer_of(f"LongspanConfig: {name}", tokenizer))
 
 
 def _read(path: Path) -> Any:

@@ -184,10 +184,11 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
 /// The series of a file that is answered whole, once each is checked; `None` of lines of JSON, which are answered as they come.
 pub fn asked(path: &Path, reading: &Reading<'_>, check: impl Fn(&Series) -> Result<()>) -> Result<Option<Vec<Asked>>> {
     // Series that are lines of JSON are answered one by one as they come; anything else, points in such lines too, is a whole file.
-    let line = lines::first_line(path)?;
-    let comes = lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str());
-    if comes && (line.is_empty() || line.trim_start().starts_with('{') && holds_series(&line)) {
-        return Ok(None);
+    if lines::is_standard_input(path) || ["jsonl", "ndjson"].contains(&lines::ending(path).as_str()) {
+        let line = lines::first_line(path)?;
+        if line.is_empty() || line.trim_start().starts_with('{') && holds_series(&line) {
+            return Ok(None);
+        }
     }
     let name = lines::name(path);
     let all = read(path, reading, false, "what is known of the channel")?.series;

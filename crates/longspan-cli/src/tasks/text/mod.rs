@@ -46,9 +46,11 @@ type Answering<'a> = task::Answering<'a, TextSettings>;
 /// Bytes that PPMd, beside which scores stand, learns from: those before what is held out.
 const LEARNED: u64 = 8 << 20;
 
-/// Bytes of its contexts, and of its memory, which that much text does not fill.
+/// Bytes of its contexts at most.
 const PPMD_ORDER: u32 = 10;
-const PPMD_MEMORY: u32 = 256 << 20;
+
+/// Bytes of its memory for each byte that it reads. Random letters, of all texts tried, fill the most, more than 16.
+const PPMD_MEMORY: u64 = 32;
 
 /// The side that the tokenizer's file is named for.
 const SIDE: &str = "text";
@@ -189,28 +191,27 @@ impl Task for Text {
         let Some(Passage { corpus, .. }) = passages.first() else { return Ok(0.0) };
         let learned = Parts::of(corpus, config)?.train;
         let bytes_per_token = (learned.end - learned.start) as f64 / data.train.tokens().max(1.0);
-        let scored: u64 = passages.iter().map(|passage| passage.to - passage.from).sum();
         let development: usize = data.development.iter().map(|stretch| stretch.tokens.len()).sum();
-        Ok(scored as f64 / bytes_per_token / development.max(1) as f64)
+        Ok(size(&passages) as f64 / bytes_per_token / development.max(1) as f64)
     }
 
     fn simple(&self, _: &Data<Self>, passages: &[Passage], config: &Config) -> Result<Vec<Simple>> {
         let Some(Passage { corpus, .. }) = passages.first() else { return Ok(Vec::new()) };
         let Range { start, end } = Parts::of(corpus, config)?.train;
         let from = corpus.boundary(start.max(end.saturating_sub(LEARNED)))?;
-        let mut ppmd = Ppmd7Encoder::new(Count(0), PPMD_ORDER, PPMD_MEMORY)?;
+        let read = end.saturating_sub(from) + size(passages);
+        let room = (PPMD_MEMORY * read).clamp(1 << 20, PPMD_MEMORY * LEARNED) as u32;
+        let mut ppmd = Ppmd7Encoder::new(Count(0), PPMD_ORDER, room)?;
         for piece in corpus.pieces(from.min(end)..end) {
             ppmd.write_all(&piece?.bytes)?;
         }
-        let (learned, mut bytes) = (ppmd.get_ref().0, 0);
+        let learned = ppmd.get_ref().0;
         for Passage { corpus, from, to } in passages {
             for piece in corpus.pieces(*from..*to) {
-                let piece = piece?;
-                ppmd.write_all(&piece.bytes)?;
-                bytes += piece.bytes.len();
+                ppmd.write_all(&piece?.bytes)?;
             }
         }
-        let score = 8.0 * (ppmd.get_ref().0 - learned) as f64 / bytes.max(1) as f64;
+        let score = 8.0 * (ppmd.get_ref().0 - learned) as f64 / size(passages).max(1) as f64;
         let some = if from > start { format!(" of the last {}", memory::size(LEARNED as f64)) } else { String::new() };
         let name = format!("PPMd of order {PPMD_ORDER}{some}");
         Ok(vec![Simple { name, shown: format!("{score:.3} bits per byte"), score }])
@@ -240,7 +241,6 @@ impl Task for Text {
     }
 
     fn introduce(&self, config: &Config, data: &Data<Self>) -> String {
-        let size = |passages: &[Passage]| passages.iter().map(|passage| passage.to - passage.from).sum::<u64>() as f64;
         let corpus = data.held_out.first().map_or(0.0, |passage| passage.corpus.len() as f64);
         let texts = data.held_out.first().map_or(1, |passage| passage.corpus.documents());
         let texts = if texts == 1 { String::new() } else { format!(" in {texts} texts") };
@@ -248,7 +248,7 @@ impl Task for Text {
             "{}: {}{texts}, of which the last {} are held out; {} ({} tokens, 4 of them special)",
             config.data_name(),
             memory::size(corpus),
-            memory::size(size(&data.held_out)),
+            memory::size(size(&data.held_out) as f64),
             if config.task.tokens.as_deref() == Some("bpe") { "byte-pair encoding" } else { self.tokenizer.kind() },
             self.tokenizer.len()
         )
@@ -331,6 +331,11 @@ fn say_hidden(tokenizer: &Tokenizer, corpus: &Corpus, train: &Range<u64>, config
         ));
     }
     Ok(())
+}
+
+/// Bytes of passages.
+fn size(passages: &[Passage]) -> u64 {
+    passages.iter().map(|passage| passage.to - passage.from).sum()
 }
 
 /// Counts what is written.
