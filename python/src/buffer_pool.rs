@@ -5,7 +5,7 @@ use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
-use longspan_kernels::memory::{HUGE_PAGE, use_huge_pages};
+use longspan_core::memory::{HUGE_PAGE, use_huge_pages};
 use numpy::npyffi::{NPY_ARRAY_CARRAY, NpyTypes, PY_ARRAY_API, PyArrayObject, get_type_object, npy_intp};
 use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray};
 use pyo3::exceptions::PyMemoryError;

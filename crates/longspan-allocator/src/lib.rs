@@ -5,7 +5,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use longspan_kernels::memory::use_huge_pages;
+use longspan_core::memory::use_huge_pages;
 
 /// Blocks from this size on are kept here: glibc's allocator takes each from the system and gives it back, and no setting changes that.
 const LARGE: usize = 32 << 20;

@@ -21,7 +21,7 @@ pub use mechanism::{
 };
 pub(crate) use reference::{check_reference, distance, places};
 pub use scratch::Scratch;
-pub(crate) use scratch::{Arena, Lines, StepMemory, zeros};
+pub(crate) use scratch::{Arena, Lines, StepMemory};
 pub(crate) use shape::SharedRows;
 pub use shape::{Dims, View, ViewMut};
 pub(crate) use sink::{GradientSink, Sink, StateSink, clear_absent};

@@ -1,12 +1,12 @@
 //! Working memory that the caller keeps between calls.
 
-use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
+use std::alloc::{Layout, handle_alloc_error};
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 
 use crate::error::Error;
-use crate::memory::use_huge_pages;
+use crate::memory::{use_huge_pages, zeros};
 use crate::simd::Real;
 use crate::simd::rows::{LINE_BYTES, line, padded};
 
@@ -75,9 +75,12 @@ impl<T: Real> Scratch<T> {
             + size_of_val(self.lent.as_slice())
     }
 
-    /// `len` numbers or more with any contents, beside those of a call that runs meanwhile; [`give_back`](Self::give_back) keeps them
-    /// for the next time.
-    pub(crate) fn lend(&mut self, len: usize) -> Result<Vec<T>, Error> {
+    /// `len` numbers or more with any contents for the caller's own use, beside those of a call that runs meanwhile;
+    /// [`give_back`](Self::give_back) keeps them for the next time.
+    ///
+    /// # Errors
+    /// If the machine has not the memory.
+    pub fn lend(&mut self, len: usize) -> Result<Vec<T>, Error> {
         let numbers = std::mem::take(&mut self.lent);
         if numbers.len() >= len {
             return Ok(numbers);
@@ -86,7 +89,8 @@ impl<T: Real> Scratch<T> {
         zeros(len)
     }
 
-    pub(crate) fn give_back(&mut self, numbers: Vec<T>) {
+    /// Keeps what [`lend`](Self::lend) gave.
+    pub fn give_back(&mut self, numbers: Vec<T>) {
         self.lent = numbers;
     }
 
@@ -151,20 +155,6 @@ impl<T: Real> Lines<T> {
         assert_eq!(buffer.len(), start + len, "as many numbers as were said");
         Ok(Self { buffer, start, len })
     }
-}
-
-/// Zeros from the system, whose pages cost nothing until they are used: a state with room for many tokens is mostly that.
-pub(crate) fn zeros<T: Real>(len: usize) -> Result<Vec<T>, Error> {
-    let refused = || Error::Memory { bytes: len.saturating_mul(size_of::<T>()) };
-    let layout = Layout::array::<T>(len).map_err(|_| refused())?;
-    assert!(len > 0, "memory for nothing");
-    // SAFETY: the layout is not empty by the assertion above.
-    let start = unsafe { alloc_zeroed(layout) };
-    if start.is_null() {
-        return Err(refused());
-    }
-    // SAFETY: the memory was allocated by the global allocator with the layout of so many numbers; zero bits are the number 0.
-    Ok(unsafe { Vec::from_raw_parts(start.cast(), len, len) })
 }
 
 impl<T> Deref for Lines<T> {

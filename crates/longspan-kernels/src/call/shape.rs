@@ -64,7 +64,11 @@ impl Dims {
         [self.batch, self.heads, self.queries, self.value_dim]
     }
 
-    pub(crate) fn check(&self, operation: &'static str) -> Result<(), Error> {
+    /// Whether sizes make sense.
+    ///
+    /// # Errors
+    /// If the heads are no multiple of the key/value heads, or tensors of these sizes would not fit the address space.
+    pub fn check(&self, operation: &'static str) -> Result<(), Error> {
         let holds =
             (self.heads == 0 && self.kv_heads == 0) || (self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads));
         let expected = || format!("a multiple of the {} key/value heads", self.kv_heads);

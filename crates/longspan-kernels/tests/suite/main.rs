@@ -1,7 +1,6 @@
 //! Every mechanism held to its definition, under every instruction set of this processor.
 
 mod aft;
-mod blocks;
 mod choice;
 mod convolution;
 mod feature_maps;
@@ -10,7 +9,6 @@ mod gated;
 mod gates;
 mod instruction_sets;
 mod kernelized;
-mod layers;
 mod learned_gates;
 mod limits;
 mod properties;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use crate::cpu::FlexTensor;
-use longspan_kernels::layers::{MultiHead, NormWeights, Projected, StepBuffers};
 use longspan_kernels::{Kernel, Mask, State};
+use longspan_layers::{MultiHead, NormWeights, Projected, StepBuffers};
 
 use super::{AttentionState, Heads, MemoryState, MultiHeadAttention};
 use crate::backend::{self, AnyKernel};

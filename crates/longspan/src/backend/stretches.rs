@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, OnceLock};
 
-use longspan_kernels::layers::Stretches;
 use longspan_kernels::{CombineGradients, Error, Kernel, State};
+use longspan_layers::Stretches;
 
 use super::{AnyKernel, Peers};
 

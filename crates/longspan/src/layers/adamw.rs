@@ -16,7 +16,7 @@ use crate::profile::timed;
 /// ```
 #[derive(Clone)]
 pub struct FusedAdamW {
-    constants: longspan_kernels::layers::AdamW,
+    constants: longspan_layers::AdamW,
     /// What other tensors are optimized by.
     plain: AdamW,
     /// The same for parameters of one dimension.
@@ -32,7 +32,7 @@ impl FusedAdamW {
             .with_epsilon(epsilon)
             .with_weight_decay(weight_decay);
         Self {
-            constants: longspan_kernels::layers::AdamW { beta_1, beta_2, epsilon, weight_decay },
+            constants: longspan_layers::AdamW { beta_1, beta_2, epsilon, weight_decay },
             plain: plain.build(),
             vectors: None,
         }
@@ -42,7 +42,7 @@ impl FusedAdamW {
     /// where the data want them.
     #[must_use]
     pub fn without_decay_of_vectors(self) -> Self {
-        let longspan_kernels::layers::AdamW { beta_1, beta_2, epsilon, .. } = self.constants;
+        let longspan_layers::AdamW { beta_1, beta_2, epsilon, .. } = self.constants;
         Self { vectors: Some(Box::new(Self::new(beta_1, beta_2, epsilon, 0.0))), ..self }
     }
 }
@@ -74,7 +74,7 @@ impl Optimizer for FusedAdamW {
 mod fused {
     use burn::optim::{AdamWState, AdaptiveMomentumState};
     use burn::tensor::{DType, Tensor};
-    use longspan_kernels::layers::AdamW;
+    use longspan_layers::AdamW;
 
     use crate::cpu::from_flex;
     use crate::layers::flex::{numbers, own, taken};

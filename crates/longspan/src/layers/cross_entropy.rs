@@ -145,7 +145,7 @@ mod fused {
     use burn::nn::Linear;
     use burn::tensor::{Shape, Tensor};
     use longspan_kernels::Error;
-    use longspan_kernels::layers::{CrossEntropy, Loss, LossGradients};
+    use longspan_layers::{CrossEntropy, Loss, LossGradients};
 
     use crate::backend::operation::{Operation, run};
     use crate::layers::flex::{contiguous, numbers, shape, tensor};

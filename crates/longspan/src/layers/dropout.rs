@@ -57,7 +57,7 @@ pub(crate) mod fused {
     use crate::cpu::FlexTensor;
     use burn::tensor::{Distribution, Tensor};
     use longspan_kernels::Error;
-    use longspan_kernels::layers::Dropout;
+    use longspan_layers::Dropout;
 
     use crate::backend::operation::{Operation, run};
     use crate::layers::flex::{numbers, shape, tensor};

@@ -55,7 +55,7 @@ mod fused {
     use crate::cpu::FlexTensor;
     use burn::tensor::Tensor;
     use longspan_kernels::Error;
-    use longspan_kernels::layers::Embedding;
+    use longspan_layers::Embedding;
 
     use crate::backend::operation::{Operation, run};
     use crate::layers::flex::{contiguous, numbers, shape, tensor};

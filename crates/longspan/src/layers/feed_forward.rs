@@ -100,7 +100,7 @@ mod fused {
     use crate::cpu::FlexTensor;
     use burn::tensor::Tensor;
     use longspan_kernels::Error;
-    use longspan_kernels::layers::{self as kernels, Dropout, FeedForwardGradients, Weights};
+    use longspan_layers::{self as kernels, Dropout, FeedForwardGradients, Weights};
 
     use super::FeedForward;
     use crate::backend::operation::{Operation, run};

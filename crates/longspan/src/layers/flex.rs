@@ -4,7 +4,7 @@ use crate::cpu::{FlexTensor, Layout, is_flex, to_flex};
 use burn::backend::DispatchTensor;
 use burn::nn::Linear;
 use burn::tensor::{Bytes, DType, Shape, Tensor};
-use longspan_kernels::layers::Weights;
+use longspan_layers::Weights;
 
 /// Whether a tensor is of the CPU backend, with or without autodiff, and of `f32`.
 pub(crate) fn is_f32<const D: usize>(x: &Tensor<D>) -> bool {

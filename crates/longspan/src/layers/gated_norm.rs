@@ -88,7 +88,7 @@ pub(crate) mod fused {
     use burn::backend::DispatchTensor;
     use burn::tensor::Tensor;
     use longspan_kernels::Error;
-    use longspan_kernels::layers::{GatedNorm, GatedNormGradients, GatedNormWeights};
+    use longspan_layers::{GatedNorm, GatedNormGradients, GatedNormWeights};
 
     use super::GatedRmsNorm;
     use crate::backend::operation::{Operation, run};

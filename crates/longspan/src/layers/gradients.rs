@@ -27,7 +27,7 @@ pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, lim
             let Some(gradient) = self.gradients.get::<D>(param.id) else { return };
             if is_f32(&gradient) {
                 let own = taken(gradient);
-                self.squares += longspan_kernels::layers::gradients::sum_of_squares(numbers(&own));
+                self.squares += longspan_layers::gradients::sum_of_squares(numbers(&own));
                 return;
             }
             let own = gradient.clone().mul(gradient).sum();
@@ -81,7 +81,7 @@ pub fn add_gradients(module: &impl Module, one: GradientsParams, other: Gradient
 fn scaled<const D: usize>(x: Tensor<D>, by: f64) -> Tensor<D> {
     if is_f32(&x) {
         let mut x = taken(x);
-        longspan_kernels::layers::gradients::scale(own(&mut x), by as f32);
+        longspan_layers::gradients::scale(own(&mut x), by as f32);
         return from_flex(x);
     }
     x.mul_scalar(by)
@@ -90,7 +90,7 @@ fn scaled<const D: usize>(x: Tensor<D>, by: f64) -> Tensor<D> {
 fn sum<const D: usize>(one: Tensor<D>, other: Tensor<D>) -> Tensor<D> {
     if is_f32(&one) && is_f32(&other) && one.dims() == other.dims() {
         let mut sum = taken(one);
-        let added = longspan_kernels::layers::gradients::add(own(&mut sum), numbers(&taken(other)));
+        let added = longspan_layers::gradients::add(own(&mut sum), numbers(&taken(other)));
         added.unwrap_or_else(|error| panic!("{error}"));
         return from_flex(sum);
     }

@@ -142,8 +142,9 @@ pub(crate) fn apply(layer: &Linear, x: Tensor<3>, activation: Activation, after:
 pub(crate) mod fused {
     use crate::cpu::FlexTensor;
     use burn::tensor::Tensor;
-    use longspan_kernels::layers::{self as kernels, Dropout, Kept, Linear};
-    use longspan_kernels::{Error, layers::LinearGradients};
+    use longspan_kernels::Error;
+    use longspan_layers::LinearGradients;
+    use longspan_layers::{self as kernels, Dropout, Kept, Linear};
 
     use super::Activation;
     use crate::backend::operation::{Operation, run};

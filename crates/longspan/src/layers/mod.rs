@@ -2,7 +2,7 @@
 //! of a vocabulary, and AdamW.
 //!
 //! On Burn's CPU backend in `f32` each is one operation with a backward of its own, by
-//! [`longspan_kernels::layers`]; on every other backend, and for other numbers, the same in plain tensor operations.
+//! [`longspan_layers`]; on every other backend, and for other numbers, the same in plain tensor operations.
 
 #[cfg(feature = "autodiff")]
 mod adamw;

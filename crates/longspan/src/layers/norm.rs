@@ -105,7 +105,7 @@ pub(crate) mod fused {
     use burn::backend::DispatchTensor;
     use burn::tensor::Tensor;
     use longspan_kernels::Error;
-    use longspan_kernels::layers::{Norm, NormGradients, NormWeights};
+    use longspan_layers::{Norm, NormGradients, NormWeights};
 
     use super::{NormKind, TokenNorm};
     use crate::backend::operation::{Operation, run};

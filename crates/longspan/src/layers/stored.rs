@@ -4,7 +4,7 @@ use crate::cpu::FlexTensor;
 use burn::module::Param;
 use burn::nn::Linear;
 use burn::tensor::Tensor;
-use longspan_kernels::layers::{FeedForward as Call, GatedNormWeights, NormWeights, Weights};
+use longspan_layers::{FeedForward as Call, GatedNormWeights, NormWeights, Weights};
 
 use super::flex::{numbers, taken};
 use super::{FeedForward, GatedRmsNorm, NormKind, TokenNorm};
@@ -74,7 +74,7 @@ impl StoredGatedNorm {
 pub(crate) struct StoredFeedForward {
     inner: StoredLayer,
     outer: StoredLayer,
-    activation: longspan_kernels::layers::Activation,
+    activation: longspan_layers::Activation,
     gated: bool,
 }
 

@@ -3,7 +3,7 @@
 use crate::cpu::FlexTensor;
 use burn::tensor::DType;
 use longspan_kernels::State;
-use longspan_kernels::layers::StepBuffers;
+use longspan_layers::StepBuffers;
 
 use super::language_model::{LanguageModel, LanguageState};
 use super::positions::{Positions, sinusoids};

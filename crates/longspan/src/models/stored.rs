@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use burn::tensor::Tensor;
-use longspan_kernels::layers::{Linear, Norm as NormCall, NormWeights, StepBuffers};
 use longspan_kernels::{Error as KernelError, Mask, Scratch, State};
+use longspan_layers::{Linear, Norm as NormCall, NormWeights, StepBuffers};
 
 use super::block::{DecoderBlock, EncoderBlock, Norm};
 use super::seq2seq::Seq2Seq;

@@ -166,7 +166,7 @@ operation!(WindowDots, |weights: &'a [T],
 
 /// What the exponents of a range of items may be relative to.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct ReachMax<T> {
+pub struct ReachMax<T> {
     /// The largest exponent, in two parts; the floor if there is nothing.
     pub x: T,
     pub b: T,

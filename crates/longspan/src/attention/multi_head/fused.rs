@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::cpu::FlexTensor;
 use burn::tensor::Tensor;
-use longspan_kernels::layers::{Dropout, KeptAttention, Memory, MultiHead, MultiHeadGradients};
 use longspan_kernels::{Error, Kernel, Scratch, State};
+use longspan_layers::{Dropout, KeptAttention, Memory, MultiHead, MultiHeadGradients};
 
 use super::MultiHeadAttention;
 use crate::attention::{AttentionMask, Heads};

@@ -14,8 +14,8 @@ use crate::cpu::{FlexTensor, Layout};
 use burn::tensor::{Bytes, DType, Shape};
 use longspan_kernels as kernels;
 use longspan_kernels::half::{Half, bf16, f16, narrow, widen};
-use longspan_kernels::layers::Stretches;
 use longspan_kernels::{Cotangent, Dims, Gradients, Kernel, Output, Parameter, Real, Scratch, State, View, ViewMut};
+use longspan_layers::Stretches;
 
 pub(super) use prefix::PrefixState;
 pub(crate) use prefix::check_token;

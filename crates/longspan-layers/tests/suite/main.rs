@@ -1,0 +1,4 @@
+//! Every layer held to its definition in f64.
+
+mod blocks;
+mod layers;
