@@ -147,13 +147,7 @@ def ours(
     if kind == "aft-full":
         return lambda q, k, v: ops.aft_full(q, k, v, w, is_causal=is_causal), own
     if kind == "aft-local":
-        window = 64
-        key = torch.arange(length)[:, None] + torch.arange(-window + 1, window)[None]
-        inside = (key >= 0) & (key < length)
-        near = w.detach().gather(1, key.clamp(0, length - 1))
-        local = torch.where(inside, near, 0).requires_grad_()
-        return lambda q, k, v: ops.aft_local(q, k, v, local, is_causal=is_causal), [local]
-    # The opponent's convolution has a key for each channel; ours has one a head and is compared with all channels alike.
+        return lambda q, k, v: ops.aft_local(q, k, v, w, is_causal=is_causal), own
     return lambda q, k, v: ops.aft_conv(q, k[..., 0], v, w, is_causal=is_causal), own
 
 
@@ -175,8 +169,6 @@ def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
     heads, head_dim = options.heads, options.head_dim
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, length, head_dim, generator=generator) for _ in range(3))
-    if row.kind == "aft-conv":
-        k = k[..., :1].expand(k.shape).contiguous()
     compiled = [f"compiled:{peer}" for peer in row.same] if row.compiled and not options.eager else []
     names = [*row.same, *compiled, *row.softmax]
     peers = {peer: torch_peers.make(peer, heads, length, head_dim) for peer in names}
@@ -231,8 +223,9 @@ def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
     return found
 
 
-#: Rounds that every function runs in, however slow.
+#: Rounds that every function runs in, however slow; and those that are not slow.
 _LEAST = 4
+_ROUNDS = 12
 
 #: Seconds of rest between two functions.
 _SETTLING = 2e-3
@@ -255,7 +248,7 @@ def _alternate(run: Callable[[str], None], candidates: list[str], seconds: float
     shuffle = random.Random(0)
     rounds = 0
     end = None
-    while rounds < _LEAST or end is None or time.perf_counter() < end or rounds < 3 * _LEAST:
+    while rounds < _LEAST or end is None or time.perf_counter() < end or rounds < _ROUNDS:
         if rounds == _LEAST:
             end = time.perf_counter() + seconds
         # A new order each round, so that nobody always comes after the same one.
@@ -299,13 +292,15 @@ class Ratio:
     theirs: float
     low: float
     high: float
+    rounds: int
 
     @property
     def value(self) -> float:
         return self.theirs / self.ours
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        # Of few rounds an interval says nothing.
+        return f"{self.value:.2f}" + (f" [{self.low:.2f}, {self.high:.2f}]" if self.rounds >= _ROUNDS else "")
 
 
 def ratios(found: Sequence[Times]) -> dict[tuple[str, int, str], list[Ratio]]:
@@ -319,7 +314,7 @@ def ratios(found: Sequence[Times]) -> dict[tuple[str, int, str], list[Ratio]]:
         pairs = [(a, b) for a, b in zip(entry["seconds"], mine[place]) if a is not None]
         theirs, own = [a for a, _ in pairs], [b for _, b in pairs]
         low, high = interval(theirs, own)
-        table[place].append(Ratio(entry["name"], median(own), median(theirs), low, high))
+        table[place].append(Ratio(entry["name"], median(own), median(theirs), low, high, len(own)))
     return {place: sorted(row, key=lambda ratio: ratio.value) for place, row in table.items()}
 
 
@@ -327,32 +322,33 @@ _TITLES = {"system": "the system's allocator", "keeping": "an allocator that kee
 
 
 def summary(found: dict[str, Sequence[Times]]) -> str:
-    """The fastest opponent of each row under each allocator, and the ratio that counts."""
-    by_allocator = {allocator: ratios(times) for allocator, times in found.items()}
-    head = ["row", "L", "direction"]
-    for allocator in by_allocator:
-        head += [f"ours, ms ({allocator})", "fastest opponent", "its ms", "ratio [95 %]"]
-    lines = [f"| {' | '.join([*head, 'counts'])} |", "|" + "---|" * (len(head) + 1)]
-    for place in next(iter(by_allocator.values())):
-        cells = [place[0], str(place[1]), place[2]]
-        values = []
-        for table in by_allocator.values():
-            best = table[place][0]
-            values.append(best.value)
-            cells += [f"{best.ours * 1e3:.2f}", best.name, f"{best.theirs * 1e3:.2f}", str(best)]
-        lines.append(f"| {' | '.join(cells)} | **{min(values):.2f} ×** |")
-    return "\n".join(lines)
+    """The fastest opponent of each row, under the allocator that is worse for us: one table of those that compute the same, one of
+    softmax attention, which is another computation."""
+    by_allocator = [ratios(times) for times in found.values()]
+    least = {place: min((table[place][0] for table in by_allocator), key=lambda ratio: ratio.value) for place in by_allocator[0]}
+    tables = []
+    for title, other in (("", False), ("Beside softmax attention, which is another computation:\n\n", True)):
+        lines = []
+        for row, length in dict.fromkeys((row, length) for row, length, _ in least if bool(ROWS[row].softmax) == other):
+            cells = [row, f"{length:,}"]
+            for direction in ("forward", "forward + backward"):
+                best = least.get((row, length, direction))
+                cells += [f"{best.ours * 1e3:.3g}", f"`{best.name}`", str(best)] if best else [""] * 3
+            lines.append(f"| {' | '.join(cells)} |")
+        if lines:
+            head = "| row | L | forward, ms | fastest opponent | its time over ours | with backward, ms | fastest opponent | its time over ours |"
+            tables.append(title + "\n".join([head, "|" + "---|" * 8, *lines]))
+    return "\n\n".join(tables)
 
 
 def details(found: Sequence[Times]) -> str:
     """Every opponent of every row."""
     lines = ["| row | L | direction | opponent | its ms | ours, ms | ratio [95 %] | rounds |", "|" + "---|" * 8]
-    rounds = {(e["row"], e["length"], e["direction"], e["name"]): sum(t is not None for t in e["seconds"]) for e in found}
     for place, row in ratios(found).items():
         for ratio in row:
             lines.append(
                 f"| {place[0]} | {place[1]} | {place[2]} | {ratio.name} | {ratio.theirs * 1e3:.2f} | {ratio.ours * 1e3:.2f} "
-                f"| {ratio} | {rounds[(*place, ratio.name)]} |"
+                f"| {ratio} | {ratio.rounds} |"
             )
     return "\n".join(lines)
 

@@ -105,32 +105,52 @@ def aft_simple_causal(q, k, v):
     return torch.sigmoid(q) * (e * v).cumsum(1) / e.cumsum(1)
 
 
-def aft_full(w, is_causal, window=None):
-    """``w`` is ``[length, length]``; with a ``window`` it counts for nearer pairs alone, and the others' bias is 0."""
-    position = torch.arange(w.shape[0])
-    near = None if window is None else (position[:, None] - position[None]).abs() < window
+def aft_full(w, is_causal):
+    """``w`` is ``[length, length]``."""
 
     def attend(q, k, v):
         q, k, v = map(_channels, (q, k, v))
         e = (k - k.amax(1, keepdim=True)).exp()
-        factors = (w if near is None else torch.where(near, w, 0.0)).exp()
-        factors = factors.tril() if is_causal else factors
+        factors = w.exp().tril() if is_causal else w.exp()
         return torch.sigmoid(q) * (factors @ (e * v)) / (factors @ e)
 
     return attend
 
 
+def aft_local_causal(w):
+    """Running sums, and near keys as a band of dense blocks with ``exp(w) - 1``; ``w`` is ``[length, 2 window - 1]``."""
+    length, window = w.shape[0], w.shape[1] // 2 + 1
+    row, column = torch.arange(window)[:, None], torch.arange(2 * window)[None]
+    offset = column - row - 1
+    near = (offset >= 0) & (offset < window)
+
+    def attend(q, k, v):
+        q, k, v = map(_channels, (q, k, v))
+        e = (k - k.amax(1, keepdim=True)).exp()
+        x = torch.cat([e * v, e], -1)
+        count = length // window
+        factors = (w.exp() - 1).unflatten(0, (count, window))
+        band = factors.gather(-1, offset.clamp(0, window - 1).expand(count, -1, -1)) * near
+        blocks = F.pad(x, (0, 0, window, 0)).unfold(1, 2 * window, window).transpose(-1, -2)
+        sums = (band @ blocks).flatten(1, 2) + x.cumsum(1)
+        numerator, denominator = sums.chunk(2, -1)
+        return torch.sigmoid(q) * numerator / denominator
+
+    return attend
+
+
 def aft_conv_causal(w):
-    """One kernel a head, ``w`` ``[head, taps]``: a convolution with ``exp(w) - 1`` beside running sums."""
+    """One kernel and one key a head, ``w`` ``[head, taps]``: a convolution with ``exp(w) - 1`` beside running sums."""
     heads, taps = w.shape
 
     def attend(q, k, v):
         batch, _, length, width = q.shape
+        k = k[..., :1]
         e = (k - k.amax(2, keepdim=True)).exp()
         x = torch.cat([e * v, e], -1)
         channels = F.pad(x.permute(0, 3, 1, 2).reshape(-1, heads, length), (taps - 1, 0))
         near = F.conv1d(channels, (w.exp() - 1)[:, None], groups=heads)
-        sums = near.view(batch, 2 * width, heads, length).permute(0, 2, 3, 1) + x.cumsum(2)
+        sums = near.view(batch, width + 1, heads, length).permute(0, 2, 3, 1) + x.cumsum(2)
         return torch.sigmoid(q) * sums[..., :width] / sums[..., width:]
 
     return attend
@@ -196,7 +216,7 @@ def make(name, heads, length, head_dim):
         "aft_simple_causal": lambda: aft_simple_causal,
         "aft_full": lambda: aft_full((0.1 * learned(length, length)).requires_grad_(), False),
         "aft_full_causal": lambda: aft_full((0.1 * learned(length, length)).requires_grad_(), True),
-        "aft_local64_causal": lambda: aft_full((0.1 * learned(length, length)).requires_grad_(), True, 64),
+        "aft_local64_causal": lambda: aft_local_causal((0.1 * learned(length, 127)).requires_grad_()),
         "aft_conv_causal": lambda: aft_conv_causal((0.1 * learned(heads, 33)).requires_grad_()),
         "sdpa_causal": lambda: sdpa_causal,
         "sdpa_window512": lambda: sdpa_window(512),
