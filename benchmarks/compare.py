@@ -399,6 +399,45 @@ def overhead(heads: int, head_dim: int, length: int = 64, calls: int = 2000) -> 
     return "\n".join(lines)
 
 
+def decoding(heads: int, head_dim: int, lengths: Sequence[int] = (1024, 4096, 16384), tokens: int = 200, compiled: bool = True) -> str:
+    """A token after so many: ours, the same sums in PyTorch, and softmax attention over a cache of keys and values."""
+    import torch
+    import torch_peers
+
+    from longspan import ops
+
+    recurrent = torch.compile(torch_peers.recurrent_step, dynamic=False) if compiled else torch_peers.recurrent_step
+    lines = ["| a token after | ours, µs | running sums in PyTorch | softmax over a cache | its state / the cache, MB |", "|" + "---|" * 5]
+    for length in lengths:
+        q, k, v = torch.randn(3, 1, heads, length, head_dim).unbind()
+        q1, k1, v1 = torch.randn(3, 1, heads, head_dim).unbind()
+        _, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
+        features = torch_peers.phi(k)
+        sums, keys = features.transpose(-1, -2) @ v, features.sum(-2)
+        cache = torch.stack([torch.cat([x, x[:, :, -1:]], 2) for x in (k, v)])
+        steps: dict[str, Callable[[], Any]] = {
+            "longspan": lambda: ops.kernelized_attention_step(q1, k1, v1, state),
+            "recurrent": lambda: recurrent(q1, k1, v1, sums, keys),
+            "softmax": lambda: torch_peers.sdpa_step(q1, k1, v1, cache),
+        }
+
+        def run(name: str) -> None:
+            for _ in range(tokens):
+                steps[name]()
+
+        with torch.no_grad():
+            expected = recurrent(q1, k1, v1, sums, keys)[0]
+            got = ops.kernelized_attention_step(q1, k1, v1, state.clone())[0]
+            if not (got - expected).abs().max() < 1e-3 * expected.abs().max():
+                raise SystemExit(f"a token after {length}: Longspan and running sums in PyTorch differ; nothing is measured")
+            times = _alternate(run, list(steps), seconds=0.2)
+        ours, sums_time, softmax = (median([t for t in times[name] if t is not None]) / tokens * 1e6 for name in steps)
+        bytes_ = 4 * (sums.numel() + keys.numel()), 4 * cache.numel()
+        cells = [f"{ours:.3g}", f"{sums_time:.3g}, {sums_time / ours:.1f} ×", f"{softmax:.3g}, {softmax / ours:.1f} ×"]
+        lines.append(f"| {length:,} | {' | '.join(cells)} | {bytes_[0] / 1e6:.2g} / {bytes_[1] / 1e6:.3g} |")
+    return "\n".join(lines)
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=" | ".join(ROWS))
@@ -410,7 +449,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="without torch.compile in front of the opponents")
     parser.add_argument("--allocator", choices=ALLOCATORS, help="one of the two instead of both")
     parser.add_argument("--details", action="store_true", help="every opponent, not the fastest alone")
-    parser.add_argument("--overhead", action="store_true", help="what a short call costs over its kernel, and no more")
+    parser.add_argument("--overhead", action="store_true", help="what a short call costs over its kernel and a token, and no more")
     parser.add_argument("--json", type=Path, help="all times, in this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -450,6 +489,11 @@ def _in_child(allocator: str, options: argparse.Namespace, folder: str) -> list[
     return found
 
 
+def _short(options: argparse.Namespace) -> str:
+    """What short calls and tokens cost."""
+    return f"{overhead(options.heads, options.head_dim)}\n\n{decoding(options.heads, options.head_dim, compiled=not options.eager)}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     import torch
@@ -462,7 +506,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.json.write_text(json.dumps(_measure_all(options)))
         return 0
     if options.overhead:
-        print(overhead(options.heads, options.head_dim))
+        print(_short(options))
         return 0
     allocators = [options.allocator] if options.allocator else list(ALLOCATORS)
     with tempfile.TemporaryDirectory() as folder:
@@ -474,7 +518,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.details:
         for allocator, times in found.items():
             print(f"\nWith {_TITLES[allocator]}:\n\n{details(times)}")
-    print(f"\n{overhead(options.heads, options.head_dim)}")
+    print(f"\n{_short(options)}")
     if options.json:
         options.json.write_text(json.dumps(found))
     return 0

@@ -32,7 +32,7 @@ def test_ratios(tmp_path):
     assert names == {"longspan", "linear"} | ({"jax_linear"} if compare._installed("jax_peers") else set())
     # Both directions once in the summary, and for every opponent once under each allocator in the details.
     assert len(table) == 1 + 4 * (len(names) - 1)
-    assert "a call on NumPy arrays" in done.stdout
+    assert "a call on NumPy arrays" in done.stdout and "| 16,384 |" in done.stdout
 
 
 @pytest.mark.parametrize("name", compare.ROWS)

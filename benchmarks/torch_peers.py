@@ -160,6 +160,19 @@ def sdpa_causal(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def recurrent_step(q, k, v, sums, keys):
+    """A token through the running sums, which it returns anew; ``q``, ``k``, ``v`` are ``[batch, head, feature]``."""
+    q, k = phi(q), phi(k)
+    sums, keys = sums + k.unsqueeze(-1) * v.unsqueeze(-2), keys + k
+    return (q.unsqueeze(-2) @ sums).squeeze(-2) / (q * keys).sum(-1, keepdim=True), sums, keys
+
+
+def sdpa_step(q, k, v, cache):
+    """A token over a cache ``[2, batch, head, token, feature]`` of keys and values, in whose last place it is written."""
+    cache[0, :, :, -1], cache[1, :, :, -1] = k, v
+    return F.scaled_dot_product_attention(q.unsqueeze(2), cache[0], cache[1])
+
+
 def sdpa_window(window):
     """All pairs with a mask that hides what is not in the window."""
 
