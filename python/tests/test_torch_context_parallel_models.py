@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from test_torch_context_parallel import on  # noqa: E402
 from torch import nn  # noqa: E402
 
-from longspan.torch import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer  # noqa: E402
+from longspan.torch import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, distributed, models  # noqa: E402
 from longspan.torch.distributed import context_parallel, mean_loss, stretch  # noqa: E402
 
 BATCH, LENGTH, WIDTH = 4, 21, 16
@@ -143,9 +143,14 @@ def test_checkpoints_load_on_another_number_of_ranks(tmp_path):
     torch.testing.assert_close(loss.detach(), torch.load(tmp_path / "loss"), rtol=1e-5, atol=1e-5)
 
 
+SETTINGS = {"attention": "kernelized", "d_model": 8, "heads": 2, "layers": 1, "d_ff": 16}
+PAIRS = {"encoder_layers": 1, "decoder_layers": 1}
+
+
 def modules(rank, world):
     mesh = meshes(world)
     group = mesh["sequence"].get_group()
+    drawn = models.LanguageModel({**SETTINGS, "synthetic": "copying"}, 9)
     make = lambda attention, **o: TransformerEncoderLayer(8, 2, 16, batch_first=True, attention=attention, **o)  # noqa: E731
     for message, model, over in (
         ("context_parallel: self_attn.attention: expected attention whose stretches add up, got toeplitz", make("toeplitz"), group),
@@ -154,6 +159,10 @@ def modules(rank, world):
         ("0: expected attention of longspan, got torch's", nn.Sequential(nn.MultiheadAttention(8, 2)), group),
         ("expected a mechanism of longspan, got Identity", make(lambda *_, **__: nn.Identity()), group),
         ("expected one with attention of longspan in it, got Linear", nn.Linear(2, 2), group),
+        ("Classifier: expected a model that acts on each token alone", models.Classifier(SETTINGS, 9, 2), group),
+        ("got one that makes one row of a whole sequence", models.SeriesModel(SETTINGS, 1, 2), group),
+        ("got one that counts the tokens of whole sources", models.Seq2Seq({**SETTINGS, **PAIRS}, 9, 9), group),
+        ("model: expected a model that acts on each token alone", nn.ModuleDict({"model": drawn}), group),
         ("got one that is over several already", context_parallel(make("shaw"), group), group),
         ('expected one dimension, such as mesh["sequence"], got 2', make("shaw"), mesh),
     ):
@@ -182,6 +191,39 @@ def modules(rank, world):
 
 def test_modules():
     on(2, modules)
+
+
+def language_model(rank, world):
+    from longspan.transformers import LongspanConfig, LongspanForCausalLM
+
+    mesh = meshes(world)["sequence"]
+    torch.manual_seed(0)
+    one = LongspanForCausalLM(LongspanConfig(d_model=16, heads=2, layers=1, d_ff=32, attention="shaw", dropout=0.0))
+    ids = torch.randint(4, 30, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    expected = one(ids, labels=ids).loss
+    here, cut = stretch(LENGTH, mesh), context_parallel(copy.deepcopy(one), mesh)
+    with pytest.raises(ValueError, match="labels: expected None over several processes, got some; shift"):
+        cut(ids[:, here], labels=ids[:, here])
+    # As the page has it.
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)[:, here]
+    total = nn.functional.cross_entropy(cut(ids[:, here]).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(mean_loss(total, int((labels >= 0).sum()), mesh), expected)
+
+
+def test_labels_are_shifted_before_a_text_is_cut():
+    pytest.importorskip("transformers")
+    on(2, language_model)
+
+
+def halves(rank, world):
+    q, k, v = torch.randn(3, 1, 2, 10, 4).unbind()
+    (q if rank == 0 else k).requires_grad_()
+    with pytest.raises(ValueError, match="gradients: expected the same on every rank"):
+        distributed.kernelized_attention(q, k, v, is_causal=True, group=torch.distributed.group.WORLD)
+
+
+def test_ranks_that_would_wait_for_each_other_in_the_backward_are_refused():
+    on(2, halves)
 
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "one_text.py"

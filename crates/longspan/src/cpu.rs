@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use burn::backend::Autodiff;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Dispatch, DispatchDevice, DispatchTensor, Flex, backend_extension};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 pub(crate) use burn_flex::{FlexTensor, Layout};
 use longspan_kernels::Error;
 
@@ -86,12 +86,23 @@ trait AnyOperation: Debug + Send + Sync {
     ) -> Result<Vec<Option<FlexTensor>>, Error>;
 }
 
+/// A layer of which a user has cast a part.
+fn check<O: Operation>(tensors: &[FlexTensor]) -> Result<(), Error> {
+    let other = tensors.iter().map(FlexTensor::dtype).find(|&dtype| dtype != DType::F32 && !O::TAKES_ALL);
+    let expected = "F32 everywhere, as its first tensors are; cast the others".into();
+    let refused =
+        |other| Error::Argument { operation: O::NAME, argument: "number types", expected, got: format!("{other:?}") };
+    other.map_or(Ok(()), |other| Err(refused(other)))
+}
+
 impl<O: Operation> AnyOperation for O {
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+        check::<O>(tensors)?;
         timed(O::NAME, || Operation::forward(self, tensors))
     }
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Kept), Error> {
+        check::<O>(tensors)?;
         let (out, kept) = timed(O::NAME, || Operation::training(self, tensors))?;
         Ok((out, Arc::new(kept)))
     }

@@ -6,13 +6,13 @@ mod support;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::{Bool, Device, Distribution, Gradients, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Device, Distribution, FloatDType, Gradients, Int, Tensor, TensorData};
 use longspan::attention::{
     Attention, AttentionConfig, AttentionMask, AttentionState, BiasConfig, MultiHeadAttentionConfig,
 };
 use longspan::checkpoint::{load_training, load_weights, save_training, save_weights};
 use longspan::generate::{GenerateOptions, TextOptions, beam_search, generate_text};
-use longspan::layers::clip_gradients;
+use longspan::layers::{Activation, After, clip_gradients, linear};
 use longspan::models::{
     ClassifierConfig, LanguageModel, LanguageModelConfig, LanguageState, Pooling, Positions, Seq2SeqConfig,
     SeriesModelConfig,
@@ -469,5 +469,68 @@ fn tensors_in_place_of_lists() {
                 assert!(attention.self_attention(x.clone(), &short).is_err(), "{name}");
             }
         }
+    }
+}
+
+/// Burn's GELU has the gradient of the approximation, and its sigmoid rounds doubles.
+#[test]
+fn activations_have_gradients_of_their_own() {
+    let x = |device: &Device| {
+        let x: Vec<f64> = (0..60).map(|i| f64::from(i) * 0.2 - 6.0).collect();
+        Tensor::<2>::from_data(TensorData::new(x, [12, 5]), (device, DType::F64)).require_grad()
+    };
+    for (name, device) in devices() {
+        for activation in [Activation::Gelu, Activation::GeluTanh, Activation::Silu] {
+            let device = device.clone().autodiff();
+            let one = Tensor::<2>::eye(5, &device).cast(FloatDType::F64);
+            let (x, shifted) = (x(&device), |by: f64| (x(&device) + by).inner());
+            let run = |x: Tensor<2>, one: Tensor<2>| linear(x, one, None, activation, After::default()).unwrap();
+            let gradients = run(x.clone(), one.clone()).sum().backward();
+            let found = numbers(x.grad(&gradients).unwrap());
+            let [up, down] = [1e-4, -1e-4].map(|by| run(shifted(by), one.clone().inner()));
+            let expected = numbers((up - down) / 2e-4);
+            assert_close(&format!("{name}, {activation:?}"), &found, &expected, 1e-6);
+        }
+    }
+}
+
+/// Where decays have erased all keys a row is 0; just before, its gradients are those of the kernels.
+#[test]
+fn what_decays_erase() {
+    for (name, device) in devices() {
+        for mechanism in ["kernelized", "shaw", "fourier"] {
+            let text = format!(r#"{{"mechanism": "{mechanism}", "kernel": {{"decay": [1e-3, 0.5]}}}}"#);
+            let config: AttentionConfig = serde_json::from_str(&text).unwrap();
+            let flex = Device::flex().autodiff();
+            let reference = config.init(2, 2, 4, &flex).unwrap();
+            let attention = on(&reference, config.init(2, 2, 4, &device.clone().autodiff()).unwrap());
+            let run = |attention: &Attention, device: &Device| {
+                let x = |tokens: usize, step: f32| {
+                    let numbers: Vec<f32> = (0..2 * tokens * 4).map(|i| (i as f32 * step).sin()).collect();
+                    Tensor::<4>::from_data(TensorData::new(numbers, [1, 2, tokens, 4]), device).require_grad()
+                };
+                let (q, k, v) = (x(40, 0.3), x(5, 0.7), x(5, 0.9));
+                let out = attention.forward(q.clone(), k.clone(), v.clone(), &AttentionMask::causal()).unwrap();
+                let gradients = out.clone().sum().backward();
+                [Some(out.inner()), q.grad(&gradients), k.grad(&gradients), v.grad(&gradients)]
+                    .map(|x| numbers(x.unwrap()))
+            };
+            let (found, expected) = (run(&attention, &device.clone().autodiff()), run(&reference, &flex));
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_close(&format!("{name}, {mechanism}"), found, expected, 2e-4);
+            }
+        }
+    }
+}
+
+#[test]
+fn an_image_without_keys_has_queries_anywhere() {
+    for (_, device) in devices() {
+        let text = r#"{"mechanism": "toeplitz", "bias": {"kind": "grid", "height": 5, "width": 1}}"#;
+        let config: AttentionConfig = serde_json::from_str(text).unwrap();
+        let x = Tensor::<4>::ones([1, 1, 17, 4], &device);
+        let mask = AttentionMask::causal().with_lengths(&[0]);
+        let out = config.init(1, 1, 4, &device).unwrap().forward(x.clone(), x.clone(), x, &mask).unwrap();
+        assert!(numbers(out).iter().all(|&x| x == 0.0));
     }
 }

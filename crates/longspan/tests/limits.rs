@@ -1,6 +1,7 @@
 //! What callers may bring at the edges: states of other models, errors in the middle, masks twice, frozen parts, sizes that no machine has.
 
-use burn::module::{Module, Param, ParamId};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use longspan::attention::{
@@ -9,10 +10,12 @@ use longspan::attention::{
 use longspan::checkpoint::{load_weights, save_weights};
 use longspan::generate::{GenerateOptions, TextOptions, generate_text, greedy};
 use longspan::layers::{
-    Activation, After, FeedForwardConfig, GatedRmsNormConfig, TokenNormConfig, clip_gradients, cross_entropy, dropout,
-    embedding, linear,
+    Activation, After, FeedForwardConfig, GatedRmsNormConfig, NormKind, TokenNormConfig, clip_gradients, cross_entropy,
+    dropout, embedding, linear, pinball, squared_error, with_dropout_seed,
 };
-use longspan::models::{BlockConfig, LanguageModel, LanguageModelConfig, LanguageState, Positions, Seq2SeqConfig};
+use longspan::models::{
+    BlockConfig, ClassifierConfig, LanguageModel, LanguageModelConfig, LanguageState, Pooling, Positions, Seq2SeqConfig,
+};
 
 fn model(attention: &[&str], device: &Device) -> LanguageModel {
     let attention: Vec<AttentionConfig> = attention.iter().map(|text| serde_json::from_str(text).unwrap()).collect();
@@ -766,4 +769,181 @@ fn any_pairs_can_be_hidden_from_softmax() {
     let nothing = Tensor::<2, Bool>::tril_mask([5, 5], 4, &device).reshape([1, 1, 5, 5]);
     let x = Tensor::<3>::ones([1, 5, 8], &device);
     assert!(shaw.self_attention_hiding(x, nothing, &AttentionMask::causal()).is_err());
+}
+
+/// Casts what is learned.
+struct Cast(FloatDType);
+
+impl ModuleMapper for Cast {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|x| x.cast(self.0))
+    }
+}
+
+/// Burn drops what the layers give, which are of the training device.
+#[test]
+fn plain_inputs_are_dropped_where_the_layer_trains() {
+    let (plain, training) = (Device::flex(), Device::flex().autodiff());
+    let config = BlockConfig::new().with_d_model(16).with_heads(2).with_d_ff(8).with_dropout(0.5);
+    let mut block = config.encoder(&AttentionConfig::shaw(), &training).unwrap();
+    let outer = &mut block.feed_forward.outer;
+    outer.weight = outer.weight.clone().map(|x| x.zeros_like());
+    outer.bias = None;
+    for x in [plain, training].map(|device| Tensor::<3>::random([2, 20, 16], Distribution::Default, &device)) {
+        let out = block.forward(x.clone(), &AttentionMask::causal()).unwrap();
+        let kept = numbers(out).iter().zip(&numbers(x)).filter(|(a, b)| a == b).count();
+        assert!((200..440).contains(&kept), "{kept} of 640");
+    }
+}
+
+#[test]
+fn dropout_of_any_numbers_is_drawn_from_the_seed() {
+    let device = Device::flex().autodiff();
+    for dtype in [FloatDType::F32, FloatDType::F64, FloatDType::BF16, FloatDType::F16] {
+        let x = Tensor::<2>::ones([8, 32], &device).cast(dtype);
+        let drawn = |seed| with_dropout_seed(seed, || numbers(dropout(x.clone(), 0.5).unwrap().cast(FloatDType::F32)));
+        assert_eq!(drawn(3), drawn(3), "{dtype:?}");
+        assert_ne!(drawn(3), drawn(4), "{dtype:?}");
+        assert!(drawn(3).iter().all(|&x| x == 0.0 || x == 2.0), "{dtype:?}");
+    }
+}
+
+/// `f16` ends at 65,504: squares and sums of numbers that it holds do not fit into it.
+#[test]
+fn sums_of_half_width_numbers_are_those_of_single_precision() {
+    let device = Device::flex();
+    let random = |shape, scale: f64| Tensor::<3>::random(shape, Distribution::Normal(0.0, scale), &device);
+    let near = |name: &str, found: Vec<f32>, expected: Vec<f32>| {
+        let largest = expected.iter().fold(1e-6_f32, |most, x| most.max(x.abs()));
+        let apart = found.iter().zip(&expected).fold(0.0_f32, |most, (a, b)| most.max((a - b).abs()));
+        assert!(apart < 3e-3 * largest, "{name}: {found:?}, not {expected:?}");
+    };
+    let half = FloatDType::F16;
+    let narrow = |x: &Tensor<3>| x.clone().cast(half);
+    let wide = |x: Tensor<3>| numbers(x.cast(FloatDType::F32));
+    let (x, gate) = (random([1, 3, 8], 500.0), random([1, 3, 8], 1.0));
+    let norm = TokenNormConfig::new(8).with_kind(NormKind::Rms).init(&device).unwrap();
+    let found = norm.clone().map(&mut Cast(half)).forward(narrow(&x)).unwrap();
+    near("norm", wide(found), wide(norm.forward(x.clone()).unwrap()));
+    let norm = GatedRmsNormConfig::new(2, 4).init(&device).unwrap();
+    let found = norm.clone().map(&mut Cast(half)).forward(narrow(&x), narrow(&gate)).unwrap();
+    near("gated norm", wide(found), wide(norm.forward(x, gate).unwrap()));
+    for (rows, vocabulary) in [(9, 20_000), (30_000, 20)] {
+        let (x, output) = (random([1, rows, 8], 1.0), LinearConfig::new(8, vocabulary).init(&device));
+        let next: Vec<Option<u32>> = (0..rows).map(|n| Some((n % vocabulary) as u32)).collect();
+        for smoothing in [0.0, 0.1] {
+            let found =
+                cross_entropy(narrow(&x), &output.clone().map(&mut Cast(half)), next.clone(), smoothing).unwrap();
+            let expected = cross_entropy(x.clone(), &output, next.clone(), smoothing).unwrap();
+            near("loss", numbers(found.smoothed), numbers(expected.smoothed));
+        }
+    }
+    let y: Tensor<2> = random([1, 3000, 2], 9.0).squeeze_dim(0);
+    let (found, expected) = (y.clone().cast(half), vec![0.0; 6000]);
+    near(
+        "squared",
+        numbers(squared_error(found.clone(), &expected).unwrap()),
+        numbers(squared_error(y, &expected).unwrap()),
+    );
+    let layer = LinearConfig::new(30, 30).init(&Device::flex().autodiff());
+    let norm = |layer: &burn::nn::Linear, dtype| {
+        let x = Tensor::<2>::full([5, 30], 200.0, &Device::flex().autodiff()).cast(dtype);
+        let mut gradients = GradientsParams::from_grads(layer.forward(x).sum().backward(), layer);
+        clip_gradients(layer, &mut gradients, 1.0).unwrap() as f32
+    };
+    let narrow = layer.clone().map(&mut Cast(half)).map(&mut Leaves);
+    near("norm of gradients", vec![norm(&narrow, half)], vec![norm(&layer, FloatDType::F32)]);
+}
+
+/// Parameters of their own again.
+struct Leaves;
+
+impl ModuleMapper for Leaves {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|x| x.detach().require_grad())
+    }
+}
+
+/// A target that is missing does not count, whatever is predicted of it.
+#[test]
+fn predictions_of_missing_numbers_may_be_anything() {
+    let device = Device::flex().autodiff();
+    let y = Tensor::<2>::from_data([[f32::NAN], [1.0]], &device).require_grad();
+    let loss = pinball(y.clone(), &[f32::NAN, 3.0], &[0.5]).unwrap();
+    let gradient = y.grad(&loss.backward()).unwrap();
+    assert_eq!((numbers(loss.inner()), numbers(gradient)), (vec![1.0], vec![0.0, -0.5]));
+}
+
+#[test]
+fn models_of_several_number_types_are_errors_and_no_panics() {
+    let device = Device::flex();
+    let block = BlockConfig::new().with_d_model(16).with_heads(2).with_d_ff(8).with_dropout(0.0);
+    let x = Tensor::<3>::zeros([1, 4, 16], &device);
+    let double = || Cast(FloatDType::F64);
+    let whole = block.encoder(&AttentionConfig::shaw(), &device).unwrap();
+    let mut blocks = [(); 4].map(|()| whole.clone());
+    let [norm, second_norm, layer, bias] = &mut blocks;
+    norm.attention_norm = norm.attention_norm.clone().map(&mut double());
+    second_norm.feed_forward_norm = second_norm.feed_forward_norm.clone().map(&mut double());
+    layer.feed_forward.outer = layer.feed_forward.outer.clone().map(&mut double());
+    bias.attention.query_key_value.bias =
+        bias.attention.query_key_value.bias.take().map(|bias| bias.map(|x| x.cast(FloatDType::F64)));
+    for block in blocks {
+        let error = block.forward(x.clone(), &AttentionMask::causal()).unwrap_err().to_string();
+        assert!(error.contains("number types") && error.contains("cast"), "{error}");
+    }
+    let mut model = LanguageModelConfig::new(11).with_block(block.clone()).init(&device).unwrap();
+    model.norm = model.norm.map(|norm| norm.map(&mut double()));
+    let error = model.decoder(&LanguageState::default(), 1).unwrap_err().to_string();
+    assert!(error.contains("of another type"), "{error}");
+    let config = ClassifierConfig::new(11, 2).with_block(block).with_pooling(Pooling::Attention);
+    let mut model = config.init(&device).unwrap();
+    model.pooling_query = model.pooling_query.map(|query| query.map(|x| x.cast(FloatDType::F64)));
+    let error = model.forward(tokens(1, [1, 2]), &[2]).unwrap_err().to_string();
+    assert!(error.contains("pooling: x"), "{error}");
+}
+
+/// `recall` says where its queries stand, and all of them see all of a memory.
+#[test]
+fn what_a_mask_says_of_queries_is_no_part_of_a_memory() {
+    let device = Device::flex();
+    let attention = MultiHeadAttentionConfig::new(16, 2).init(&device).unwrap();
+    let memory = Tensor::<3>::random([1, 200, 16], Distribution::Default, &device);
+    for mask in [AttentionMask::bidirectional().with_offset(5), AttentionMask::causal()] {
+        for result in [attention.remember(memory.clone(), &mask), attention.remember_for(memory.clone(), &mask, 3)] {
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains("without an offset"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn values_of_another_width_than_queries_advance() {
+    for device in [Device::flex(), Device::flex().autodiff()] {
+        for name in ["kernelized", "shaw", "fourier", "toeplitz", "gated", "delta", "softmax-window"] {
+            let attention = AttentionConfig::by_name(name).unwrap().init(2, 2, 4, &device).unwrap();
+            let random = |width| Tensor::<4>::random([1, 2, 9, width], Distribution::Default, &device);
+            let (q, k, v) = (random(4), random(attention.key_dim()), random(7));
+            let whole = attention.forward(q.clone(), k.clone(), v.clone(), &AttentionMask::causal()).unwrap();
+            let mut state = AttentionState::default();
+            let mut part = |from, count| {
+                let [q, k, v] = [&q, &k, &v].map(|x| x.clone().narrow(2, from, count));
+                attention.advance(q, k, v, &mut state).unwrap()
+            };
+            let parts = Tensor::cat(vec![part(0, 4), part(4, 5)], 2);
+            assert!((parts - whole).abs().max().into_scalar::<f32>() < 1e-5, "{name}");
+        }
+    }
+}
+
+#[test]
+fn decays_are_checked_where_a_mechanism_is_made() {
+    for name in ["kernelized", "shaw", "fourier"] {
+        for decay in ["[2.0, 0.5]", "[0.5]", "[0.0, 1.0]"] {
+            let text = format!(r#"{{"mechanism": "{name}", "kernel": {{"decay": {decay}}}}}"#);
+            let config: AttentionConfig = serde_json::from_str(&text).unwrap();
+            let error = config.init(2, 2, 4, &Device::flex()).unwrap_err().to_string();
+            assert!(error.contains("decay: expected 2 numbers in (0, 1]"), "{error}");
+        }
+    }
 }

@@ -11,7 +11,6 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
-use burn::tensor::activation::sigmoid;
 use burn::tensor::{Bool, Device, Int, Tensor};
 use longspan_kernels as kernels;
 use longspan_kernels::aft::Variant;
@@ -21,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, KeyMask};
 use crate::backend::pairs::Pairs;
-use crate::backend::tensor::{clamped, flattened, narrow_float, repeat_heads, widen};
+use crate::backend::tensor::{clamped, flattened, narrow_float, repeat_heads, sigmoid, widen};
 use crate::backend::{AnyKernel, Layer, Running, Sums, zeros_like};
 use crate::error::{Result, config};
 

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
-use burn::tensor::activation::silu;
 use burn::tensor::{Device, Tensor};
 use longspan_kernels as kernels;
 use serde::{Deserialize, Serialize};
@@ -13,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads};
 use crate::backend::pairs::Pairs;
-use crate::backend::tensor::{flattened, narrow_float, repeat_heads, widen};
+use crate::backend::tensor::{flattened, narrow_float, repeat_heads, silu, widen};
 use crate::backend::{AnyKernel, Layer};
 use crate::error::{Result, config};
 

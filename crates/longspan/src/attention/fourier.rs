@@ -98,6 +98,7 @@ impl Options for FourierOptions {
         use FourierNormalizerConfig as Config;
         let Heads { heads: query_heads, kv_heads, head_dim } = heads;
         let features = self.kernel.feature_map.features(head_dim);
+        self.kernel.check_decay(heads)?;
         config(self.axes > 0, NAME, "axes", "at least one number in a position", self.axes)?;
         config(
             !self.rotary || features.is_multiple_of(2),

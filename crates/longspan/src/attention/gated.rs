@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
-use burn::tensor::activation::{sigmoid, softplus};
+use burn::tensor::activation::softplus;
 use burn::tensor::{Bool, Device, Tensor};
 use longspan_kernels::{self as kernels, Gate, LearnedGates, Mechanism, Order, Update};
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads};
 use crate::backend::pairs::Pairs;
-use crate::backend::tensor::{flattened, narrow_float, repeat_heads, widen};
+use crate::backend::tensor::{flattened, narrow_float, repeat_heads, sigmoid, widen};
 use crate::backend::{AnyKernel, Layer, Running, Sums};
 use crate::error::{Result, config};
 

@@ -98,6 +98,15 @@ impl Default for KernelConfig {
     }
 }
 
+impl KernelConfig {
+    pub(super) fn check_decay(&self, heads: Heads) -> Result<()> {
+        let Some(decay) = &self.decay else { return Ok(()) };
+        let holds = decay.len() == heads.kv_heads && decay.iter().all(|g| *g > 0.0 && *g <= 1.0);
+        let expected = || format!("{} numbers in (0, 1], one for each key/value head", heads.kv_heads);
+        config(holds, "KernelConfig", "decay", expected(), format_args!("{decay:?}"))
+    }
+}
+
 /// A table of relative positions (Shaw et al. 2018).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -171,15 +180,7 @@ fn module(
     relative: Option<&RelativeConfig>,
     device: &Device,
 ) -> Result<KernelizedAttention> {
-    if let Some(decay) = &kernel.decay {
-        config(
-            decay.len() == heads.kv_heads && decay.iter().all(|g| *g > 0.0 && *g <= 1.0),
-            NAME,
-            "decay",
-            format_args!("{} numbers in (0, 1], one for each key/value head", heads.kv_heads),
-            format_args!("{decay:?}"),
-        )?;
-    }
+    kernel.check_decay(heads)?;
     let score = match relative {
         None => Score::Content,
         Some(relative) => {

@@ -189,6 +189,11 @@ impl AttentionMask {
         }
     }
 
+    /// Whether it says nothing of queries.
+    pub(crate) fn is_of_memory(&self) -> bool {
+        self.order == Order::Bidirectional && self.offset == 0
+    }
+
     /// With both key masks.
     fn and(self, other: KeyMask) -> Self {
         let keys = match &self.keys {

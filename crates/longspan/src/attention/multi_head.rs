@@ -273,7 +273,7 @@ impl MultiHeadAttention {
         let layer = self.attention.layer();
         if self.is_fused(&x) && backend::kernels_take(layer, &x, state, true) {
             let [batch, tokens, _] = x.dims();
-            let mut states = backend::states_of(layer, [batch, tokens], x.dtype(), state)?;
+            let mut states = backend::states_of(layer, self.heads.dims(batch, tokens, tokens), x.dtype(), state)?;
             if let Some(peers) = peers {
                 states = states.between(peers.clone(), layer.kernel())?;
             }
@@ -330,7 +330,8 @@ impl MultiHeadAttention {
         else {
             return Ok(None);
         };
-        if batch != 1 || mask.keys != KeyMask::All || !self.is_fused(memory) || memory.device().is_autodiff() {
+        let all = mask.is_of_memory() && mask.keys == KeyMask::All;
+        if batch != 1 || !all || !self.is_fused(memory) || memory.device().is_autodiff() {
             return Ok(None);
         }
         let stored = StoredAttention::new(self)?;

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::backend::{self, AnyKernel, Layer, Total};
 use crate::error::{Result, argument};
-use longspan_kernels::{Dims, Order};
+use longspan_kernels::Dims;
 
 /// What the options of every mechanism implement.
 pub(super) trait Options: Default {
@@ -295,9 +295,11 @@ impl Attention {
     pub fn remember(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<MemoryState> {
         let layer = self.layer();
         let mask = &if backend::is_flex(&k) { mask.listed([k.dims()[0], k.dims()[2]])? } else { mask.clone() };
-        let holds = !matches!(mask.keys, KeyMask::Packed { .. }) && mask.order == Order::Bidirectional;
-        let expected = || "a bidirectional one, with a batch entry for each memory and without packed sequences".into();
-        let got = || format!("{:?}, {:?}", mask.order, mask.keys);
+        let holds = !matches!(mask.keys, KeyMask::Packed { .. }) && mask.is_of_memory();
+        let expected = || {
+            "a bidirectional one without an offset, which recall is told, with a batch entry for each memory and without packed sequences".into()
+        };
+        let got = || format!("{:?}, offset {}, {:?}", mask.order, mask.offset, mask.keys);
         argument(holds, layer.name(), "mask", expected, got)?;
         let Heads { heads, head_dim, .. } = layer.heads();
         let q = Tensor::zeros([k.dims()[0], heads, 1, head_dim], (&k.device(), k.dtype()));

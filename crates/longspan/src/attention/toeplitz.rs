@@ -179,13 +179,13 @@ impl ToeplitzAttention {
         let pairs = Pairs::new(q, keys, mask, None);
         let k = k.clone().swap_dims(2, 3);
         // The bias is a function of the difference of two places. The kernel's check has passed, so a difference without an entry is one
-        // that the mask hides.
+        // that the mask hides: it gets any.
         let entry = |query: isize, key: isize| bias.between(query, key).unwrap_or(0);
         let query = |i: usize| (i as isize).saturating_add(mask.offset);
         let ints = |of: Vec<usize>| index_tensor(&of, &q.device());
         let table = widen(self.bias.val());
         let (by_difference, of_query, of_key): (_, Vec<usize>, Vec<usize>) = if let Bias::Grid { .. } = bias {
-            let of_key = (0..keys).map(|j| entry(0, j as isize) - entry(0, 0));
+            let of_key = (0..keys).map(|j| entry(0, j as isize).saturating_sub(entry(0, 0)));
             (table, (0..queries).map(|i| entry(query(i), 0)).collect(), of_key.collect())
         } else {
             let differences = (0..queries + keys - 1).map(|n| entry(query(queries - 1), n as isize)).collect();
@@ -198,6 +198,7 @@ impl ToeplitzAttention {
             let [count, seen_count] = [rows.len(), seen.len()];
             let steps = of_query.clone().narrow(0, first, count).unsqueeze_dim::<2>(1)
                 + of_key.clone().narrow(0, seen.start, seen_count).unsqueeze::<2>();
+            let steps = steps.clamp(0, by_difference.dims()[1] as i64 - 1);
             let exponents = by_difference.clone().select(1, steps.reshape([count * seen_count]));
             let mut exponents = exponents.reshape([1, heads, count, seen_count]);
             let hidden = pairs.hidden(&rows, &seen);

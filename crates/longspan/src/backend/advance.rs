@@ -208,22 +208,16 @@ fn in_kernels(
     state: &mut AttentionState,
 ) -> Result<Tensor<4>> {
     let parameters = super::flat(layer, place(&q))?;
-    let [batch, _, tokens, _] = q.dims();
-    let states = states_of(layer, [batch, tokens], q.dtype(), state)?;
+    let dims = dims_of(&q, &v);
+    let states = states_of(layer, dims, q.dtype(), state)?;
     let settings = Settings { states: Some(states.clone()), ..Settings::new(layer.kernel(), AttentionMask::causal()) };
     let out = super::run(settings, q, k, v, parameters)?;
     *state = states.into_state();
     Ok(out)
 }
 
-/// The states at both ends of a call of the kernels on `batch` sequences of `tokens` after `state`.
-pub(crate) fn states_of(
-    layer: &dyn Layer,
-    [batch, tokens]: [usize; 2],
-    dtype: DType,
-    state: &AttentionState,
-) -> Result<States> {
-    let dims = layer.heads().dims(batch, tokens, tokens);
+/// The states at both ends of a call of the kernels on sequences of these sizes after `state`.
+pub(crate) fn states_of(layer: &dyn Layer, dims: Dims, dtype: DType, state: &AttentionState) -> Result<States> {
     Ok(States::new(match &state.inner {
         None => Arc::new(PrefixState::empty(&*layer.kernel(), &dims, dtype)?),
         Some(Inner::Kernels(before)) if before.dtype() == widen_type(dtype) => before.clone(),

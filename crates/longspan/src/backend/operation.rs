@@ -12,6 +12,9 @@ pub(crate) trait Operation: Debug + Send + Sync + 'static {
     /// What [`profile`](crate::profile::profile) calls it.
     const NAME: &'static str;
 
+    /// Whether tensors may be of other numbers than `f32`.
+    const TAKES_ALL: bool = false;
+
     /// What a backward needs beside the tensors.
     type Kept: Send + Sync + 'static;
 

@@ -13,7 +13,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::tensor::activation::{relu, softplus};
+use burn::tensor::activation::{relu, sigmoid as burn_sigmoid, softplus};
 use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData};
 use longspan_kernels::{FeatureMap, KernelizedAttention, Order, RelativeMap, Score};
 
@@ -77,9 +77,28 @@ pub(crate) fn divide(sums: Tensor<4>, value_dim: usize, normalize: bool) -> Tens
     }
     let numerators = sums.clone().narrow(3, 0, value_dim);
     let denominators = sums.narrow(3, value_dim, 1);
-    let empty = denominators.clone().equal_elem(0.0);
+    // What decays have all but erased has no digits left; the kernels draw the same line.
+    let least = if denominators.dtype() == DType::F64 { f64::MIN_POSITIVE } else { f32::MIN_POSITIVE.into() };
+    let empty = denominators.clone().abs().lower_elem(least);
     let shape = numerators.shape();
-    (numerators / denominators.mask_fill(empty.clone(), 1.0)).mask_fill(empty.expand(shape), 0.0)
+    let denominators = denominators.mask_fill(empty.clone(), 1.0);
+    // Relative to their size, whose square may have no place in the number type: the gradient of a quotient asks for it.
+    let size = denominators.clone().detach().abs();
+    (numerators / size.clone() / (denominators / size)).mask_fill(empty.expand(shape), 0.0)
+}
+
+/// `1 / (1 + e⁻ˣ)`. Burn's own rounds doubles to single precision.
+pub(crate) fn sigmoid<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    match x.dtype() {
+        // Further down it is 0, and its slope would be infinity by infinity.
+        DType::F64 => x.clamp_min(-700.0).neg().exp().add_scalar(1.0).recip(),
+        _ => burn_sigmoid(x),
+    }
+}
+
+/// `x / (1 + e⁻ˣ)`.
+pub(crate) fn silu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    x.clone() * sigmoid(x)
 }
 
 /// A learned tensor as one row of numbers, which may have been quantized.
@@ -92,7 +111,7 @@ fn plain<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     if matches!(x.dtype(), DType::QFloat(_)) { x.dequantize() } else { x }
 }
 
-/// `f16` and `bf16` are too coarse for sums along a sequence: they are converted to `f32`.
+/// `f16` and `bf16` are too coarse for sums: they are converted to `f32`.
 pub(crate) fn widen<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     let x = plain(x);
     let wide = widen_type(x.dtype());
@@ -107,7 +126,7 @@ pub(crate) fn widen_type(dtype: DType) -> DType {
     }
 }
 
-pub(crate) fn narrow_float(x: Tensor<4>, dtype: DType) -> Tensor<4> {
+pub(crate) fn narrow_float<const D: usize>(x: Tensor<D>, dtype: DType) -> Tensor<D> {
     if x.dtype() == dtype { x } else { x.cast(dtype) }
 }
 

@@ -5,6 +5,7 @@ use burn::tensor::activation::log_softmax;
 use burn::tensor::module::linear;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
+use crate::backend::tensor::widen;
 use crate::cpu::is_flex;
 use crate::error::{Error, Result, argument};
 
@@ -39,7 +40,7 @@ impl<const D: usize> From<Tensor<D, Int>> for Targets {
     }
 }
 
-/// Sums of losses over the tokens that count, `[1]` each.
+/// Sums of losses over the tokens that count, `[1]` each, of `f16` and `bf16` in `f32`.
 #[derive(Debug, Clone)]
 pub struct CrossEntropyLoss {
     /// `−log p` of what is right. With smoothing it has no gradient: only `smoothed` is learned from. Without, they are one.
@@ -97,7 +98,8 @@ pub fn cross_entropy(
         let nothing = output.weight.val().sum().mul_scalar(0.0);
         return Ok(losses(nothing.clone(), nothing));
     }
-    let log_p = log_softmax(linear(x, output.weight.val(), output.bias.as_ref().map(|bias| bias.val())), 1);
+    let logits = linear(x, output.weight.val(), output.bias.as_ref().map(|bias| bias.val()));
+    let log_p = log_softmax(widen(logits), 1);
     let labels = targets.on(&log_p.device()).reshape([rows, 1]);
     let (ignored, beyond) = (labels.clone().lower_elem(0), labels.clone().greater_equal_elem(vocabulary as i64));
     let own = log_p.clone().gather(1, labels.clamp(0, vocabulary as i64 - 1));

@@ -8,6 +8,7 @@ use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::RngCore;
 use rand_xoshiro::rand_core::SeedableRng;
 
+use crate::cpu::is_flex;
 use crate::error::{Result, argument};
 
 thread_local! {
@@ -47,7 +48,7 @@ pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Result<Tensor<
     if probability == 0.0 || x.dims().contains(&0) {
         return Ok(x);
     }
-    if super::flex::is_f32(&x) {
+    if is_flex(&x.device()) {
         return Ok(fused::dropout(x, probability)?);
     }
     Ok(DropoutConfig::new(probability).init().forward(x))
@@ -55,30 +56,33 @@ pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Result<Tensor<
 
 pub(crate) mod fused {
     use crate::cpu::FlexTensor;
-    use burn::tensor::{Distribution, Tensor};
+    use burn::tensor::{DType, Device, Distribution, Tensor};
     use longspan_kernels::Error;
     use longspan_layers::Dropout;
 
     use crate::backend::operation::{Operation, run};
-    use crate::layers::flex::{numbers, shape, tensor};
+    use crate::layers::flex::{is_f32, numbers, shape, tensor};
 
-    /// What is dropped with this probability on a device that trains.
-    pub fn drawn<const D: usize>(probability: f64, like: &Tensor<D>) -> Option<Dropout> {
-        if probability <= 0.0 || !like.device().is_autodiff() {
-            return None;
-        }
+    /// What is dropped with this probability on devices of which one trains.
+    pub fn drawn(probability: f64, devices: [&Device; 2]) -> Option<Dropout> {
+        let device = devices.into_iter().find(|device| device.is_autodiff()).filter(|_| probability > 0.0)?;
         let seed = super::next_seed().unwrap_or_else(|| {
-            let drawn = Tensor::<1>::random([4], Distribution::Uniform(0.0, 65_536.0), &like.device().inner());
+            let drawn = Tensor::<1>::random([4], Distribution::Uniform(0.0, 65_536.0), &device.clone().inner());
             drawn.into_data().iter::<f32>().fold(0, |seed, part| (seed << 16) | part as u64)
         });
         Dropout::new(probability, seed)
     }
 
     pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Result<Tensor<D>, Error> {
-        match drawn(probability, &x) {
-            None => Ok(x),
-            Some(dropout) => run(DropoutOperation(dropout), x.into_dispatch(), Vec::new()),
+        let device = x.device();
+        let Some(dropout) = drawn(probability, [&device; 2]) else { return Ok(x) };
+        let dropped = |x: Tensor<D>| run(DropoutOperation(dropout), x.into_dispatch(), Vec::new());
+        if is_f32(&x) {
+            return dropped(x);
         }
+        let factors: Tensor<D> = dropped(Tensor::ones(x.dims(), (&device, DType::F32)))?;
+        let dtype = x.dtype();
+        Ok(x * factors.cast(dtype))
     }
 
     /// The same places forward and backward.

@@ -130,7 +130,7 @@ mod fused {
             biases,
             activation: layers.activation.into(),
             gated: layers.gated,
-            dropout: drawn(around.dropout, &x),
+            dropout: drawn(around.dropout, [&x.device(), &layers.inner.weight.device()]),
             residual: around.residual,
             recompute: around.recompute,
         };

@@ -2,6 +2,7 @@
 
 use crate::cpu::{FlexTensor, Layout, is_flex, to_flex};
 use burn::backend::DispatchTensor;
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::Linear;
 use burn::tensor::{Bytes, DType, Shape, Tensor};
 use longspan_layers::Weights;
@@ -9,6 +10,19 @@ use longspan_layers::Weights;
 /// Whether a tensor is of the CPU backend, with or without autodiff, and of `f32`.
 pub(crate) fn is_f32<const D: usize>(x: &Tensor<D>) -> bool {
     x.dtype() == DType::F32 && is_flex(&x.device())
+}
+
+/// Whether [`is_f32`] holds of all that a module has learned.
+pub(crate) fn are_f32(module: &impl Module) -> bool {
+    struct All(bool);
+    impl ModuleVisitor for All {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0 &= is_f32(&param.val());
+        }
+    }
+    let mut all = All(true);
+    module.visit(&mut all);
+    all.0
 }
 
 /// The tensors, row-major: copied only where they are not.

@@ -8,6 +8,7 @@ use burn::tensor::{Device, Tensor};
 use super::Activation;
 use super::linear::activate;
 use super::reshape;
+use crate::backend::tensor::{narrow_float, widen};
 use crate::error::{Result, config, fits};
 
 /// Makes a [`GatedRmsNorm`].
@@ -75,11 +76,11 @@ impl GatedRmsNorm {
 
     /// [`forward`](Self::forward) in tensor operations.
     pub(super) fn in_tensors(&self, x: Tensor<3>, gate: Tensor<3>) -> Tensor<3> {
-        let [batch, tokens, width] = x.dims();
-        let heads = reshape(x, [batch, tokens, width / self.head_dim, self.head_dim]);
+        let ([batch, tokens, width], dtype) = (x.dims(), x.dtype());
+        let heads = reshape(widen(x), [batch, tokens, width / self.head_dim, self.head_dim]);
         let scale = (heads.clone().powi_scalar(2).mean_dim(3) + self.epsilon).sqrt();
         let normal = reshape(heads / scale, [batch, tokens, width]);
-        normal * self.gamma.val().unsqueeze() * activate(gate, Activation::Silu)
+        narrow_float(normal * widen(self.gamma.val()).unsqueeze() * activate(widen(gate), Activation::Silu), dtype)
     }
 }
 

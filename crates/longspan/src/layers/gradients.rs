@@ -5,6 +5,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::flex::{is_f32, numbers, own, taken};
+use crate::backend::tensor::widen;
 use crate::cpu::from_flex;
 use crate::error::{Result, argument};
 
@@ -30,6 +31,7 @@ pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, lim
                 self.squares += longspan_layers::gradients::sum_of_squares(numbers(&own));
                 return;
             }
+            let gradient = widen(gradient);
             let own = gradient.clone().mul(gradient).sum();
             self.elsewhere = Some(match self.elsewhere.take() {
                 Some(sum) => own.cast(sum.dtype()).to_device(&sum.device()) + sum,

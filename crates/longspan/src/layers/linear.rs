@@ -1,10 +1,14 @@
 //! Linear layers with what follows them, on tokens.
 
+use std::f64::consts::FRAC_1_SQRT_2;
+
 use burn::config::Config;
 use burn::nn::{Initializer, Linear, LinearConfig};
+use burn::tensor::activation::relu;
 use burn::tensor::module::linear as plain_linear;
-use burn::tensor::{DType, Device, Tensor, activation as burn_activation};
+use burn::tensor::{DType, Device, Tensor};
 
+use crate::backend::tensor::{narrow_float, sigmoid, silu, widen};
 use crate::backend::{meet, place};
 use crate::error::{Result, argument};
 
@@ -68,7 +72,7 @@ pub fn linear<const D: usize>(
     let x = x.reshape([rows, inputs]);
     let residual = residual.map(|residual| residual.reshape([rows, outputs]));
     if super::flex::is_f32(&x) && super::flex::is_f32(&weight) {
-        let dropout = super::dropout::fused::drawn(dropout, &x);
+        let dropout = super::dropout::fused::drawn(dropout, [&x.device(), &weight.device()]);
         return Ok(fused::linear(x, weight, bias, residual, activation, dropout)?.reshape(shape));
     }
     let y = activate(plain_linear(x, weight, bias), activation);
@@ -119,13 +123,19 @@ pub(crate) fn reshape<const D: usize, const E: usize>(x: Tensor<D>, shape: [usiz
 pub(super) fn activate<const D: usize>(z: Tensor<D>, activation: Activation) -> Tensor<D> {
     match activation {
         Activation::Identity => z,
-        Activation::Relu => burn_activation::relu(z),
-        Activation::Gelu => burn_activation::gelu(z),
-        Activation::GeluTanh => {
-            let inner = (z.clone() + z.clone().powi_scalar(3) * 0.044_715) * (8.0 / std::f64::consts::PI).sqrt();
-            z * burn_activation::sigmoid(inner)
+        Activation::Relu => relu(z),
+        // Burn's own has the gradient of the approximation.
+        Activation::Gelu => {
+            let (dtype, z) = (z.dtype(), widen(z));
+            narrow_float(z.clone() * ((z * FRAC_1_SQRT_2).erf() + 1.0) * 0.5, dtype)
         }
-        Activation::Silu => burn_activation::silu(z),
+        Activation::GeluTanh => {
+            // A third power soon has no place in `f16`.
+            let (dtype, z) = (z.dtype(), widen(z));
+            let inner = (z.clone() + z.clone().powi_scalar(3) * 0.044_715) * (8.0 / std::f64::consts::PI).sqrt();
+            narrow_float(z * sigmoid(inner), dtype)
+        }
+        Activation::Silu => silu(z),
     }
 }
 

@@ -5,6 +5,7 @@ use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Device, Tensor};
 
+use crate::backend::tensor::{narrow_float, widen};
 use crate::error::{Result, config, fits};
 
 /// What a norm subtracts before it divides.
@@ -87,16 +88,18 @@ impl TokenNorm {
 
     /// [`forward`](Self::forward) in tensor operations.
     pub(super) fn in_tensors(&self, x: Tensor<3>) -> Tensor<3> {
+        let (dtype, x) = (x.dtype(), widen(x));
         let x = match self.kind {
             NormKind::Layer => x.clone() - x.mean_dim(2),
             NormKind::Rms => x,
         };
         let scale = (x.clone().powi_scalar(2).mean_dim(2) + self.epsilon).sqrt();
-        let y = x / scale * self.gamma.val().unsqueeze();
-        match &self.beta {
-            Some(beta) => y + beta.val().unsqueeze(),
+        let y = x / scale * widen(self.gamma.val()).unsqueeze();
+        let y = match &self.beta {
+            Some(beta) => y + widen(beta.val()).unsqueeze(),
             None => y,
-        }
+        };
+        narrow_float(y, dtype)
     }
 }
 

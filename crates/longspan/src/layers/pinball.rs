@@ -3,6 +3,7 @@
 use burn::tensor::activation::relu;
 use burn::tensor::{Tensor, TensorData};
 
+use crate::backend::tensor::widen;
 use crate::error::{Result, argument};
 
 /// The pinball loss `Σ max(q·(t − y), (q − 1)·(t − y))`, `[1]`, over all numbers `t` and what is predicted of each, `y`: its quantiles `q`
@@ -21,13 +22,15 @@ pub fn pinball(y: Tensor<2>, targets: &[f32], quantiles: &[f32]) -> Result<Tenso
     let holds = quantiles.len() == columns && quantiles.iter().all(|q| 0.0 < *q && *q < 1.0);
     let expected = || format!("{columns} between 0 and 1, one a column");
     argument(holds, "pinball", "quantiles", expected, || format!("{quantiles:?}"))?;
+    let y = widen(y);
     let place = (y.device(), y.dtype());
     let tensor = |numbers: Vec<f32>, dims: [usize; 2]| {
         Tensor::<2>::from_data(TensorData::new(numbers, dims), (&place.0, place.1))
     };
-    let counts = targets.iter().map(|target| f32::from(u8::from(!target.is_nan()))).collect();
-    let known = targets.iter().map(|target| if target.is_nan() { 0.0 } else { *target }).collect();
-    let above = (tensor(known, [numbers, 1]) - y) * tensor(counts, [numbers, 1]);
+    // Filled, not multiplied by 0: a prediction that is NaN would stay NaN.
+    let targets = tensor(targets.to_vec(), [numbers, 1]);
+    let missing = targets.clone().is_nan().expand([numbers, columns]);
+    let above = (targets - y).mask_fill(missing, 0.0);
     // max(q·d, (q − 1)·d) = q·d + max(−d, 0).
     Ok((above.clone() * tensor(quantiles.to_vec(), [1, columns]) + relu(above.neg())).sum())
 }

@@ -150,6 +150,6 @@ impl Classifier {
             x = block.forward(x, &mask)?;
         }
         let x = stack::end(self.norm.as_ref(), x)?;
-        Ok(self.pooling.pool(x, lengths, self.pooling_query.as_ref()))
+        self.pooling.pool(x, lengths, self.pooling_query.as_ref())
     }
 }

@@ -11,7 +11,7 @@ use super::stored::StoredBlock;
 use crate::attention::AttentionState;
 use crate::backend;
 use crate::error::{Result, argument};
-use crate::layers::flex::{is_f32, numbers, shape, taken};
+use crate::layers::flex::{are_f32, numbers, shape, taken};
 use crate::layers::stored::{StoredLayer, StoredNorm};
 
 /// A [`LanguageModel`] that takes one token of each text after the other, on the CPU backend in `f32`. Made by
@@ -60,9 +60,10 @@ impl LanguageModel {
     pub fn decoder(&self, state: &LanguageState, batch: usize) -> Result<LanguageDecoder> {
         const NAME: &str = "language decoder";
         let weight = self.embedding.weight.val();
-        let expected = || "one of f32 on the CPU backend, without autodiff".into();
-        let got = || format!("{:?} on {:?}", weight.dtype(), weight.device());
-        argument(is_f32(&weight) && !weight.device().is_autodiff(), NAME, "model", expected, got)?;
+        let expected = || "all of it of f32 on the CPU backend, without autodiff".into();
+        let got =
+            || format!("embeddings of {:?} on {:?}, or other tensors of another type", weight.dtype(), weight.device());
+        argument(are_f32(self) && !weight.device().is_autodiff(), NAME, "model", expected, got)?;
         let got = || "one whose state grows with every token: use LanguageModel::step".into();
         argument(!self.keeps_past(), NAME, "model", || "mechanisms with states of constant size".into(), got)?;
         argument(batch > 0, NAME, "batch", || "at least 1".into(), || "0".into())?;
@@ -71,7 +72,7 @@ impl LanguageModel {
         let mut state = state.clone();
         let states = blocks.iter().zip(&self.blocks).zip(state.of(self)?.layers()).map(|((block, own), state)| {
             let layer = own.attention.attention.layer();
-            let state = backend::states_of(layer, [batch, 1], DType::F32, state)?;
+            let state = backend::states_of(layer, layer.heads().dims(batch, 1, 1), DType::F32, state)?;
             let state = state.before().ok_or_else(|| backend::foreign_state(layer))?.try_clone()?;
             block.attention.check_step(batch, &state)?;
             Ok(state)

@@ -6,7 +6,9 @@ use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Tensor, TensorData};
 
 use crate::attention::AttentionMask;
+use crate::backend::tensor::{narrow_float, widen};
 use crate::error::{Result, argument};
+use crate::layers::check_rows;
 
 /// How the rows of a sequence become one.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -26,11 +28,13 @@ impl Pooling {
     }
 
     /// One row for each sequence, `[batch, 1, d_model]`, of rows `[batch, tokens, d_model]`, of which the first `lengths[b]` count.
-    pub(super) fn pool(self, x: Tensor<3>, lengths: &[usize], query: Option<&Param<Tensor<1>>>) -> Tensor<3> {
+    pub(super) fn pool(self, x: Tensor<3>, lengths: &[usize], query: Option<&Param<Tensor<1>>>) -> Result<Tensor<3>> {
         let [batch, count, d_model] = x.dims();
         if batch == 0 {
-            return Tensor::zeros([0, 1, d_model], (&x.device(), x.dtype()));
+            return Ok(Tensor::zeros([0, 1, d_model], (&x.device(), x.dtype())));
         }
+        query.map_or(Ok(()), |query| check_rows("pooling", "x", &x, &query.val()))?;
+        let (dtype, x) = (x.dtype(), widen(x));
         let place = (x.device(), x.dtype());
         let by_row = |number: fn(Self, usize, usize) -> f32| {
             let numbers = lengths.iter().flat_map(|&n| (0..count).map(move |t| number(self, n, t))).collect::<Vec<_>>();
@@ -38,7 +42,7 @@ impl Pooling {
         };
         let weights = match query {
             Some(query) => {
-                let query = query.val().mul_scalar((d_model as f64).powf(-0.5)).reshape([1, 1, d_model]);
+                let query = widen(query.val()).mul_scalar((d_model as f64).powf(-0.5)).reshape([1, 1, d_model]);
                 // Far below every other number, and still one: a softmax of infinities alone would be NaN.
                 let ignored = by_row(|_, length, t| if t < length { 0.0 } else { -1e30 });
                 softmax((x.clone() * query).sum_dim(2) + ignored, 1)
@@ -49,7 +53,7 @@ impl Pooling {
                 _ => 0.0,
             }),
         };
-        (x * weights).sum_dim(1)
+        Ok(narrow_float((x * weights).sum_dim(1), dtype))
     }
 }
 

@@ -192,7 +192,7 @@ impl SeriesModel {
     /// One row for each series, `[batch, 1, d_model]`.
     fn pooled(&self, values: Tensor<3>, times: Tensor<2>, lengths: &[usize]) -> Result<Tensor<3>> {
         let rows = self.rows(values, times, lengths)?;
-        Ok(self.pooling.pool(rows, lengths, self.pooling_query.as_ref()))
+        self.pooling.pool(rows, lengths, self.pooling_query.as_ref())
     }
 
     /// A row for each point, `[batch, points, d_model]`.

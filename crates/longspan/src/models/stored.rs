@@ -14,7 +14,7 @@ use crate::backend::with_scratch;
 use crate::cpu::from_flex;
 use crate::error::Result;
 use crate::layers::TokenNorm;
-use crate::layers::flex::{is_f32, numbers, taken, tensor};
+use crate::layers::flex::{are_f32, is_f32, numbers, taken, tensor};
 use crate::layers::stored::{StoredFeedForward, StoredLayer, StoredNorm};
 
 /// The tensors of an [`EncoderBlock`].
@@ -132,7 +132,7 @@ impl StoredDecoder {
         let grows = model.decoder.iter().any(|block| block.attention.attention.keeps_past());
         let without = memories.iter().all(|memory| memory.rows().is_some());
         let followed = states.iter().any(AttentionState::is_followed);
-        if grows || followed || !without || !is_f32(&weight) || weight.device().is_autodiff() {
+        if grows || followed || !without || !are_f32(model) || weight.device().is_autodiff() {
             return Ok(None);
         }
         let block = |block: &DecoderBlock| {
@@ -209,7 +209,7 @@ pub(super) fn in_segments(
     let mut x: Vec<f32> = Vec::new();
     for rows in segments() {
         let embedded = embed(rows)?;
-        if !is_f32(&embedded) || embedded.device().is_autodiff() {
+        if !blocks.iter().all(are_f32) || !is_f32(&embedded) || embedded.device().is_autodiff() {
             return Ok(None);
         }
         let width = embedded.dims()[2];

@@ -65,6 +65,8 @@ class Attention(nn.Module):
 
     #: Name in `longspan.mechanisms`.
     mechanism: ClassVar[str]
+    #: Whether other processes hold the rest of its sequences.
+    over_processes = False
     rate: nn.Parameter
     bias: nn.Parameter
 

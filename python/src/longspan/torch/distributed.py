@@ -113,7 +113,8 @@ class _Stretch:
         self.facts = dict(zip(_FACTS, (
             __version__, mechanism, options, is_causal, self.cuts, (q.shape[:2], q.shape[3], k.shape[1], k.shape[3], v.shape[3]),
             (q.dtype, k.dtype, v.dtype), [(p.shape, p.dtype) for p in tensors[3:]] if not _positioned(options) else None,
-            torch.is_grad_enabled() and any(t.requires_grad for t in tensors),
+            # The second: whether this rank has a backward of its states, in which the others wait for it.
+            torch.is_grad_enabled() and [any(t.requires_grad for t in some) for some in (tensors, tensors[1:])],
         )))  # fmt: skip
         if any(t.dtype in _HALF or t.dtype != q.dtype for t in tensors):
             tensors = [t.float() for t in tensors]
@@ -397,7 +398,8 @@ def context_parallel(module: _Module, mesh: Any) -> _Module:
     Raises
     ------
     ValueError
-        For attention whose stretches do not add up, and where there is none.
+        For attention whose stretches do not add up, where there is none, and for models that make one row of a whole sequence or
+        count positions from its start.
 
     Examples
     --------
@@ -415,11 +417,14 @@ def context_parallel(module: _Module, mesh: Any) -> _Module:
     found = []
     for name, each in module.named_modules():
         where = f"context_parallel: {name or type(each).__name__}"
+        whole = getattr(each, "whole_sequence", None)
+        if whole is not None:
+            raise ValueError(f"{where}: expected a model that acts on each token alone beside its attention, got one that {whole}")
         if isinstance(each, AttentionModule):
             if each.mechanism not in _FORMS:
                 raise ValueError(f"{where}: expected attention whose stretches add up, got {each.mechanism}: "
                                  f"{_REFUSED[each.mechanism]}")  # fmt: skip
-            if any(isinstance(hook, Over) for hook in each._forward_pre_hooks.values()):
+            if each.over_processes:
                 raise ValueError(f"{where}: expected attention of one process, got one that is over several already")
             found.append(each)
         elif isinstance(each, nn.MultiheadAttention):
@@ -430,6 +435,7 @@ def context_parallel(module: _Module, mesh: Any) -> _Module:
         raise ValueError(f"context_parallel: module: expected one with attention of longspan in it, got {type(module).__name__}")
     for each in found:
         each.register_forward_pre_hook(Over(group), with_kwargs=True)
+        each.over_processes = True
     return module
 
 

@@ -232,6 +232,8 @@ class LanguageModel(nn.Module):
         self.norm = _last_norm(settings)
         self.dropout = nn.Dropout(settings.get("dropout", 0.0))
         self.sinusoidal = (drawn or "softmax" in names(settings)) and not _sees_order(settings)
+        #: Why a process needs all of a sequence, if it does.
+        self.whole_sequence = "counts positions from the start of the sequence" if self.sinusoidal else None
 
     def forward(self, tokens: Tensor, ignored: Tensor | None = None, past: Sequence[Any] | None = None) -> Tensor:
         """Rows ``[batch, tokens, d_model]``, of which `logits` makes logits. ``past`` has a `Past` for each block."""
@@ -250,6 +252,9 @@ class LanguageModel(nn.Module):
 
 class _Pooled(nn.Module):
     """What the models that make one row of a whole sequence have in common: all but what stands before the blocks."""
+
+    #: Why a process needs all of a sequence.
+    whole_sequence = "makes one row of a whole sequence"
 
     def __init__(self, settings: Settings, outputs: int) -> None:
         super().__init__()
@@ -402,6 +407,9 @@ class Seq2Seq(nn.Module):
     >>> model.decode(model.encode(source, ignored), ignored, target).shape
     torch.Size([2, 5, 40])
     """
+
+    #: Why a process needs all of a sequence.
+    whole_sequence = "counts the tokens of whole sources and targets"
 
     def __init__(self, config: Settings, source_vocab: int, target_vocab: int) -> None:
         super().__init__()

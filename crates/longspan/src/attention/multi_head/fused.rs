@@ -61,7 +61,7 @@ pub fn multi_head(
         norm,
         biases,
         gated_norm,
-        dropout: drawn(around.dropout, &x),
+        dropout: drawn(around.dropout, [&x.device(), &module.query_key_value.weight.device()]),
         residual: around.residual,
         recompute: around.recompute,
         states: states.cloned(),

@@ -116,6 +116,7 @@ impl States {
 
 impl Operation for Settings {
     const NAME: &'static str = "attention";
+    const TAKES_ALL: bool = true;
 
     type Kept = Outcome;
 
