@@ -78,6 +78,22 @@ def ours(q, k, v, is_causal=True):
     return ops.kernelized_attention(q, k, v, is_causal=is_causal)
 
 
+def rotary(q, k, v):
+    """Fourier's pairs, with the frequencies of RoPE, of the same numbers in every type."""
+    half = q.shape[-1] // 2
+    a = (10000.0 ** (-torch.arange(half, device=q.device) / half)).bfloat16().to(q.dtype).expand(k.shape[1], half)[..., None]
+    return ops.fourier_attention(q, k, v, a, wave="pairs", normalizer="unrotated", is_causal=True)
+
+
+def decaying(q, k, v):
+    """A decay that each token brings, under the normaliser."""
+    return ops.kernelized_attention(q, k, v, is_causal=True, log_decay=F.logsigmoid(k[..., 0].bfloat16()).to(q.dtype))
+
+
+#: What is timed beside `ours`, in the first two sizes.
+OTHERS = {"longspan, rotary": rotary, "longspan, a decay a token": decaying}
+
+
 def fewer_configurations(part=0, parts=1):
     """Of what flash-linear-attention tries: the largest tiles, 4 or 8 warps; and of these a part."""
     import triton
@@ -160,8 +176,8 @@ def times(attend_fla, quick):
     print("\nMilliseconds, bfloat16, causal, elu + 1 inside: forward, with backward; memory above the inputs with backward, MB")
     for shape in SHAPES[: 2 if quick else None]:
         q, k, v, d_out = inputs(*shape)
-        reference = gradients(ours, *[x[:, :1, :2048].float() for x in (q, k, v, d_out)])
         rows = {"longspan": ours, "longspan, both directions": lambda q, k, v: ours(q, k, v, False)}
+        rows |= OTHERS if shape in SHAPES[:2] else {}
         if attend_fla and shape in SHAPES[:2]:
             rows["FLA, feature map and normaliser"] = attend_fla
             rows["FLA, undivided, no feature map"] = None
@@ -179,7 +195,8 @@ def times(attend_fla, quick):
                         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=1.0, normalize=False)[0].transpose(1, 2)  # fmt: skip
                 else:
                     whole = function
-                if name == "longspan" or "normaliser" in name or "compiled" in name:
+                if name == "longspan" or name in OTHERS or "normaliser" in name or "compiled" in name:
+                    reference = gradients(OTHERS.get(name, ours), *[x[:, :1, :2048].float() for x in (q, k, v, d_out)])
                     got = gradients(whole, q, k, v, d_out)
                     # The first rows do not see what comes after; of gradients this holds for queries.
                     wrong = max(error(a[:, :1, :2048], b.double()) for a, b in zip(got[:2], reference[:2]))

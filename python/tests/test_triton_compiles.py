@@ -28,25 +28,33 @@ CALLS = {
     "both directions": {"CAUSAL": False},
     "exp with everything": {"MAP": "exp", "DECAY": True, "INITIAL": True, "END": True, "IGNORED": True, "GROUP": 2, "segments": 4},
     "packed, undivided": {"MAP": "softplus", "PACKED": True, "NORMALIZE": False},
-    "gated": {"MAP": "identity", "NORMALIZE": False, "DECAY": True, "GATED": True, "INITIAL": True, "END": True, "IGNORED": True, "segments": 4},
-}
+    "gated": {"MAP": "identity", "KEYS": False, "NORMALIZE": False, "DECAY": True, "GATED": True, "INITIAL": True, "END": True, "IGNORED": True,
+              "segments": 4},
+    "exp with gates": {"MAP": "exp", "DECAY": True, "GATED": True, "INITIAL": True, "END": True, "segments": 4},
+    "fourier with everything": {"TURN": "each", "BLOCKS": 3, "SUMMED": 3, "MAP": "exp", "DECAY": True, "INITIAL": True, "END": True, "GROUP": 2},
+    "rotary": {"TURN": "pairs", "BLOCKS": 4, "SUMMED": 2},
+}  # fmt: skip
 KERNELS = [("out", False), ("dq", False), ("dk", False), ("dv", False), ("out", True), ("dv", True)]
 
 
 def source(role, sums, dtype, d, dv, hip=False, **options):
     """A kernel as a launch would specialise it."""
-    tiles = kernelized.tiles(role, dtype, d, dv, options.get("MAP") == "exp", hip)
+    of_call = {"CAUSAL": True, "MAP": "elu+1", "TURN": "", "BLOCKS": 1, "SUMMED": 1, "KEYS": True, "NORMALIZE": True, "DECAY": False,
+               "GATED": False, "INITIAL": False, "END": False, "IGNORED": False, "PACKED": False, "GROUP": 1, **options}  # fmt: skip
+    settings = kernelized.Settings(of_call["MAP"], of_call["NORMALIZE"], None, 1.0, of_call["KEYS"], *(of_call[x] for x in ("TURN", "BLOCKS", "SUMMED")))
+    if settings.turn:
+        tiles = kernelized.tiles_turned(role, dtype, settings.wide(d), dv, hip)
+    else:
+        tiles = kernelized.tiles(role, dtype, d, dv, of_call["MAP"] == "exp", hip)
     kind, precision = kernelized.arithmetic(dtype)
     precision = "ieee" if hip else precision
-    segments = options.pop("segments", 1)
-    of_call = {"CAUSAL": True, "MAP": "elu+1", "NORMALIZE": True, "DECAY": False, "GATED": False, "INITIAL": False, "END": False, "IGNORED": False,
-               "PACKED": False, "GROUP": 1, **options}  # fmt: skip
+    segments = of_call.pop("segments", 1)
     if sums or role in ("dq", "dk"):
         of_call["END"] = False
     if sums:
         of_call["INITIAL"] = False
     exponential = of_call["MAP"] == "exp"
-    constants = {"ROLE": role, "SUMS": sums, "D": d, "DV": dv, "BD": kernelized._padded(d), "BV": kernelized._padded(dv),
+    constants = {"ROLE": role, "SUMS": sums, "D": d, "DV": dv, "BD": settings.wide(d), "BV": kernelized.padded(dv),
                  "BX": tiles.columns, "C": tiles.chunk, "TYPE": kind, "PRECISION": precision, **of_call}  # fmt: skip
     own = "*" + NAMES[dtype]
     pointers = {"q": own, "k": own, "v": own, "denominators": "*fp32"}
@@ -54,8 +62,11 @@ def source(role, sums, dtype, d, dv, hip=False, **options):
         "d_out": (own, role != "out"), "delta": ("*fp32", role != "out"), "out": (own, role == "dq"), "to": (own, not sums),
         "records": ("*fp32", sums or segments > 1 or not of_call["CAUSAL"]), "initial": ("*fp32", of_call["INITIAL"]),
         "initial_exponent": ("*fp32", of_call["INITIAL"] and exponential), "end": ("*fp32", of_call["END"]),
-        "end_exponent": ("*fp32", of_call["END"] and exponential and role == "dv"), "log_decay": ("*fp32", of_call["DECAY"]),
+        "end_exponent": ("*fp32", of_call["END"] and exponential), "log_decay": ("*fp32", of_call["DECAY"]),
         "ignored": ("*u8", of_call["IGNORED"]), "lengths": ("*i64", of_call["IGNORED"]), "bounds": ("*i64", of_call["PACKED"]),
+        "row_sums": ("*fp32", of_call["GATED"] and role in ("dq", "dk")), "frequencies": ("*fp64", settings.turn),
+        "waves": ("*fp64", settings.turn == "each"), "before_call": ("*fp64", settings.turn and of_call["INITIAL"]),
+        "of_waves": ("*fp64", settings.turn and role in ("dq", "dk") and not sums),
     }  # fmt: skip
     pointers |= {name: kind for name, (kind, there) in conditional.items() if there}
     signature, fixed, aligned = {}, {}, {}

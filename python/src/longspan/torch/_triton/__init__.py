@@ -58,24 +58,33 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         return "a device without Triton"
     if tensors[0].ndim < 3:
         return "queries, keys and values side by side"
-    options = _calls.settings(call.options)
+    options, (q, k, v, *parameters) = _calls.settings(call.options), tensors
+    widest = WIDEST
     if call.mechanism == "gated":
         if options.get("gate") != "head" or options.get("l2_norm"):
             return "gates other than one a head" if options.get("gate") != "head" else "l2_norm"
-        options = {"feature_map": "identity"}
-        q, k = tensors[:2]
-        tokens = tuple(k.shape[2:-1]) or (1,)
-        if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or tuple(tensors[3].shape) != (*k.shape[:2], *tokens):
-            # torch's own operations say what was expected.
-            return "a mask that is not causal, or gates of another shape"
-    elif options.get("gate"):
-        return "gates of kernelized attention"
+        options = {"feature_map": "identity", "gate": True}
+    elif call.mechanism == "fourier":
+        if options.get("axes") or options.get("normalizer") == "literal":
+            return "positions that are given" if options.get("axes") else "the literal normaliser"
+        widest = WIDEST // 2 if options.get("wave") == "pairs" else WIDEST // 4
     elif call.mechanism != "kernelized":
         return f"the mechanism {call.mechanism}"
     feature_map, decays = options.get("feature_map", "elu+1"), options.get("decay") is not None
     if feature_map not in MAPS:
         return f"the feature map {feature_map}"
-    q, k, v = tensors[:3]
+    # Of shapes that do not fit torch's own operations say what was expected.
+    if options.get("gate"):
+        tokens = tuple(k.shape[2:-1]) or (1,)
+        if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or tuple(parameters.pop().shape) != (*k.shape[:2], *tokens):
+            return "a mask that is not causal, or gates of another shape"
+    if call.mechanism == "fourier":
+        width, each = q.shape[-1], 2 if options.get("wave") == "pairs" else 1
+        shapes = [(k.shape[1], width // each, 1), *[(q.shape[1], width)] * (len(parameters) - 1)]
+        if width % each or [tuple(x.shape) for x in parameters] != shapes:
+            return "frequencies or phases of another shape"
+    elif feature_map == "exp":
+        widest = WIDEST_EXP
     if any(tensor.dtype is torch.float64 for tensor in tensors):
         return "float64"
     if q.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(q.device)[0] >= 10:
@@ -84,7 +93,6 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         if q.shape[1] != k.shape[1]:
             # Triton 3.9 fails to compile the gradients of keys and values.
             return "grouped heads on this device"
-    widest = WIDEST_EXP if feature_map == "exp" else WIDEST
     # Of one token there is no axis of tokens.
     if not (0 < q.shape[-1] <= widest and 0 < v.shape[-1] <= widest):
         return f"heads wider than {widest}, or of width 0"

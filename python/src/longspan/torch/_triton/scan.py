@@ -5,11 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .features import of_keys, of_queries, slope
+from .features import blocks, key_features, of_keys, of_queries, query_features, slope, turned, turned_back
 from .tiles import NOTHING, exp, inverse, load_rows, store_rows, within
 
 #: As `TOKENS_CARRY` in the kernels' `state.rs`: float32 counts no further than 2**24.
-_CARRY = tl.constexpr(1 << 20)
+CARRY = 1 << 20
+_CARRY = tl.constexpr(CARRY)
+#: What takes logarithms from base 2 to that of e.
+_LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -18,14 +21,18 @@ def _clip(x, high):
 
 
 @triton.jit
-def _place(low, OF_KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BA: tl.constexpr, BX: tl.constexpr):
-    """Where a tile of a state ``[D, DV]`` lies, and which of its numbers there are. Its rows here are the values' columns, whichever is cut
+def _place(
+    low, OF_KEYS: tl.constexpr, SUMMED: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, BA: tl.constexpr, BX: tl.constexpr
+):  # fmt: skip
+    """Where a tile of a state ``[SUMMED * M, DV]`` lies, and which of its numbers there are. Its rows here are the values' columns, whichever is cut
     in tiles: so the first factor of the product that makes it is one that was read as it is, which goes to it from shared memory."""
     if OF_KEYS:
-        of_value, feature = tl.arange(0, BA)[:, None], (low + tl.arange(0, BX))[None, :]
+        of_value = tl.arange(0, BA)[:, None]
+        block, column = blocks(low, W, BX)
     else:
-        of_value, feature = (low + tl.arange(0, BX))[:, None], tl.arange(0, BA)[None, :]
-    return feature * DV + of_value, (feature < D) & (of_value < DV)
+        of_value = (low + tl.arange(0, BX))[:, None]
+        block, column = blocks(0, W, BA)
+    return (block * M + column)[None, :] * DV + of_value, ((block < SUMMED) & (column < M))[None, :] & (of_value < DV)
 
 
 @triton.jit
@@ -91,11 +98,12 @@ def _of_state(
     if ROLE == "dk":
         # Also of a result that is not divided: the gradient of the final state's sum of keys.
         y += z[None, :]
-    if DECAY:
-        factor = tl.exp2(gamma * age)
-        y, total = y * factor[:, None], total * factor
     if EXPONENTIAL:
-        factor = exp(clock)
+        # In one sum: either may be out of range by itself.
+        factor = exp(clock + gamma * age * _LN2 if DECAY else clock)
+        y, total = y * factor[:, None], total * factor
+    elif DECAY:
+        factor = tl.exp2(gamma * age)
         y, total = y * factor[:, None], total * factor
     return y, total
 
@@ -104,12 +112,12 @@ def _of_state(
 def _scan(
     q, k, v, out, d_out, denominators, delta, to,
     records, initial, initial_exponent, end, end_exponent,
-    log_decay, ignored, lengths, bounds,
+    log_decay, ignored, lengths, bounds, row_sums, frequencies, waves, before_call, of_waves,
     queries, keys, offset, first_chunk, kv_heads, segments, record, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
-    ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
-    DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
+    ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, TURN: tl.constexpr, BLOCKS: tl.constexpr,
+    SUMMED: tl.constexpr, KEYS: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr,
+    END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
     CAREFUL: tl.constexpr, C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """See `scan`. Returns whether a sum was not finite, without which ``CAREFUL`` changes nothing."""
@@ -118,8 +126,18 @@ def _scan(
     EACH: tl.constexpr = 2 if EXPONENTIAL else 1
     # Whether columns of x are those of keys.
     OF_KEYS: tl.constexpr = ROLE == "dq" or ROLE == "dk"
-    WIDTH: tl.constexpr = D if OF_KEYS else DV
-    TILES: tl.constexpr = (WIDTH + BX - 1) // BX
+    # Features are blocks of M; of a tile's or a whole row's columns each has an equal part, PARTS at most.
+    M: tl.constexpr = D // 2 if TURN == "pairs" else D
+    PARTS: tl.constexpr = BLOCKS if BLOCKS < 3 else 4
+    W: tl.constexpr = (BX if OF_KEYS else BD) // PARTS
+    ROW: tl.constexpr = BD // PARTS * (2 if TURN == "pairs" else 1)
+    # Whether the first blocks are what values are weighed by, and those after them what rows are divided by.
+    UNROTATED: tl.constexpr = BLOCKS > SUMMED
+    F: tl.constexpr = SUMMED * M
+    MARKS: tl.constexpr = F * DV + (D if UNROTATED else F)
+    WIDTH: tl.constexpr = M if OF_KEYS else DV
+    STEP: tl.constexpr = W if OF_KEYS else BX
+    TILES: tl.constexpr = (WIDTH + STEP - 1) // STEP
     BA: tl.constexpr = BV if OF_KEYS else BD
     BZ: tl.constexpr = BX if OF_KEYS else BD
     # Whether the sum of keys is asked for, or, of a gradient, that of rows' deltas.
@@ -135,7 +153,7 @@ def _scan(
     row_head = (place % (kv_heads * ROW_GROUP)).to(tl.int64)
     sequence = (place // (kv_heads * ROW_GROUP)).to(tl.int64)
     kv_head = row_head // ROW_GROUP
-    low = tile * BX
+    low = tile * STEP
     z_low = low if OF_KEYS else 0
 
     batch, q_start, k_start = sequence, sequence * 0, sequence * 0
@@ -168,8 +186,12 @@ def _scan(
 
     # The state of what comes before: its exponents are relative to `reference`, its decay to the token where the chunk begins, or, in
     # the other direction, ends.
-    at, inside = _place(low, OF_KEYS, D, DV, BA, BX)
-    z_at = z_low + tl.arange(0, BZ)
+    at, inside = _place(low, OF_KEYS, SUMMED, M, DV, W, BA, BX)
+    z_block, z_column = blocks(z_low, W, BZ)
+    is_divisor = z_block >= (SUMMED if UNROTATED else 0)
+    z_at = F * DV + (z_block - (SUMMED if UNROTATED else 0)) * M + z_column
+    z_inside = is_divisor & (z_block < BLOCKS) & (z_column < M)
+    gate_at = record - 1 if KEYS else F * DV
     state = tl.zeros([BA, BX] if OF_KEYS else [BX, BA], tl.float32)
     z = tl.zeros([BZ], tl.float32)
     reference = tl.full([], NOTHING, tl.float32)
@@ -177,8 +199,8 @@ def _scan(
     if INITIAL:
         before = initial + whose * record
         state = tl.load(before + at, mask=inside, other=0.0)
-        if not GATED:
-            z = tl.load(before + D * DV + z_at, mask=z_at < D, other=0.0)
+        if KEYS:
+            z = tl.load(before + z_at, mask=z_inside, other=0.0)
         if EXPONENTIAL:
             reference = tl.maximum(tl.load(initial_exponent + whose), NOTHING)
     if not SUMS and records is not None:
@@ -190,23 +212,35 @@ def _scan(
             before = records + ((sequence * segments + other) * kv_heads + kv_head) * record
             own = tl.load(before + at, mask=inside, other=0.0)
             own_z = tl.zeros([BZ], tl.float32)
-            if not GATED:
-                own_z = tl.load(before + D * DV + z_at, mask=z_at < D, other=0.0)
+            if KEYS:
+                own_z = tl.load(before + z_at, mask=z_inside, other=0.0)
+            decays = 0.0
             if GATED:
-                decays = tl.load(before + D * DV)
-                state *= tl.exp2(decays)
+                decays = tl.load(before + gate_at)
                 passed += decays
             elif DECAY:
                 start = first_chunk + other * of_segment
                 ends = tl.minimum(start + of_segment, first_chunk + chunks)
-                kept = tl.exp2(gamma * (_clip(ends * C, there) - _clip(start * C, there)).to(tl.float32))
+                decays = gamma * (_clip(ends * C, there) - _clip(start * C, there)).to(tl.float32)
+            if DECAY and EXPONENTIAL:
+                reference += decays * _LN2
+            elif DECAY:
+                kept = tl.exp2(decays)
                 state, z = state * kept, z * kept
             if EXPONENTIAL:
-                exponent = tl.load(before + D * DV + D)
+                exponent = tl.load(before + MARKS)
                 highest = tl.maximum(reference, exponent)
                 kept, joins = exp(reference - highest), exp(exponent - highest)
                 state, z, own, own_z, reference = state * kept, z * kept, own * joins, own_z * joins, highest
             state, z = state + own, z + own_z
+
+    position = 0.0
+    if TURN != "":
+        frequencies += kv_head * M
+        if before_call is not None:
+            position = tl.load(before_call + batch)
+        # Of the angles' gradients, the same times positions, and the scales'.
+        of_angles, of_moments, of_scales = tl.zeros([BX], tl.float64), tl.zeros([BX], tl.float64), tl.zeros([BX], tl.float64)
 
     for n in range(begin, stop):
         chunk = (begin + stop - 1 - n) if REVERSE else n
@@ -218,14 +252,20 @@ def _scan(
         is_query = within(token - offset, n_queries)
         near, far = _clip(first, there), _clip(first + C, there)
         since = tl.full([], 1.0, tl.float32)
+        fallen = tl.zeros([], tl.float32)
         up_to, after_it = tl.maximum(token - near, 0).to(tl.float32), tl.maximum(far - token, 0).to(tl.float32)
         gates = tl.zeros([C], tl.float32)
         if GATED:
-            up_to, after_it, in_all, gates = _gates(log_decay, token, is_key, C)
-            since = tl.exp2(in_all)
-            passed += in_all
+            up_to, after_it, fallen, gates = _gates(log_decay, token, is_key, C)
+            passed += fallen
         elif DECAY:
-            since = tl.exp2(gamma * (far - near).to(tl.float32))
+            fallen = gamma * (far - near).to(tl.float32)
+        if EXPONENTIAL:
+            # Decays are a part of exponents: what has decayed is no measure for what comes after it.
+            fallen *= _LN2
+        elif DECAY:
+            since = tl.exp2(fallen)
+        place_0 = position + first.to(tl.float64) if TURN != "" else 0.0
 
         row_q = (batch * kv_heads * GROUP + row_head) * queries + q_start + first - offset
         clock = tl.zeros([C], tl.float32)
@@ -238,9 +278,9 @@ def _scan(
             if ROLE == "dk":
                 a = load_rows(v, first, v_t, is_key, 0, DV, C, BV).to(TYPE)
                 if EXPONENTIAL:
-                    _, clock = of_keys(load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32), MAP, D, BX)
+                    _, clock = key_features(k, first, k_t, is_key, low, place_0, frequencies, MAP, TURN, BLOCKS, ROW, W, D, C, BX)
             else:
-                a, clock = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
+                a, clock = key_features(k, first, k_t, is_key, 0, place_0, frequencies, MAP, TURN, BLOCKS, ROW, W, D, C, BD)
                 a = a.to(TYPE)
             y, total = _of_state(a, state, z, of_row, reference + clock, after_it, gamma,
                                  ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
@@ -248,7 +288,7 @@ def _scan(
         # The columns, by the heads that read a key. What they add to z comes first, so that few registers are in use at once.
         for g in range(COLUMN_GROUP):
             factor = tl.full([C], 1.0, tl.float32)
-            if DECAY:
+            if DECAY and not EXPONENTIAL:
                 factor = tl.exp2(gamma * (up_to if REVERSE else after_it))
             # Rows that are not there have features, but what they would be multiplied with is 0.
             plus = is_key.to(tl.float32)
@@ -267,45 +307,63 @@ def _scan(
                 if NORMALIZE and (KEEP_Z or ROLE == "dk"):
                     plus = -tl.load(delta + column_q, mask=there_s, other=0.0)
                 if ROLE == "dk":
-                    x = load_rows(q_at, first - offset, q_t, there_s, low, D, C, BX).to(tl.float32)
-                    features = of_queries(x, MAP, NORMALIZE, D, BX) * weight[:, None]
+                    features = query_features(q_at, first - offset, q_t, there_s, low, place_0, frequencies, waves, q_head,
+                                              MAP, NORMALIZE, TURN, BLOCKS, ROW, W, D, C, BX) * weight[:, None]  # fmt: skip
                     x = features.to(TYPE)
                     b = load_rows(g_at, first - offset, g_t, there_s, 0, DV, C, BV).to(TYPE)
                 else:
-                    b = load_rows(q_at, first - offset, q_t, there_s, 0, D, C, BD).to(tl.float32)
-                    features = of_queries(b, MAP, NORMALIZE, D, BD) * weight[:, None]
+                    features = query_features(q_at, first - offset, q_t, there_s, 0, place_0, frequencies, waves, q_head,
+                                              MAP, NORMALIZE, TURN, BLOCKS, ROW, W, D, C, BD) * weight[:, None]  # fmt: skip
                     b = features.to(TYPE)
                     x = load_rows(g_at, first - offset, g_t, there_s, low, DV, C, BX).to(TYPE)
             else:
                 there_s = is_key
                 if ROLE == "out":
-                    features, u = of_keys(load_rows(k, first, k_t, is_key, 0, D, C, BD).to(tl.float32), MAP, D, BD)
+                    features, u = key_features(k, first, k_t, is_key, 0, place_0, frequencies, MAP, TURN, BLOCKS, ROW, W, D, C, BD)
                     b = features.to(TYPE)
                     x = load_rows(v, first, v_t, is_key, low, DV, C, BX).to(TYPE)
                 else:
-                    features, u = of_keys(load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32), MAP, D, BX)
+                    features, u = key_features(k, first, k_t, is_key, low, place_0, frequencies, MAP, TURN, BLOCKS, ROW, W, D, C, BX)
                     x = features.to(TYPE)
                     b = load_rows(v, first, v_t, is_key, 0, DV, C, BV).to(TYPE)
                 if EXPONENTIAL:
                     u = tl.where(is_key, u, NOTHING)
+            if UNROTATED:
+                divisors = tl.where(is_divisor[None, :], features, 0.0)
+                turns = (features - divisors).to(TYPE)
+                if OF_KEYS:
+                    x = turns
+                else:
+                    b = turns
+                features = divisors
             highest = reference
             if EXPONENTIAL:
-                highest = tl.maximum(reference, tl.max(u, 0))
-                factor = factor * exp(u - highest)
+                left = u + gamma * (up_to if REVERSE else after_it) * _LN2 if DECAY else u
+                highest = tl.maximum(reference + fallen, tl.max(left, 0))
+                factor = exp(left - highest)
             added = tl.zeros([BZ], tl.float32)
             if KEEP_Z and (CAUSAL or SUMS):
                 added = tl.sum(features * (plus * factor)[:, None], 0)
 
             seen = (r[:, None] <= r[None, :]) if REVERSE else (r[:, None] >= r[None, :]) & there_s[None, :]
             if not SUMS:
+                between = tl.zeros([C, C], tl.float32)
+                if CAUSAL and GATED:
+                    between = _between(gates, C, REVERSE)
+                elif CAUSAL and DECAY:
+                    between = gamma * tl.abs(r[:, None] - r[None, :]).to(tl.float32)
+                if EXPONENTIAL and CAUSAL:
+                    between = u[None, :] + between * _LN2
                 if EXPONENTIAL and ROLE == "out":
-                    own = tl.maximum(tl.max(tl.where(seen, u[None, :], NOTHING), 1), reference) if CAUSAL else reference + clock
+                    own = reference + clock
+                    if CAUSAL:
+                        own = tl.maximum(tl.max(tl.where(seen, between, NOTHING), 1), reference + gamma * up_to * _LN2 if DECAY else reference)
                     clock = -own
                 if not REVERSE:
                     # The rows, and what all of them see.
                     if ROLE == "out":
-                        a = load_rows(q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t, is_query, 0, D, C, BD)
-                        a = of_queries(a.to(tl.float32), MAP, NORMALIZE, D, BD).to(TYPE)
+                        a = query_features(q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t, is_query, 0, place_0,
+                                           frequencies, waves, row_head, MAP, NORMALIZE, TURN, BLOCKS, ROW, W, D, C, BD).to(TYPE)  # fmt: skip
                     else:
                         a = load_rows(d_out + batch * g_b + row_head * g_h + q_start * g_t, first - offset, g_t, is_query, 0, DV, C, BV)
                         if EXPONENTIAL:
@@ -321,18 +379,24 @@ def _scan(
                 if CAUSAL:
                     # What some see.
                     pairs = tl.dot(a, tl.trans(b), input_precision=PRECISION)
-                    if ROLE == "dq" and NORMALIZE:
-                        pairs -= of_row[:, None]
-                    if ROLE == "dk" and NORMALIZE:
-                        pairs += plus[None, :]
-                    if GATED:
-                        pairs *= tl.exp2(_between(gates, C, REVERSE))
-                    elif DECAY:
-                        pairs *= tl.exp2(gamma * tl.abs(r[:, None] - r[None, :]).to(tl.float32))
-                    if EXPONENTIAL:
-                        pairs *= exp(u[None, :] + clock[:, None])
+                    if OF_KEYS and NORMALIZE:
+                        # By way of what rows are divided by.
+                        dividing = plus[None, :] if REVERSE else -of_row[:, None]
+                        if not UNROTATED:
+                            pairs += dividing
+                    elif ROLE == "out" and UNROTATED:
+                        dividing = tl.dot(a, tl.trans(divisors.to(TYPE)), input_precision=PRECISION)
+                    if EXPONENTIAL or DECAY:
+                        weights = exp(between + clock[:, None]) if EXPONENTIAL else tl.exp2(between)
+                        pairs *= weights
+                        if UNROTATED and ROLE != "dv":
+                            dividing = dividing * weights
                     pairs = tl.where(seen, pairs, 0.0)
-                    if ROLE == "out" and NORMALIZE:
+                    if UNROTATED and ROLE == "out":
+                        total += tl.sum(tl.where(seen, dividing, 0.0), 1)
+                    elif UNROTATED and OF_KEYS:
+                        y = tl.dot(tl.where(seen, dividing, 0.0).to(TYPE), divisors.to(TYPE), acc=y, input_precision=PRECISION)
+                    elif ROLE == "out" and NORMALIZE:
                         total += tl.sum(pairs, 1)
                     if CAREFUL:
                         # 0 times what a row does not see, where that is not finite, is NaN.
@@ -347,8 +411,8 @@ def _scan(
             if CAUSAL or SUMS:
                 # The state after these columns.
                 if EXPONENTIAL:
-                    kept = kept * exp(reference - highest)
-                    reference = highest
+                    kept = exp(reference + fallen - highest)
+                    reference, fallen = highest, tl.zeros([], tl.float32)
                 if DECAY or EXPONENTIAL:
                     state, z = state * kept, z * kept
                     if OF_KEYS:
@@ -378,27 +442,44 @@ def _scan(
                     tl.store(denominators + (row_q + r) * EACH, bottom, mask=is_query)
                     if EXPONENTIAL:
                         tl.store(denominators + (row_q + r) * EACH + 1, -clock, mask=is_query)
-            elif ROLE == "dq":
-                x_q = load_rows(q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t, is_query, low, D, C, BX)
-                x_q = x_q.to(tl.float32)
-                weight = inverse(tl.load(denominators + (row_q + r) * EACH, mask=is_query, other=1.0))
-                y = y * weight[:, None] * slope(x_q, of_queries(x_q, MAP, NORMALIZE, D, BX), MAP)
-                if GATED:
-                    # A row grows with all gates up to its own.
-                    tl.store(delta + (row_q + r) * TILES + tile, tl.sum(x_q * y, 1), mask=is_query)
-                at_row = to + batch * to_b + row_head * to_h + q_start * to_t
-                store_rows(y, at_row, first - offset, to_t, is_query, low, D, C, BX)
             else:
-                if ROLE == "dk":
-                    x_k = load_rows(k, first, k_t, is_key, low, D, C, BX).to(tl.float32)
-                    phi_k, _ = of_keys(x_k, MAP, D, BX)
-                    y = y * slope(x_k, phi_k, MAP)
-                y = tl.where(is_key[:, None], y, 0.0)
-                if GATED and ROLE == "dk":
-                    row_k = (batch * kv_heads + kv_head) * keys + k_start + token
-                    tl.store(delta + row_k * TILES + tile, tl.sum(x_k * y, 1), mask=within(token, n_keys))
+                x_at, row_0, x_t, valid, there_x = k, first, k_t, is_key, within(token, n_keys)
                 at_row = to + batch * to_b + kv_head * to_h + k_start * to_t
-                store_rows(y, at_row, first, to_t, within(token, n_keys), low, WIDTH, C, BX)
+                row = (batch * kv_heads + kv_head) * keys + k_start + token
+                if ROLE == "dq":
+                    x_at, row_0, x_t = q + batch * q_b + row_head * q_h + q_start * q_t, first - offset, q_t
+                    valid, there_x, row = is_query, is_query, row_q + r
+                    at_row = to + batch * to_b + row_head * to_h + q_start * to_t
+                    y = y * inverse(tl.load(denominators + row * EACH, mask=is_query, other=1.0))[:, None]
+                DIVIDED: tl.constexpr = NORMALIZE or ROLE == "dk"
+                if OF_KEYS and TURN == "":
+                    x_r = load_rows(x_at, row_0, x_t, valid, low, D, C, BX).to(tl.float32)
+                    phi = of_queries(x_r, MAP, DIVIDED, D, BX)
+                    dx = y * slope(x_r, phi, MAP)
+                elif OF_KEYS:
+                    phi, _, x_r, phi_x, y_r, phi_y, t, s, scales = turned(
+                        x_at, row_0, x_t, valid, low, place_0, frequencies, waves if ROLE == "dq" else None, row_head,
+                        MAP, DIVIDED, TURN, BLOCKS, ROW, W, D, C, BX,
+                    )  # fmt: skip
+                    dx, dy, angles, moments, of_scale = turned_back(y, valid, x_r, phi_x, y_r, phi_y, t, s, scales, MAP, TURN, W, C, BX)
+                    of_angles, of_scales = of_angles + angles, of_scales + of_scale
+                    of_moments += moments + angles * place_0
+                    if TURN == "pairs":
+                        store_rows(tl.where(valid[:, None], dy, 0.0), at_row + M, row_0, to_t, there_x, low, M, C, W)
+                else:
+                    dx = y
+                if GATED and (ROLE == "dk" or (ROLE == "dq" and not NORMALIZE)):
+                    # A row grows with all gates up to its own; what is divided does not. A key shrinks with them.
+                    tl.store(row_sums + row * TILES + tile, tl.sum(tl.where(valid[:, None], phi * y, 0.0), 1), mask=there_x)
+                store_rows(tl.where(valid[:, None], dx, 0.0), at_row, row_0, to_t, there_x, low, WIDTH, C, STEP)
+
+    if TURN != "" and OF_KEYS and not SUMS:
+        z_sum = of_waves + ((sequence * kv_heads * ROW_GROUP + row_head) * segments + segment) * (3 * BLOCKS * M)
+        z_sum += z_block * M + z_column
+        of_feature = (z_block < BLOCKS) & (z_column < M)
+        tl.store(z_sum, of_angles, mask=of_feature)
+        tl.store(z_sum + BLOCKS * M, of_moments, mask=of_feature)
+        tl.store(z_sum + 2 * BLOCKS * M, of_scales, mask=of_feature)
 
     if SUMS or END:
         # The state of the segment, or of the whole sequence; of a gradient, that at its beginning.
@@ -407,30 +488,33 @@ def _scan(
             writes = writes & (segment == (0 if REVERSE else segments - 1))
         if writes:
             after = records + ((sequence * segments + segment) * kv_heads + kv_head) * record if SUMS else end + whose * record
-            if END and REVERSE and EXPONENTIAL:
-                kept = exp(reference + tl.load(end_exponent + whose))
-                state, z = state * kept, z * kept
+            if END and EXPONENTIAL:
+                # From the exponent that a backward finds, too.
+                own = tl.load(end_exponent + whose)
+                kept = exp(reference + own) if REVERSE else exp(reference - own)
+                state, z, reference = state * kept, z * kept, own
             tl.store(after + at, state, mask=inside)
             if GATED:
                 # How far all has decayed: of a segment in base 2, of a state in that of e.
-                mark = tl.arange(0, 16)
                 if END and not REVERSE:
-                    passed *= 0.6931471805599453
+                    passed *= _LN2
                     if INITIAL:
-                        passed += tl.load(initial + whose * record + D * DV)
+                        passed += tl.load(initial + whose * record + gate_at)
                 elif not SUMS:
                     passed = tl.zeros([], tl.float32)
+                mark = tl.arange(0, 16)
                 if tile == 0:
-                    tl.store(after + D * DV + mark, tl.where(mark == 0, passed, 0.0), mask=mark < record - D * DV)
-            elif tile == 0:
-                tl.store(after + D * DV + z_at, z, mask=z_at < D)
+                    tl.store(after + gate_at + mark, tl.where(mark == 0, passed, 0.0), mask=mark < record - gate_at)
+            if KEYS and tile == 0:
+                count = record - MARKS - (1 if GATED else 0)
+                tl.store(after + z_at, z, mask=z_inside)
                 if END and not REVERSE:
-                    store_marks(after + D * DV + D, initial + whose * record + D * DV + D if INITIAL else initial, there, reference,
-                                record - D * DV - D, EXPONENTIAL, INITIAL)  # fmt: skip
+                    store_marks(after + MARKS, initial + whose * record + MARKS if INITIAL else initial, there, reference, count,
+                                EXPONENTIAL, INITIAL)  # fmt: skip
                 else:
                     mark = tl.arange(0, 32)
                     marks = tl.where(mark == 0, reference if EXPONENTIAL and SUMS else 0.0, 0.0)
-                    tl.store(after + D * DV + D + mark, marks, mask=mark < record - D * DV - D)
+                    tl.store(after + MARKS + mark, marks, mask=mark < count)
     return tl.min(tl.min((tl.abs(state) < float("inf")).to(tl.int32), 1), 0) == 0
 
 
@@ -439,12 +523,12 @@ def _scan(
 def scan(
     q, k, v, out, d_out, denominators, delta, to,
     records, initial, initial_exponent, end, end_exponent,
-    log_decay, ignored, lengths, bounds,
+    log_decay, ignored, lengths, bounds, row_sums, frequencies, waves, before_call, of_waves,
     queries, keys, offset, first_chunk, kv_heads, segments, record, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
-    ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, NORMALIZE: tl.constexpr,
-    DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
+    ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, TURN: tl.constexpr, BLOCKS: tl.constexpr,
+    SUMMED: tl.constexpr, KEYS: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr,
+    END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
     C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows ``y_r = sum_s w_rs (a_r b_s) x_s``, for a tile of the columns of ``x``. What they are says ``ROLE``:
@@ -468,15 +552,17 @@ def scan(
     """
     bad = _scan(
         q, k, v, out, d_out, denominators, delta, to, records, initial, initial_exponent, end, end_exponent, log_decay, ignored,
-        lengths, bounds, queries, keys, offset, first_chunk, kv_heads, segments, record, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
-        v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL, MAP, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED,
-        PACKED, GROUP, D, DV, BD, BV, BX, False, C, TYPE, PRECISION,
+        lengths, bounds, row_sums, frequencies, waves, before_call, of_waves, queries, keys, offset, first_chunk, kv_heads, segments,
+        record, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL,
+        MAP, TURN, BLOCKS, SUMMED, KEYS, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED, PACKED, GROUP, D, DV, BD, BV, BX, False, C,
+        TYPE, PRECISION,
     )  # fmt: skip
     if CAUSAL and not SUMS:
         if bad:
             _scan(
                 q, k, v, out, d_out, denominators, delta, to, records, initial, initial_exponent, end, end_exponent, log_decay, ignored,
-                lengths, bounds, queries, keys, offset, first_chunk, kv_heads, segments, record, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h,
-                v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL, MAP, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED,
-                PACKED, GROUP, D, DV, BD, BV, BX, True, C, TYPE, PRECISION,
+                lengths, bounds, row_sums, frequencies, waves, before_call, of_waves, queries, keys, offset, first_chunk, kv_heads, segments,
+                record, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL,
+                MAP, TURN, BLOCKS, SUMMED, KEYS, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED, PACKED, GROUP, D, DV, BD, BV, BX, True, C,
+                TYPE, PRECISION,
             )  # fmt: skip
