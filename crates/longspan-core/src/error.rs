@@ -1,7 +1,7 @@
 //! What can be wrong with a call, in words that name the operation, the argument, what was expected and what came.
 
 /// An error of a kernel call. Nothing has been written to the outputs when one is returned, but for
-/// [`NegativeDenominators`](Error::NegativeDenominators).
+/// [`NegativeDenominators`](Error::NegativeDenominators) and [`ErasedDenominators`](Error::ErasedDenominators).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -34,6 +34,25 @@ pub enum Error {
          batch entry {batch}; choose a normaliser under which weights are positive, such as OnePlus"
     )]
     NegativeDenominators {
+        /// The operation that was called.
+        operation: &'static str,
+        /// How many rows there are.
+        rows: usize,
+        /// Where the first of them is.
+        batch: usize,
+        /// Its head.
+        head: usize,
+        /// Its query.
+        row: usize,
+    },
+    /// Rows see their own keys, and yet their weights are less than the least number: under an exponential feature map a key far larger than
+    /// theirs came before and has decayed since. Outputs have been written; such rows are 0 in them.
+    #[error(
+        "{operation}: the weights of {rows} rows are too small for this number type, the first of them row {row} of head {head} of batch \
+         entry {batch}: an earlier key is so much larger that nothing is left of later ones under an exponential feature map, and it has \
+         decayed; take f64, keys of like size, or another feature map"
+    )]
+    ErasedDenominators {
         /// The operation that was called.
         operation: &'static str,
         /// How many rows there are.

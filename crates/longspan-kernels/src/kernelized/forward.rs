@@ -28,7 +28,8 @@ pub(super) fn write_row<T: Real>(
         let factor = if problem.exponential { exponent.exp() } else { T::ONE };
         store(sum, factor, out);
     } else if problem.gives_nothing(denominator) {
-        problem.negative.see(denominator, (batch * problem.dims.heads + head) * problem.dims.queries + token);
+        let place = (batch * problem.dims.heads + head) * problem.dims.queries + token;
+        problem.lost.see(denominator, place, || problem.sees_itself(unit, row));
         out.fill(T::ZERO);
     } else {
         store(sum, T::ONE / denominator, out);

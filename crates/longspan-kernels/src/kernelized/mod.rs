@@ -289,7 +289,7 @@ impl Compute for KernelizedAttention {
         if let Some(state) = final_state {
             forward::final_state(&problem, state, scratch);
         }
-        problem.negative.report(self.name(), dims)
+        problem.lost.report(self.name(), dims)
     }
 
     fn backward<T: Real>(

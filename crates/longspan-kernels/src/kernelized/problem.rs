@@ -65,7 +65,7 @@ pub(super) struct Problem<'a, T: 'static> {
     pub rotations: Option<Rotations<'a, T>>,
     /// Under `taylor2` alone, how weights are formed without its features.
     pub taylor: Option<Taylor>,
-    pub negative: NegativeRows,
+    pub lost: LostRows,
     /// Widths of features, v and table rows in blocks: whole cache lines.
     pub head_width: usize,
     pub value_width: usize,
@@ -158,7 +158,7 @@ impl<'a, T: Real> Problem<'a, T> {
             layout,
             rotations,
             taylor: attention.is_polynomial().then_some(Taylor { first: 1, scale: 1.0 }),
-            negative: NegativeRows::new(attention.wants_positive()),
+            lost: LostRows::new(attention),
             value_width: padded::<T>(dims.value_dim),
             radius: attention.score.shaw().map(|shaw| shaw.radius),
         })
@@ -178,7 +178,7 @@ impl<'a, T: Real> Problem<'a, T> {
             layout,
             rotations: None,
             taylor: Some(Taylor { first: 0, scale }),
-            negative: NegativeRows::new(false),
+            lost: LostRows::new(self.attention),
             ..*self
         })
     }
@@ -257,7 +257,13 @@ impl<'a, T: Real> Problem<'a, T> {
 
     /// Whether a row has nothing to be divided by, so that it gives 0.
     pub fn gives_nothing(&self, denominator: T) -> bool {
-        self.negative.gives_nothing(denominator)
+        self.lost.gives_nothing(denominator)
+    }
+
+    /// Whether a row sees the key of its own token, and that has a number.
+    pub fn sees_itself(&self, unit: &Unit<'_, T>, row: usize) -> bool {
+        let own = row.checked_add_signed(self.offset).filter(|&key| unit.sequence.has(key));
+        own.is_some_and(|key| largest(unit.k.row(key, self.dims.head_dim)).is_finite())
     }
 
     pub fn queries(&self, unit: &Unit<'_, T>, head: usize) -> Rows<'a, T> {
@@ -384,39 +390,55 @@ pub(super) struct Unit<'a, T> {
     pub origin: f64,
 }
 
-/// Rows of a call whose denominators are negative where that is an error.
-pub(super) struct NegativeRows {
-    wanted: bool,
-    count: AtomicUsize,
-    first: AtomicUsize,
+/// Rows of a call that have no denominator where that is an error: the count and the first of those that are negative, and of those that are
+/// too small although their own keys count.
+pub(super) struct LostRows {
+    wants_positive: bool,
+    falls: bool,
+    negative: [AtomicUsize; 2],
+    erased: [AtomicUsize; 2],
 }
 
-impl NegativeRows {
-    pub fn new(wanted: bool) -> Self {
-        Self { wanted, count: AtomicUsize::new(0), first: AtomicUsize::new(usize::MAX) }
+impl LostRows {
+    pub fn new(attention: &KernelizedAttention) -> Self {
+        let none = || [AtomicUsize::new(0), AtomicUsize::new(usize::MAX)];
+        Self {
+            wants_positive: attention.wants_positive(),
+            falls: attention.feature_map.is_exponential() && (attention.gate || attention.decay.is_some()),
+            negative: none(),
+            erased: none(),
+        }
     }
 
     /// Whether a row has nothing to be divided by, so that it gives 0.
     pub fn gives_nothing<T: Real>(&self, denominator: T) -> bool {
-        denominator.vanishes() || (self.wanted && denominator < T::ZERO)
+        denominator.vanishes() || (self.wants_positive && denominator < T::ZERO)
     }
 
-    /// Looks at the denominator of row `row` of `[batch, heads, queries]`.
-    pub fn see<T: Real>(&self, denominator: T, row: usize) {
-        if self.wanted && denominator < T::ZERO && !denominator.vanishes() {
-            self.count.fetch_add(1, Ordering::Relaxed);
-            self.first.fetch_min(row, Ordering::Relaxed);
-        }
+    /// Counts row `row` of `[batch, heads, queries]`, which gives nothing; `own` says whether its own key should have counted.
+    pub fn see<T: Real>(&self, denominator: T, row: usize, own: impl FnOnce() -> bool) {
+        let [count, first] = match denominator.vanishes() {
+            false => &self.negative,
+            true if self.falls && own() => &self.erased,
+            true => return,
+        };
+        count.fetch_add(1, Ordering::Relaxed);
+        first.fetch_min(row, Ordering::Relaxed);
     }
 
     pub fn report(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
-        let rows = self.count.load(Ordering::Relaxed);
-        if rows == 0 {
-            return Ok(());
+        let found = |[count, first]: &[AtomicUsize; 2]| {
+            let (rows, first) = (count.load(Ordering::Relaxed), first.load(Ordering::Relaxed));
+            let place = |queries: usize| (first / queries / dims.heads, first / queries % dims.heads, first % queries);
+            (rows > 0).then(|| (rows, place(dims.queries)))
+        };
+        if let Some((rows, (batch, head, row))) = found(&self.negative) {
+            return Err(Error::NegativeDenominators { operation, rows, batch, head, row });
         }
-        let first = self.first.load(Ordering::Relaxed);
-        let (head, row) = (first / dims.queries, first % dims.queries);
-        Err(Error::NegativeDenominators { operation, rows, batch: head / dims.heads, head: head % dims.heads, row })
+        if let Some((rows, (batch, head, row))) = found(&self.erased) {
+            return Err(Error::ErasedDenominators { operation, rows, batch, head, row });
+        }
+        Ok(())
     }
 }
 

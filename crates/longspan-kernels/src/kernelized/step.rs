@@ -1,7 +1,7 @@
 //! One token at a time, in constant time and memory: what the forward pass would give for the last row.
 
 use super::layout::FeatureLayout;
-use super::problem::NegativeRows;
+use super::problem::LostRows;
 use super::state::{Head, OLDEST, SHIFT, add_row};
 use super::{KernelizedAttention, Score};
 use crate::call::{
@@ -45,7 +45,7 @@ pub(super) fn step<'p, T: Real>(
     if let Score::Fourier(fourier) = attention.score {
         rotation::check_positions(&fourier, operation, &dims, parameters, |_, _| false)?;
     }
-    let negative = NegativeRows::new(attention.wants_positive());
+    let lost = LostRows::new(attention);
     let group = dims.group();
     let numbers = state.numbers().len();
     let memory = || Memory {
@@ -60,7 +60,7 @@ pub(super) fn step<'p, T: Real>(
             attention,
             layout,
             row_map: row_map.as_ref(),
-            negative: &negative,
+            lost: &lost,
             dims: &dims,
             batch: index / kv_heads,
             kv_head: index % kv_heads,
@@ -75,7 +75,7 @@ pub(super) fn step<'p, T: Real>(
     };
     let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
     threads::share_many_with(numbers, heads, memory, run);
-    negative.report(operation, &dims)
+    lost.report(operation, &dims)
 }
 
 /// What heads that come one after the other work with.
@@ -90,7 +90,7 @@ struct HeadToken<'a, 'p, T: 'static> {
     attention: &'a KernelizedAttention,
     layout: FeatureLayout,
     row_map: Option<&'a RowMap<'a, T>>,
-    negative: &'a NegativeRows,
+    lost: &'a LostRows,
     dims: &'a Dims,
     batch: usize,
     kv_head: usize,
@@ -241,8 +241,8 @@ impl<'p, T: Real> HeadToken<'_, 'p, T> {
                 if exp {
                     scale_by(out, (scale + q_shift).exp());
                 }
-            } else if self.negative.gives_nothing(sum) {
-                self.negative.see(sum, self.batch * self.dims.heads + head);
+            } else if self.lost.gives_nothing(sum) {
+                self.lost.see(sum, self.batch * self.dims.heads + head, || largest(self.k).is_finite());
                 out.fill(T::ZERO);
             } else {
                 scale_by(out, T::ONE / sum);

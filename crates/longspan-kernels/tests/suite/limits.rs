@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use longspan_kernels::aft::Variant;
 use longspan_kernels::threads::{Team, on_team};
 use longspan_kernels::{
-    Aft, AnyKernel, Beyond, Bias, Dims, FeatureMap, Fourier, Gate, GatedAttention, Kernel, KernelizedAttention, Mask,
-    Parameter, Positions, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, State, Toeplitz, Token, Update,
+    Aft, AnyKernel, Beyond, Bias, Dims, Error, FeatureMap, Fourier, Gate, GatedAttention, Kernel, KernelizedAttention,
+    Mask, Parameter, Positions, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, State, Toeplitz, Token,
+    Update,
 };
 use longspan_testing::{Assumptions, Case, Inputs, KeyMask, Number, Subject, execute};
 
@@ -63,6 +64,52 @@ fn worst(got: &[Vec<f32>], expected: &[Vec<f64>]) -> f64 {
         error.fold(0.0, |most: f64, x| if x > most || x.is_nan() { x } else { most }) / largest
     });
     each.fold(0.0, |most: f64, x| if x > most || x.is_nan() { x } else { most })
+}
+
+/// Under `exp` a key larger than later ones by 100 leaves them nothing in `f32`. Once it has decayed, rows of zeros would be wrong.
+#[test]
+fn keys_that_a_decayed_one_has_hidden_are_an_error() {
+    let dims = Dims::square(1, 1, 300, 4);
+    let plain = KernelizedAttention { feature_map: FeatureMap::Exp, ..Default::default() };
+    let decayed = KernelizedAttention { decay: Some(vec![0.5]), ..plain.clone() };
+    let gated = KernelizedAttention { gate: true, ..plain };
+    let first = |result: Result<execute::Forward<f32>, Error>| match result {
+        Err(Error::ErasedDenominators { row, rows, .. }) => Some((row, rows)),
+        _ => None,
+    };
+    for attention in [decayed, gated] {
+        for subject in Subject::every_algorithm(&attention) {
+            let case = Case::new(dims, true);
+            let mut inputs = execute::random(&subject, &case);
+            inputs.k[..4].fill(100.0);
+            if let Some(gates) = inputs.parameters.last_mut() {
+                gates.fill(0.5f64.ln());
+            }
+            let (expected, got) = (
+                execute::reference(&subject, &case, &inputs).unwrap(),
+                execute::forward(&subject, &case, &inputs).unwrap(),
+            );
+            let error = expected.out.iter().zip(&got.out).map(|(e, g)| (e - g).abs()).fold(0.0, f64::max);
+            assert!(error < 1e-12, "{}: {error}", subject.label);
+            let singles = inputs.cast::<f32>();
+            let (row, rows) = first(execute::forward(&subject, &case, &singles)).expect("an error");
+            assert!((120..150).contains(&row) && rows == 300 - row, "{}: row {row}, {rows} rows", subject.label);
+            // Rows of ignored keys have nothing of their own to lose.
+            let padding = (0..300).map(|j| j > 100).collect();
+            let padded = Case { keys: KeyMask::Padding(padding), ..case.clone() };
+            execute::forward(&subject, &padded, &singles).unwrap();
+
+            let mut state = Kernel::<f32>::empty_state(&attention, &dims).unwrap();
+            let erased = (0..300).find(|&t| {
+                let at = |x: &[f32]| x[t * 4..][..4].to_vec();
+                let (q, k, v) = (at(&singles.q), at(&singles.k), at(&singles.v));
+                let gates: Vec<&[f32]> = singles.parameters.iter().map(|gates| &gates[t..=t]).collect();
+                let token = Token { q: &q, k: &k, v: &v, parameters: &gates };
+                matches!(attention.step(&token, &mut state, &mut [0.0; 4]), Err(Error::ErasedDenominators { .. }))
+            });
+            assert!(erased.is_some_and(|t| t.abs_diff(row) <= 1), "{}: {erased:?}, not {row}", subject.label);
+        }
+    }
 }
 
 /// After a gap that a decay has almost erased, denominators are near the least normal number, and `G / D` beyond the largest.
