@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from agreement import learned  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from longspan.torch import models  # noqa: E402
 from longspan.torch.runs import END, START, Seq2Seq, load_run, load_weights, save_weights  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[2]
@@ -174,6 +175,19 @@ def test_weights_come_back(tmp_path):
         load_weights(other, tmp_path / "model.safetensors")
         for a, b in zip(one.parameters(), other.parameters()):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["kernelized", "shaw", "fourier"])
+def test_gates_of_texts_have_the_names_of_the_command(name, tmp_path):
+    settings = {"attention": name, "attention_options": {"kernel": {"gates": True}}, "d_model": 16, "heads": 2, "d_ff": 8, "text": ["a"]}
+    one, other = models.LanguageModel(settings, 9), models.LanguageModel(settings, 9)
+    save_weights(one, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    for last, shape in (("rate", (2,)), ("bias", (2, 1))):
+        assert found[f"blocks.0.attention.attention.{last}"].shape == shape
+    load_weights(other, tmp_path / "model.safetensors")
+    ids = torch.arange(6)[None]
+    assert torch.equal(one.eval()(ids), other.eval()(ids))
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", "float64", "int32"])

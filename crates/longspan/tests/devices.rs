@@ -56,6 +56,8 @@ fn mechanisms() -> Vec<AttentionConfig> {
         r#"{"mechanism": "toeplitz", "bias": {"kind": "buckets", "buckets": 8, "max_distance": 20, "bidirectional": false}}"#,
         r#"{"mechanism": "softmax-window", "window": 7}"#,
         r#"{"mechanism": "gated", "gate": "channel"}"#,
+        r#"{"mechanism": "shaw", "relative": {"radius": 3}, "kernel": {"gates": true}}"#,
+        r#"{"mechanism": "fourier", "kernel": {"gates": true, "feature_map": "exp"}}"#,
     ];
     names.chain(others.map(|text| serde_json::from_str(text).unwrap())).collect()
 }
@@ -229,8 +231,11 @@ fn training_saving_loading_and_streaming() {
 #[test]
 fn sources_texts_and_series() {
     let flex = Device::flex();
-    // A constant decay looks one way.
-    let decays = |attention: &AttentionConfig| serde_json::to_string(attention).unwrap().contains("\"decay\":[");
+    // A decay looks one way.
+    let decays = |attention: &AttentionConfig| {
+        let text = serde_json::to_string(attention).unwrap();
+        text.contains("\"decay\":[") || text.contains("\"gates\":true")
+    };
     for (name, device) in devices() {
         for attention in mechanisms().into_iter().filter(|attention| !decays(attention)) {
             let name = format!("{name}, {attention:?}");

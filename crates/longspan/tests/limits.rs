@@ -947,3 +947,41 @@ fn decays_are_checked_where_a_mechanism_is_made() {
         }
     }
 }
+
+/// As one call, in pieces, token by token, and by a decoder; stored and loaded; refused where they have no meaning.
+#[test]
+fn gates_of_kernelized_attention_stream_and_are_stored() {
+    let device = Device::flex();
+    for mechanism in ["kernelized", "shaw", "fourier"] {
+        let gated = format!(r#"{{"mechanism": "{mechanism}", "kernel": {{"gates": true}}}}"#);
+        let one = model(&[&gated], &device);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("weights.safetensors");
+        save_weights(&path, &one).unwrap();
+        let one = load_weights(&path, model(&[&gated], &device)).unwrap();
+        let text = tokens(1, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+        let whole = one.forward(text.clone()).unwrap();
+        let mut state = LanguageState::default();
+        let mut parts = vec![one.advance(text.clone().narrow(1, 0, 4), &mut state).unwrap()];
+        state = one.restore(&one.store(&state).unwrap(), state.position()).unwrap();
+        parts.push(one.step(&[5], &mut state).unwrap().unsqueeze_dim(1));
+        let mut decoder = one.decoder(&state, 1).unwrap();
+        for token in 6..11 {
+            let logits = decoder.step(&[token]).unwrap().to_vec();
+            parts.push(Tensor::<1>::from_data(logits.as_slice(), &device).reshape([1, 1, 11]));
+        }
+        assert!((Tensor::cat(parts, 1) - whole).abs().max().into_scalar::<f32>() < 1e-4, "{mechanism}");
+        // A state without gates is one of another mechanism.
+        let plain = model(&[&format!(r#"{{"mechanism": "{mechanism}"}}"#)], &device);
+        assert!(plain.step(&[1], &mut state).is_err());
+        let config: AttentionConfig = serde_json::from_str(&gated).unwrap();
+        let x = Tensor::<3>::zeros([1, 4, 8], &device);
+        let attention = MultiHeadAttentionConfig::new(8, 2).with_attention(config).init(&device).unwrap();
+        let error = attention.self_attention(x, &AttentionMask::bidirectional()).unwrap_err().to_string();
+        assert!(error.contains("causal mask"), "{error}");
+    }
+    let both = r#"{"mechanism": "shaw", "kernel": {"gates": true, "decay": [0.5, 0.5]}}"#;
+    let config: AttentionConfig = serde_json::from_str(both).unwrap();
+    let error = config.init(2, 2, 4, &device).unwrap_err().to_string();
+    assert!(error.contains("gates: expected false beside a decay"), "{error}");
+}

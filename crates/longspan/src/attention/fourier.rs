@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
-use super::{AttentionMask, Heads, KernelConfig, KeyMask};
+use super::{AttentionMask, Heads, KernelConfig, KeyMask, gates};
 use crate::backend::tensor::{CHUNK, attend_rotated, flattened, repeat_heads, widen};
 use crate::backend::{self, AnyKernel, AttentionState, Layer, Running, Sums};
 use crate::error::{Result, argument, config};
@@ -84,6 +84,10 @@ pub struct FourierAttention {
     pub beta: Option<Param<Tensor<2>>>,
     /// What the feature map learns, if anything.
     pub map: Option<LearnedMap>,
+    /// Of the gates, if there are any, as in [`KernelizedAttention`](super::KernelizedAttention): `[kv_heads]`.
+    pub rate: Option<Param<Tensor<1>>>,
+    /// Of the gates, `[kv_heads, 1]`.
+    pub bias: Option<Param<Tensor<2>>>,
     #[module(skip)]
     options: Arc<kernels::KernelizedAttention>,
     #[module(skip)]
@@ -126,7 +130,7 @@ impl Options for FourierOptions {
             feature_map: self.kernel.feature_map,
             score: Score::Fourier(fourier),
             decay: self.kernel.decay.clone(),
-            gate: false,
+            gate: self.kernel.gates,
             normalize: self.kernel.normalize && normalizer != FourierNormalizer::None,
             algorithm: self.kernel.algorithm,
         };
@@ -145,6 +149,7 @@ impl Options for FourierOptions {
             (wanted && !self.rotary).then(|| initializer.init([query_heads, features], device))
         };
         let free = matches!(self.normalizer, Config::Dominant | Config::None);
+        let (rate, bias) = self.kernel.gates.then(|| gates::fresh(kv_heads, 1, device)).unzip();
         let level = if self.normalizer == Config::None { 1.0 } else { 0.0 };
         Ok(FourierAttention {
             a: Param::from_tensor(rates),
@@ -152,6 +157,8 @@ impl Options for FourierOptions {
             c: each(self.normalizer != Config::OnePlus, Initializer::Ones),
             beta: each(free, Initializer::Constant { value: level }),
             map: LearnedMap::new(options.feature_map, heads, device),
+            rate,
+            bias,
             options: Arc::new(options),
             heads,
         })
@@ -265,9 +272,40 @@ impl FourierAttention {
     ) -> Tensor<4> {
         let content_denominators =
             self.options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
+        if self.options.gate {
+            let mut state = self.empty(&q, v.dims()[3]);
+            // As many queries as keys, at the same places.
+            let [own, _] = positions;
+            let tokens = own.dims()[1];
+            return self.advance_under([q, k, v], mask, &mut state, |first, count| {
+                self.angles(if count == tokens { own.clone() } else { own.clone().narrow(1, first, count) })
+            });
+        }
         let learned = self.map.as_ref().map(LearnedMap::tensors);
         let angles = positions.map(|positions| self.angles(positions));
         attend_rotated((&self.options, &learned), q, k, v, mask, content_denominators, |q, k| self.rotate(q, k, angles))
+    }
+
+    /// Tokens after those of a state, in chunks where they bring gates; `angles` of so many from one on.
+    fn advance_under(
+        &self,
+        qkv: [Tensor<4>; 3],
+        mask: &AttentionMask,
+        state: &mut Running,
+        angles: impl Fn(usize, usize) -> Tensor<4>,
+    ) -> Tensor<4> {
+        let learned = self.map.as_ref().map(LearnedMap::tensors);
+        let advance = |qkv, mask: &AttentionMask, gates, state: &mut Running| {
+            state.advance(&self.options, qkv, (mask, gates), (None, &learned), CHUNK, |first, q: Tensor<4>, k| {
+                let angles = angles(first, q.dims()[2]);
+                self.rotate(q, k, [angles.clone(), angles])
+            })
+        };
+        let Some(gates) = self.rate.as_ref().zip(self.bias.as_ref()) else { return advance(qkv, mask, None, state) };
+        gates::in_chunks(qkv, mask, state, |qkv, mask, state| {
+            let (qkv, logs) = gates::split(gates, qkv);
+            advance(qkv, mask, Some(logs), state)
+        })
     }
 
     /// `a·p`, `[batch or 1, heads, tokens, angles]`.
@@ -332,7 +370,7 @@ impl Layer for FourierAttention {
     }
 
     fn kernel(&self) -> Arc<dyn AnyKernel> {
-        self.options.clone()
+        gates::kernel(&self.options)
     }
 
     fn heads(&self) -> Heads {
@@ -346,7 +384,8 @@ impl Layer for FourierAttention {
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {
-        self.waves().chain(self.map.iter().flat_map(LearnedMap::parameters)).collect()
+        let others = self.waves().chain(self.map.iter().flat_map(LearnedMap::parameters));
+        others.chain(gates::parameters(&self.rate, &self.bias)).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
@@ -371,10 +410,8 @@ impl Sums for FourierAttention {
     }
 
     fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
-        let learned = self.map.as_ref().map(LearnedMap::tensors);
-        state.advance(&self.options, qkv, (None, &learned), CHUNK, |first, q, k| {
-            let angles = self.angles(self.counted(first as isize, q.dims()[2]));
-            self.rotate(q, k, [angles.clone(), angles])
+        self.advance_under(qkv, &AttentionMask::causal(), state, |first, count| {
+            self.angles(self.counted(first as isize, count))
         })
     }
 }
@@ -394,7 +431,7 @@ impl Layer for Placed<'_> {
     }
 
     fn kernel(&self) -> Arc<dyn AnyKernel> {
-        self.options.clone()
+        gates::kernel(&self.options)
     }
 
     fn heads(&self) -> Heads {
@@ -404,7 +441,8 @@ impl Layer for Placed<'_> {
     fn parameters(&self) -> Vec<Tensor<1>> {
         let positions = self.positions.iter().map(|positions| positions.clone().reshape([-1]));
         let map = self.attention.map.iter().flat_map(LearnedMap::parameters);
-        self.attention.waves().chain(positions).chain(map).collect()
+        let gates = gates::parameters(&self.attention.rate, &self.attention.bias);
+        self.attention.waves().chain(positions).chain(map).chain(gates).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {

@@ -7,16 +7,14 @@
 use std::sync::Arc;
 
 use burn::module::{Module, Param};
-use burn::nn::Initializer;
-use burn::tensor::activation::softplus;
 use burn::tensor::{Bool, Device, Tensor};
 use longspan_kernels::{self as kernels, Gate, LearnedGates, Mechanism, Order, Update};
 use serde::{Deserialize, Serialize};
 
 use super::registry::{Options, attention_module};
-use super::{AttentionMask, Heads};
+use super::{AttentionMask, Heads, gates};
 use crate::backend::pairs::Pairs;
-use crate::backend::tensor::{flattened, narrow_float, repeat_heads, sigmoid, widen};
+use crate::backend::tensor::{narrow_float, repeat_heads, sigmoid, widen};
 use crate::backend::{AnyKernel, Layer, Running, Sums};
 use crate::error::{Result, config};
 
@@ -115,17 +113,11 @@ fn module(
     config(beta_max > 0.0 && beta_max <= 2.0, "AttentionConfig", "beta_max", "above 0 and at most 2", beta_max)?;
     // Rows of length 1 have products of at most 1 however wide they are.
     let scale = l2_norm.then_some(1.0);
-    let gates = LearnedGates { attention: kernels::GatedAttention { update, gate, l2_norm, scale }, beta_max };
+    let kernel = LearnedGates { attention: kernels::GatedAttention { update, gate, l2_norm, scale }, beta_max };
     let channels = if gate == Gate::Channel { heads.head_dim } else { 1 };
     let gated = gate != Gate::None;
-    let uniform = |min: f64, max: f64| Initializer::Uniform { min: min.ln(), max: max.ln() };
-    Ok(GatedAttention {
-        rate: gated.then(|| uniform(1.0, 16.0).init([heads.kv_heads], device)),
-        // So small, a number is nearly the softplus of its logarithm.
-        bias: gated.then(|| uniform(1e-3, 1e-1).init([heads.kv_heads, channels], device)),
-        gates: Arc::new(gates),
-        heads,
-    })
+    let (rate, bias) = gated.then(|| gates::fresh(heads.kv_heads, channels, device)).unzip();
+    Ok(GatedAttention { rate, bias, gates: Arc::new(kernel), heads })
 }
 
 impl Options for GatedOptions {
@@ -241,7 +233,7 @@ impl GatedAttention {
 
     /// What keys, values and queries bring.
     fn tokens(&self, [q, k, v]: [Tensor<4>; 3], ignored: impl Fn(Tensor<4>) -> Tensor<4>) -> Tokens {
-        let Heads { heads, kv_heads, head_dim } = self.heads;
+        let Heads { heads, head_dim, .. } = self.heads;
         let attention = self.gates.attention;
         let [_, _, _, width] = k.dims();
         let wide = ignored(widen(k));
@@ -256,10 +248,8 @@ impl GatedAttention {
         };
         let scale = attention.scale.unwrap_or((head_dim as f64).powf(-0.5));
         let logs = self.rate.as_ref().zip(self.bias.as_ref()).map(|(rate, bias)| {
-            let rate = widen(rate.val()).exp().reshape([1, kv_heads, 1, 1]);
-            let bias = widen(bias.val()).unsqueeze_dim::<3>(1).unsqueeze::<4>();
             let x = wide.clone().narrow(3, head_dim, width - head_dim - delta);
-            repeated(ignored(-softplus(x + bias, 1.0) * rate))
+            repeated(ignored(gates::log_decays(rate, bias, x)))
         });
         let beta = (delta == 1).then(|| {
             let y = wide.clone().narrow(3, width - 1, 1);
@@ -289,8 +279,7 @@ impl Layer for GatedAttention {
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {
-        let rate = self.rate.iter().map(|x| flattened(x.val()));
-        rate.chain(self.bias.iter().map(|x| flattened(x.val()))).collect()
+        gates::parameters(&self.rate, &self.bias).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
-use super::{AttentionMask, Heads, by_name};
+use super::{AttentionMask, Heads, by_name, gates};
 use crate::backend::tensor::flattened;
 use crate::backend::{AnyKernel, Layer, Learned, Running, Sums, Total, tensor};
 use crate::error::{Result, config, fits};
@@ -81,6 +81,10 @@ pub struct KernelConfig {
     /// `γ` in (0, 1], one for each key/value head: a key's weight is multiplied by `γ` for every token after it. Causal
     /// masks only; none by default.
     pub decay: Option<Vec<f64>>,
+    /// Whether each token brings a decay of its own, a number a key/value head, by which the weights of all earlier keys fall: gates of
+    /// Mamba-2, with the map, the normaliser and the positions. Keys are then one number wider. Causal masks without offset, and no
+    /// `decay`; no by default.
+    pub gates: bool,
     /// How the CPU kernels compute it: `auto` (default), `naive` or `chunked`.
     #[serde(with = "by_name")]
     pub algorithm: Algorithm,
@@ -93,6 +97,7 @@ impl Default for KernelConfig {
             feature_map: defaults.feature_map,
             normalize: defaults.normalize,
             decay: None,
+            gates: false,
             algorithm: defaults.algorithm,
         }
     }
@@ -100,6 +105,8 @@ impl Default for KernelConfig {
 
 impl KernelConfig {
     pub(super) fn check_decay(&self, heads: Heads) -> Result<()> {
+        let alone = !self.gates || self.decay.is_none() && self.algorithm != Algorithm::Naive;
+        config(alone, "KernelConfig", "gates", "false beside a decay or the naive algorithm", true)?;
         let Some(decay) = &self.decay else { return Ok(()) };
         let holds = decay.len() == heads.kv_heads && decay.iter().all(|g| *g > 0.0 && *g <= 1.0);
         let expected = || format!("{} numbers in (0, 1], one for each key/value head", heads.kv_heads);
@@ -154,6 +161,10 @@ pub struct KernelizedAttention {
     pub relative: Option<Param<Tensor<3>>>,
     /// What the feature map learns, if anything.
     pub map: Option<LearnedMap>,
+    /// Of the gates, if there are any, `[kv_heads]`: `log_decay = −e^rate · softplus(x + bias)`, with `x` the last number of a key.
+    pub rate: Option<Param<Tensor<1>>>,
+    /// Of the gates, `[kv_heads, 1]`. Both begin as those of [`GatedAttention`](super::GatedAttention).
+    pub bias: Option<Param<Tensor<2>>>,
     #[module(skip)]
     options: Arc<kernels::KernelizedAttention>,
     #[module(skip)]
@@ -193,7 +204,7 @@ fn module(
         feature_map: kernel.feature_map,
         score,
         decay: kernel.decay.clone(),
-        gate: false,
+        gate: kernel.gates,
         normalize: kernel.normalize,
         algorithm: kernel.algorithm,
     });
@@ -207,7 +218,8 @@ fn module(
         Initializer::Normal { mean: 0.0, std: 0.5 }.init([tables, shaw.rows(), row], device)
     });
     let map = LearnedMap::new(options.feature_map, heads, device);
-    Ok(KernelizedAttention { relative, map, options, heads })
+    let (rate, bias) = kernel.gates.then(|| gates::fresh(heads.kv_heads, 1, device)).unzip();
+    Ok(KernelizedAttention { relative, map, rate, bias, options, heads })
 }
 
 attention_module!(KernelizedAttention);
@@ -221,11 +233,25 @@ impl KernelizedAttention {
     /// With these options and this table, which a gradient follows.
     #[cfg(test)]
     pub(crate) fn given(options: &kernels::KernelizedAttention, table: Option<Tensor<3>>, heads: Heads) -> Self {
-        Self { relative: table.map(Param::from_tensor), map: None, options: Arc::new(options.clone()), heads }
+        let relative = table.map(Param::from_tensor);
+        Self { relative, map: None, rate: None, bias: None, options: Arc::new(options.clone()), heads }
     }
 
     fn table(&self) -> Option<Tensor<3>> {
         self.relative.as_ref().map(|table| table.val())
+    }
+
+    /// Tokens after those of a state, in chunks where they bring gates.
+    fn advance_under(&self, qkv: [Tensor<4>; 3], mask: &AttentionMask, state: &mut Running) -> Tensor<4> {
+        let (table, learned) = (self.table(), self.learned());
+        let advance = |qkv, mask: &AttentionMask, gates, state: &mut Running| {
+            state.advance(&self.options, qkv, (mask, gates), (table.clone(), &learned), tensor::CHUNK, |_, q, k| (q, k))
+        };
+        let Some(gates) = self.rate.as_ref().zip(self.bias.as_ref()) else { return advance(qkv, mask, None, state) };
+        gates::in_chunks(qkv, mask, state, |qkv, mask, state| {
+            let (qkv, logs) = gates::split(gates, qkv);
+            advance(qkv, mask, Some(logs), state)
+        })
     }
 }
 
@@ -235,7 +261,7 @@ impl Layer for KernelizedAttention {
     }
 
     fn kernel(&self) -> Arc<dyn AnyKernel> {
-        self.options.clone()
+        gates::kernel(&self.options)
     }
 
     fn heads(&self) -> Heads {
@@ -244,10 +270,15 @@ impl Layer for KernelizedAttention {
 
     fn parameters(&self) -> Vec<Tensor<1>> {
         let table = self.table().into_iter().map(flattened);
-        table.chain(self.map.iter().flat_map(LearnedMap::parameters)).collect()
+        let others = table.chain(self.map.iter().flat_map(LearnedMap::parameters));
+        others.chain(gates::parameters(&self.rate, &self.bias)).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
+        if self.options.gate {
+            let mut state = self.empty(&q, v.dims()[3]);
+            return self.advance_under([q, k, v], mask, &mut state);
+        }
         tensor::attend(&self.options, q, k, v, (self.table(), &self.learned()), mask, tensor::CHUNK)
     }
 
@@ -271,6 +302,6 @@ impl Sums for KernelizedAttention {
     }
 
     fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
-        state.advance(&self.options, qkv, (self.table(), &self.learned()), tensor::CHUNK, |_, q, k| (q, k))
+        self.advance_under(qkv, &AttentionMask::causal(), state)
     }
 }

@@ -189,6 +189,11 @@ impl AttentionMask {
         }
     }
 
+    /// The same mask without the keys that are ignored, `[batch, keys]`, in tensor operations.
+    pub(crate) fn on_device(self, ignored: Tensor<2, Bool>) -> Self {
+        self.and(KeyMask::OnDevice(DeviceMask(Arc::new(ignored))))
+    }
+
     /// Whether it says nothing of queries.
     pub(crate) fn is_of_memory(&self) -> bool {
         self.order == Order::Bidirectional && self.offset == 0

@@ -13,6 +13,7 @@ mod convolution;
 mod feature_map;
 mod fourier;
 mod gated;
+mod gates;
 mod heads;
 mod kernelized;
 mod mask;

@@ -37,7 +37,7 @@ macro_rules! attention_module {
             ///
             /// # Shapes
             /// - `q`: `[batch, heads, queries, head_dim]`
-            /// - `k`: `[batch, kv_heads, keys, head_dim]`; for AFT-conv `[batch, kv_heads, keys, 1]`
+            /// - `k`: `[batch, kv_heads, keys, head_dim]`; for AFT-conv `[batch, kv_heads, keys, 1]`, and wider by what gates are made of
             /// - `v`: `[batch, kv_heads, keys, value_dim]`
             /// - output: `[batch, heads, queries, value_dim]`; a row that sees no key gives 0
             ///
@@ -95,6 +95,7 @@ macro_rules! mechanisms {
 
         /// Any mechanism.
         #[derive(Module, Debug)]
+        #[allow(clippy::large_enum_variant, reason = "a layer has one, beside tensors that are far larger")]
         pub enum Attention {
             $($(#[$doc])* $variant($module),)*
         }

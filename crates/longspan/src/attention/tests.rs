@@ -61,6 +61,14 @@ fn modules() -> Vec<(&'static str, Attention)> {
         r#"{"mechanism": "aft-full", "length": 200, "rank": null}"#,
         r#"{"mechanism": "gated", "gate": "channel", "l2_norm": false}"#,
         r#"{"mechanism": "gated", "gate": "none"}"#,
+        r#"{"mechanism": "kernelized", "kernel": {"gates": true}}"#,
+        r#"{"mechanism": "kernelized", "kernel": {"gates": true, "feature_map": "exp", "normalize": false}}"#,
+        r#"{"mechanism": "kernelized", "kernel": {"gates": true, "feature_map": "hedgehog:4:exp"}}"#,
+        r#"{"mechanism": "shaw", "kernel": {"gates": true}}"#,
+        r#"{"mechanism": "shaw", "kernel": {"gates": true, "feature_map": "prf"}, "relative": {"radius": 3}}"#,
+        r#"{"mechanism": "shaw", "kernel": {"gates": true}, "relative": {"radius": 2, "content": false, "raw": true}}"#,
+        r#"{"mechanism": "fourier", "kernel": {"gates": true}}"#,
+        r#"{"mechanism": "fourier", "normalizer": "unrotated", "rotary": true, "kernel": {"gates": true}}"#,
         r#"{"mechanism": "delta", "beta_max": 2.0}"#,
         r#"{"mechanism": "gated-delta", "gate": "channel"}"#,
         r#"{"mechanism": "softmax-window", "window": 3}"#,
@@ -166,7 +174,8 @@ fn tensor_operations_are_the_kernels() {
                     let (both, text) = (mask.order == Order::Bidirectional, error.to_string());
                     let position = name.starts_with("aft") && (both && mask.offset < 0 || text.contains("image"));
                     let gated = text.contains("each token brings both") || text.contains("offset");
-                    let gated = gated && ["gated", "delta", "gated-delta"].contains(&name);
+                    let gated =
+                        gated && ["gated", "delta", "gated-delta"].contains(&name) || text.contains("brings a gate");
                     assert!(position || gated || both && text.contains("decay"), "{what}: {text}");
                     let same = backend::attend(layer, q.clone(), k.clone(), v.clone(), &mask).unwrap_err();
                     assert_eq!(error.to_string(), same.to_string());

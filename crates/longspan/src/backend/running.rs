@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 use longspan_kernels::{FourierNormalizer, KernelizedAttention, RelativeMap};
 
 use super::feature_map::Learned;
-use super::tensor::{Inputs, decays, divide, narrow_float, powers, spread, widen_type};
+use super::tensor::{Inputs, decays, divide, narrow_float, place, powers, spread, widen_type};
 use crate::attention::AttentionMask;
 
 /// The state of a prefix in tensors, of constant size, one for each query head.
@@ -89,32 +89,45 @@ impl Running {
     }
 
     /// Takes tokens in, all `[batch, heads or kv_heads, tokens, ·]`, and gives their outputs, in chunks of at least `chunk` tokens.
-    /// `rotate` changes the features of queries and keys from a token on.
+    /// `rotate` changes the features of queries and keys from a token on. At most a chunk of tokens bring log decays,
+    /// `[batch, heads, tokens, 1]`.
     pub(crate) fn advance(
         &mut self,
         options: &KernelizedAttention,
         [q, k, v]: [Tensor<4>; 3],
+        (mask, gates): (&AttentionMask, Option<Tensor<4>>),
         (table, learned): (Option<Tensor<3>>, &Learned),
         chunk: usize,
         rotate: impl FnOnce(usize, Tensor<4>, Tensor<4>) -> (Tensor<4>, Tensor<4>),
     ) -> Tensor<4> {
         let (dtype, [_, heads, tokens, _], value_dim) = (q.dtype(), q.dims(), v.dims()[3]);
-        let mask = AttentionMask::causal();
         let mut kept = Sums::of(options, std::mem::take(&mut self.tensors));
-        let plain = Inputs::new(options, learned, q, k, v, table, &mask, kept.shift.clone());
+        let mut plain = Inputs::new(options, learned, q, k, v, table, mask, kept.shift.clone());
+        // An ignored token brings none.
+        plain.gates = gates.map(|logs| match &plain.ignored {
+            Some(ignored) => logs.clone().mask_fill(ignored.clone().expand(logs.dims()), 0.0),
+            None => logs,
+        });
         let (q, k) = rotate(self.tokens, plain.q.clone(), plain.k.clone());
         self.tokens += if options.score.fourier().is_some() { tokens } else { 0 };
         let inputs = Inputs { q, k, ..plain.clone() };
-        let mut sums = inputs.sums(&mask, chunk);
+        let mut sums = inputs.sums(mask, chunk);
         let fall = kept.shift.take().zip(inputs.shift.clone()).map(|(before, after)| (before - after).exp());
-        let Inputs { q, k, values, weights, shift, .. } = inputs;
+        let Inputs { q, k, values, weights, shift, gates, .. } = inputs;
         kept.shift = shift;
         // What has decayed: of the state at each token, of it after the last, and of each token after the last.
-        let decay = decays(options, heads);
         let places = || Tensor::<1, Int>::arange(0..tokens as i64, &q.device()).reshape([1, 1, tokens, 1]);
-        let since = decay.as_ref().map(|decay| powers(decay, places().add_scalar(1), q.dtype()));
+        let constant = decays(options, heads).map(|decay| {
+            let until = powers(&decay, places().neg().add_scalar(tokens as i64 - 1), q.dtype());
+            (powers(&decay, places().add_scalar(1), q.dtype()), until)
+        });
+        let brought = gates.map(|logs| {
+            // Sums of what stands after each token, not differences of sums from the start.
+            let later = if tokens > 1 { place(logs.clone().narrow(2, 1, tokens - 1), 0, 1) } else { logs.zeros_like() };
+            (logs.cumsum(2).exp(), later.flip([2]).cumsum(2).flip([2]).exp())
+        });
+        let (since, until) = constant.or(brought).unzip();
         let whole = since.clone().map(|since| since.narrow(2, tokens - 1, 1));
-        let until = decay.as_ref().map(|decay| powers(decay, places().neg().add_scalar(tokens as i64 - 1), q.dtype()));
         let times = |x: Tensor<4>, by: &Option<Tensor<4>>| by.clone().map_or(x.clone(), |by| x * by);
         if let Some(content) = kept.content.take() {
             let content = times(content, &fall);
@@ -127,7 +140,7 @@ impl Running {
             let ones = plain.values.clone().narrow(3, value_dim, 1);
             let own = times(plain.k.clone(), &until).swap_dims(2, 3).matmul(ones.clone());
             let before = times(plain.q.clone().matmul(sum.clone()), &since);
-            let denominators = Inputs { values: ones, ..plain }.sums(&mask, chunk) + before;
+            let denominators = Inputs { values: ones, ..plain }.sums(mask, chunk) + before;
             sums = Tensor::cat(vec![sums.narrow(3, 0, value_dim), denominators], 3);
             kept.plain = Some(times(sum, &whole) + own);
         }

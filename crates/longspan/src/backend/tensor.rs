@@ -225,6 +225,8 @@ pub(crate) struct Inputs<'a> {
     pub shift: Option<Tensor<4>>,
     /// Whether each key is ignored, `[batch, 1, keys, 1]`; none where none is.
     pub ignored: Option<Tensor<4, Bool>>,
+    /// The log decay that each token brings, `[batch, heads, tokens, 1]`, of at most a chunk of them.
+    pub gates: Option<Tensor<4>>,
 }
 
 impl<'a> Inputs<'a> {
@@ -282,7 +284,7 @@ impl<'a> Inputs<'a> {
             let rows = relative_features(options, table, shift.clone());
             q.clone().matmul(rows.swap_dims(2, 3))
         });
-        Self { options, q, k, values, weights, shift, ignored }
+        Self { options, q, k, values, weights, shift, ignored, gates: None }
     }
 
     /// Sums of the weighted `v⁺` over the keys that each query sees.
@@ -446,6 +448,9 @@ impl<'a> Grid<'a> {
                 let powers = powers(&decay, back, scores.dtype());
                 scores = scores * powers;
             }
+            if let Some(gates) = &self.inputs.gates {
+                scores = scores * decays_between(gates.clone()).unsqueeze_dim::<5>(2);
+            }
         }
         scores.matmul(gather(&self.values))
     }
@@ -505,6 +510,15 @@ impl<'a> Grid<'a> {
     fn decay(&self) -> Option<Vec<f64>> {
         decays(self.inputs.options, self.q.dims()[1])
     }
+}
+
+/// What weights fall by from the token of a column to that of a row, `[batch, heads, tokens, tokens]`, of log decays
+/// `[batch, heads, tokens, 1]`: sums of what stands between them, not differences of sums from the start.
+fn decays_between(logs: Tensor<4>) -> Tensor<4> {
+    let [batch, heads, tokens, _] = logs.dims();
+    let shape = [batch, heads, tokens, tokens];
+    let later = Tensor::<2, Bool>::tril_mask([tokens; 2], -1, &logs.device()).unsqueeze::<4>();
+    logs.expand(shape).mask_fill(later.expand(shape), 0.0).cumsum(2).exp()
 }
 
 /// `w`, `[.., rows, 2R+1]`, by distance into a tile of `width` keys: entry `(x, j)` is `w[x, clip(first + j − x)]`.

@@ -374,7 +374,14 @@ fn segments_after_a_state_of_tensors_give_the_rows_of_the_whole() {
                     let rows = segments.iter().map(|&count| {
                         let part = qkv.each_ref().map(|x| x.clone().narrow(2, first, count));
                         first += count;
-                        state.advance(module.options(), part, (table(), &None), 4, |_, q, k| (q, k))
+                        state.advance(
+                            module.options(),
+                            part,
+                            (&AttentionMask::causal(), None),
+                            (table(), &None),
+                            4,
+                            |_, q, k| (q, k),
+                        )
                     });
                     Tensor::cat(rows.collect(), 2)
                 };

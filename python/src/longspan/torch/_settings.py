@@ -17,7 +17,8 @@ BY_POSITION = ("aft-full", "aft-local")
 def _kernel(settings: Settings) -> dict[str, Any]:
     own: dict[str, Any] = settings.get("attention_options", {}).get("kernel", {})
     options = {"feature_map": settings.get("feature_map", "elu+1"), **own}
-    if options.get("decay") is None and "usual_decay" in settings:
+    options["gate"] = options.pop("gates", False)
+    if options.get("decay") is None and "usual_decay" in settings and not options["gate"]:
         options["decay"] = settings["usual_decay"]
     return options
 

@@ -29,7 +29,7 @@ def _file_entry(name: str, tensor: Tensor, module: nn.Module) -> tuple[str, Tens
         return f"{prefix}.{'gamma' if last == 'weight' else 'beta'}", tensor
     if last in ("map_queries", "map_keys"):
         return f"{prefix}.map.{last[4:]}", tensor
-    if isinstance(module, ShawAttention):
+    if isinstance(module, ShawAttention) and last == "rel":
         return f"{prefix}.relative", tensor if tensor.dim() == 3 else tensor[None]
     if isinstance(module, (ToeplitzAttention, AftConv)) and tensor.dim() == 3:
         return name, tensor.flatten(1)

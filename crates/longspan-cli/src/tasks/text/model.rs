@@ -29,10 +29,13 @@ fn carried(config: &Config) -> usize {
     config.task.segment * config.task.carry.next_multiple_of(config.task.backpropagate)
 }
 
-/// The mechanism with a decay, where it takes one and none is given: a text has no end, and sums over all of it would drown
+/// The mechanism with a decay, where it takes one and none is given, nor gates: a text has no end, and sums over all of it would drown
 /// what is near. After 400 steps on a text of 4 MB, 2.45 bits per byte with it and 3.35 without.
 fn forgetting(attention: AttentionConfig, heads: usize) -> Result<AttentionConfig> {
     let mut value = serde_json::to_value(&attention)?;
+    if value.pointer("/kernel/gates") == Some(&Value::Bool(true)) {
+        return Ok(attention);
+    }
     match value.pointer_mut("/kernel/decay") {
         Some(decay @ Value::Null) => *decay = json!(decays(heads)),
         _ => return Ok(attention),
@@ -82,6 +85,7 @@ mod tests {
         assert_eq!(decay(json!({}), 1), json!([0.875]));
         assert_eq!(decay(json!({}), 2), json!([0.875, 1.0 - 1.0 / 1024.0]));
         assert_eq!(decay(json!({ "kernel": { "decay": [1.0, 1.0] } }), 2), json!([1.0, 1.0]));
+        assert_eq!(decay(json!({ "kernel": { "gates": true } }), 2), json!(null));
     }
 
     #[test]
