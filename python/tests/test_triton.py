@@ -47,6 +47,8 @@ def has_kernels(case):
     """Whether it is one of those that are not torch's to serve."""
     if case.mechanism == "gated":
         return "a gate a head" in case.name
+    if "convolution" in case.mechanism:
+        return True
     known = case.mechanism == "kernelized" or (case.mechanism == "fourier" and case.name != "in the plane")
     return known and case.options.get("feature_map", "elu+1") in _triton.MAPS
 
