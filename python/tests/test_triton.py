@@ -14,7 +14,8 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("no CUDA device; TRITON_INTERPRET=1 runs these tests without one", allow_module_level=True)
 
 from longspan import ops  # noqa: E402
-from longspan.torch import TensorState, _triton, chunked_attention  # noqa: E402
+from longspan._calls import Request  # noqa: E402
+from longspan.torch import TensorState, _dispatch, _operators, _triton, chunked_attention  # noqa: E402
 from longspan.torch._check import CASES, TOLERANCES, Case, error, examine, exactly  # noqa: E402
 from longspan.torch._triton import kernelized  # noqa: E402
 
@@ -47,6 +48,8 @@ def has_kernels(case):
     """Whether it is one of those that are not torch's to serve."""
     if case.mechanism == "gated":
         return "a gate a head" in case.name
+    if "convolution" in case.mechanism:
+        return True
     known = case.mechanism == "kernelized" or (case.mechanism == "fourier" and case.name != "in the plane")
     return known and case.options.get("feature_map", "elu+1") in _triton.MAPS
 
@@ -185,8 +188,6 @@ def test_what_ignored_keys_hold_changes_no_bit():
     ("fourier", {"axes": 1}, "positions that are given"), ("fourier", {"normalizer": "literal"}, "the literal normaliser"),
 ])  # fmt: skip
 def test_what_the_kernels_do_not_do_has_a_name(mechanism, options, reason):
-    from longspan._calls import Request
-
     call = Request(mechanism, json.dumps(options), "call", True, 0)
     x = torch.zeros(1, 1, 4, 8, device=DEVICE)
     assert _triton.unsupported(call, (x, x, x, x[..., 0])) == reason
@@ -220,6 +221,29 @@ def test_wrong_calls_are_refused():
     _, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
     with refused(match="another feature map, decay or table"):
         ops.kernelized_attention(q, k, v, feature_map="relu", is_causal=True, initial_state=state)
+
+
+def test_autocast_leaves_the_digits_of_frequencies(monkeypatch):
+    """On a device; here one without numbers."""
+    monkeypatch.setattr(_dispatch, "_autocast", lambda device: True)
+    monkeypatch.setattr(_triton, "serves", lambda tensor: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    q, k, v, a, b = torch.empty(5, 1, 2, 3, 4, device="meta").unbind()
+    types = [x.dtype for x in _dispatch._as_autocast_wants((q, k, v, a, b))]
+    assert types == [torch.bfloat16] * 3 + [torch.float32] * 2
+
+
+def test_frequencies_and_gates_may_be_finer_than_what_they_are_for():
+    case = next(case for case in CASES if str(case) == "fourier: plain, a gate a head")
+    q, k, v, d_out, *learned = (x.to(DEVICE) for x in case.tensors())
+    exact = native(case.attend, *[x.bfloat16().double() for x in (q, k, v)], *[x.double() for x in learned])
+    inputs = [x.bfloat16().requires_grad_() for x in (q, k, v)] + [x.requires_grad_() for x in learned]
+    # As a call under autocast goes on.
+    call = Request("fourier", json.dumps({"gate": True}), "call", True, 0)
+    out = _operators.Eager.apply(None, None, call, None, None, False, *inputs)
+    assert error(out, exact) < TOLERANCES[torch.bfloat16]
+    gradients = torch.autograd.grad(out, inputs, d_out.bfloat16())
+    assert [x.dtype for x in gradients] == [x.dtype for x in inputs]
 
 
 def test_second_derivatives_take_the_formulation():

@@ -312,8 +312,8 @@ def _autocast(device: torch.device) -> bool:
 
 
 def _as_autocast_wants(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Under autocast kernels compute in float32, as norms and softmax do, and Triton's in its type, as torch's own attention; sums are
-    float32 all the same."""
+    """Under autocast kernels compute in float32, as norms and softmax do. Triton's take queries, keys and values in its type, as torch's own
+    attention, and what is learned or brought beside them as it is: frequencies of 8 bits are others far from the first token. Sums are float32."""
     if tensors[0].is_cpu and not torch.is_autocast_enabled("cpu"):
         return tensors
     device = tensors[0].device
@@ -321,7 +321,7 @@ def _as_autocast_wants(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         return tensors
     if _triton.serves(tensors[0]) and device.type != "cpu":
         dtype = torch.get_autocast_dtype(device.type)
-        return tuple([tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in tensors])
+        return (*(tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in tensors[:3]), *tensors[3:])
     if device.type == "cpu":
         return tuple([tensor.float() if tensor.dtype in _HALVES else tensor for tensor in tensors])
     return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import warnings
@@ -68,16 +69,26 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         if options.get("axes") or options.get("normalizer") == "literal":
             return "positions that are given" if options.get("axes") else "the literal normaliser"
         widest = WIDEST // 2 if options.get("wave") == "pairs" else WIDEST // 4
-    elif call.mechanism != "kernelized":
+    elif call.mechanism not in ("kernelized", "short-convolution"):
         return f"the mechanism {call.mechanism}"
     feature_map, decays = options.get("feature_map", "elu+1"), options.get("decay") is not None
     if feature_map not in MAPS:
         return f"the feature map {feature_map}"
+    if any(tensor.dtype is torch.float64 for tensor in tensors):
+        return "float64"
+    of_ten = q.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(q.device)[0] >= 10
+    if of_ten and _triton_version() < (3, 9):
+        return "this device by a Triton before 3.9"
     # Of shapes that do not fit torch's own operations say what was expected.
     if options.get("gate"):
         tokens = tuple(k.shape[2:-1]) or (1,)
         if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or tuple(parameters.pop().shape) != (*k.shape[:2], *tokens):
             return "a mask that is not causal, or gates of another shape"
+    if call.mechanism == "short-convolution":
+        taps, *bias = parameters
+        shape, gates = (k.shape[1], v.shape[-1]), v.shape[-1] if options.get("gated", True) else 0
+        fits = taps.shape[0::2] == shape and taps.shape[1] > 0 and all(x.shape == shape for x in bias)
+        return None if fits and q.shape[-1] == k.shape[-1] == gates and v.shape[-1] else "taps or gates of another shape"
     if call.mechanism == "fourier":
         width, each = q.shape[-1], 2 if options.get("wave") == "pairs" else 1
         shapes = [(k.shape[1], width // each, 1), *[(q.shape[1], width)] * (len(parameters) - 1)]
@@ -85,14 +96,9 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
             return "frequencies or phases of another shape"
     elif feature_map == "exp":
         widest = WIDEST_EXP
-    if any(tensor.dtype is torch.float64 for tensor in tensors):
-        return "float64"
-    if q.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(q.device)[0] >= 10:
-        if _triton_version() < (3, 9):
-            return "this device by a Triton before 3.9"
-        if q.shape[1] != k.shape[1]:
-            # Triton 3.9 fails to compile the gradients of keys and values.
-            return "grouped heads on this device"
+    if of_ten and q.shape[1] != k.shape[1]:
+        # Triton 3.9 fails to compile the gradients of keys and values.
+        return "grouped heads on this device"
     # Of one token there is no axis of tokens.
     if not (0 < q.shape[-1] <= widest and 0 < v.shape[-1] <= widest):
         return f"heads wider than {widest}, or of width 0"
@@ -103,15 +109,18 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
     return None
 
 
-def forward(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`kernelized.forward`; Triton takes long to import, so it is with the first call."""
-    from .kernelized import forward as function
-
-    return function(*arguments, **options)
+def _kernels(call: Request) -> Any:
+    """Those of a mechanism. Triton takes long to import, so it is with the first call."""
+    return importlib.import_module(f"{__name__}.{'convolution' if call.mechanism == 'short-convolution' else 'kernelized'}")
 
 
-def backward(*arguments: Any, **options: Any) -> tuple[list[Tensor], Tensor | None]:
-    """`kernelized.backward`."""
-    from .kernelized import backward as function
+def forward(q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], call: Request, *rest: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output, what a backward divides by, and the numbers of the final state."""
+    found: tuple[Tensor, Tensor, Tensor | None] = _kernels(call).forward(q, k, v, parameters, call, *rest)
+    return found
 
-    return function(*arguments, **options)
+
+def backward(*arguments: Any) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients of q, k, v and the parameters, and of the initial state's numbers if there were any."""
+    found: tuple[list[Tensor], Tensor | None] = _kernels(arguments[7]).backward(*arguments)
+    return found

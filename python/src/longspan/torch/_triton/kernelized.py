@@ -299,7 +299,7 @@ class Launch:
             if len(tables) > 1:
                 unturned = of_queries[:, 2, 2] if self.settings.blocks > 2 else torch.zeros_like(turned[:, 0])
                 of_tables.append(torch.stack([_QUARTER * turned[:, 0], turned[:, 2], unturned], 1))
-            return list(torch.autograd.grad(tables, learned, of_tables))
+            return [x.contiguous() for x in torch.autograd.grad(tables, learned, of_tables)]
 
     def _there(self, d_g: Tensor) -> Tensor:
         """An ignored token has no gate."""

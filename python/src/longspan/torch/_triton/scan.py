@@ -502,9 +502,9 @@ def _scan(
                         passed += tl.load(initial + whose * record + gate_at)
                 elif not SUMS:
                     passed = tl.zeros([], tl.float32)
-                mark = tl.arange(0, 16)
+                filling = tl.arange(0, 16)
                 if tile == 0:
-                    tl.store(after + gate_at + mark, tl.where(mark == 0, passed, 0.0), mask=mark < record - gate_at)
+                    tl.store(after + gate_at + filling, tl.where(filling == 0, passed, 0.0), mask=filling < record - gate_at)
             if KEYS and tile == 0:
                 count = record - MARKS - (1 if GATED else 0)
                 tl.store(after + z_at, z, mask=z_inside)
