@@ -124,6 +124,11 @@ fn answers_with_line_ends_are_one_line_and_cut_ones_are_counted() {
         assert_eq!(text(&output.stdout), "a\\na …\n".repeat(lines.lines().count()));
         assert!(text(&output.stderr).contains(note), "{}", text(&output.stderr));
     }
+    let (table, notes) = place.said(&["predict", "run", "lines", "--csv"]);
+    assert_eq!(table, "source,target\n2,\"a\na\"\n");
+    assert!(notes.contains("cut there") && !notes.contains("marked"), "a table has no mark: {notes}");
+    place.write("none.csv", b"source\n");
+    assert_eq!(place.ok(&["predict", "run", "none.csv", "--csv"]), "source,target\n", "a table without rows");
 }
 
 #[test]
@@ -328,6 +333,10 @@ fn standard_input_and_gzip_are_read() {
     let lines = Stdio::from(std::fs::File::open(place.path("sources")).unwrap());
     let output = place.command(&["predict", "run", "-"]).stdin(lines).output().unwrap();
     assert_eq!(text(&output.stdout), answers);
+    place.write("marked", format!("\u{feff}{sources}").as_bytes());
+    let (told, notes) = place.said(&["predict", "run", "marked"]);
+    assert_eq!(told, answers);
+    assert!(!notes.contains("did not occur"), "a mark is no character: {notes}");
     let rows: String = sources.lines().map(|line| format!("x,{line}\n")).collect();
     place.write("sources.csv", format!("note,word\n{rows}").as_bytes());
     assert_eq!(place.ok(&["predict", "run", "sources.csv"]), answers);

@@ -220,6 +220,22 @@ fn days_without_weekends_go_on_so() {
     let table = place.ok(&["predict", "run", "days.csv", "--csv"]);
     let dates: Vec<&str> = table.lines().skip(1).filter_map(|line| line.split(',').nth(1)).collect();
     assert_eq!(dates, ["2024-04-01", "2024-04-02", "2024-04-03", "2024-04-04", "2024-04-05", "2024-04-08"]);
+    // The same days as milliseconds, of which JSON has numbers; weeks from Sunday to Thursday; in New York, whose clocks change in March.
+    let predicted = |rows: String| -> Vec<Value> {
+        place.write("other.csv", format!("date,x\n{rows}").as_bytes());
+        place.ok(&train("other.csv", "other", "3", &[]));
+        let told = place.json(&["predict", "other", "other.csv", "--json"]);
+        std::fs::remove_dir_all(place.path("other")).unwrap();
+        told["times"].as_array().unwrap().clone()
+    };
+    let count = |day: usize| 1_704_067_200_000 + 86_400_000 * day as i64;
+    let rows = (0..89).filter(|day| day % 7 < 5).map(|day| format!("{},{}\n", count(day), day % 7)).collect();
+    assert_eq!(predicted(rows), [91, 92, 93, 94, 95, 98].map(count));
+    let rows = (0..89).filter(|day| ![4, 5].contains(&(day % 7))).map(|day| format!("{},{}\n", date(day), day % 7));
+    assert_eq!(predicted(rows.collect())[3..], ["2024-04-03", "2024-04-04", "2024-04-07"]);
+    let local = |day: usize| format!("{} 00:00:00-0{}:00", date(day), if day < 70 { 5 } else { 4 });
+    let rows = (0..89).filter(|day| day % 7 < 5).map(|day| format!("{},{}\n", local(day), day % 7)).collect();
+    assert_eq!(predicted(rows)[4..], ["2024-04-05 00:00:00-04:00", "2024-04-08 00:00:00-04:00"]);
 }
 
 /// Sales of two shops by months, a third more in holidays, which come every fifth month.

@@ -78,7 +78,7 @@ fn answer<T: Predict>(config: Config<T::Settings>, arguments: &Arguments, folder
             read_ahead(lines::open(path)?, name.clone())
         }
     };
-    let mut out = Answers::new(arguments, trained.task.titles(&trained.config));
+    let mut out = Answers::new(arguments, trained.task.titles(&trained.config))?;
     let mut unknown = BTreeSet::new();
     let mut cut = 0;
     let mut pictures = Vec::new();
@@ -111,8 +111,12 @@ fn answer<T: Predict>(config: Config<T::Settings>, arguments: &Arguments, folder
     if cut > 0 {
         let limit = trained.config.common().longest_answer.unwrap_or_default();
         let answers = if cut == 1 { "1 answer" } else { &format!("{cut} answers") };
-        let mark = if arguments.json { "\"finished\": false" } else { CUT.trim() };
-        note(format_args!("note: {answers} did not end within {limit} tokens, cut there and marked by {mark}"));
+        let mark = match (arguments.json, arguments.csv) {
+            (true, _) => ", and marked by \"finished\": false",
+            (_, true) => "",
+            _ => &format!(", and marked by {}", CUT.trim()),
+        };
+        note(format_args!("note: {answers} did not end within {limit} tokens, cut there{mark}"));
     }
     Ok(Outcome::Done)
 }
@@ -122,38 +126,36 @@ struct Answers {
     titles: Titles,
     json: bool,
     csv: bool,
-    begun: bool,
 }
 
 impl Answers {
-    fn new(arguments: &Arguments, titles: Titles) -> Self {
-        Self { out: io::stdout().lock(), titles, json: arguments.json, csv: arguments.csv, begun: false }
+    fn new(arguments: &Arguments, titles: Titles) -> io::Result<Self> {
+        let Titles { key, answer, always } = &titles;
+        let mut out = io::stdout().lock();
+        if arguments.csv {
+            let mut writer = csv::Writer::from_writer(&mut out);
+            writer.write_record(key.iter().chain(answer))?;
+            writer.flush()?;
+            drop(writer);
+        } else if *always && !arguments.json {
+            writeln!(out, "{}", line(answer))?;
+        }
+        Ok(Self { out, titles, json: arguments.json, csv: arguments.csv })
     }
 
     fn write(&mut self, told: &Told) -> io::Result<()> {
         if self.json {
             return writeln!(self.out, "{}", told.json);
         }
-        let begins = !std::mem::replace(&mut self.begun, true);
-        let Titles { key, answer, always } = &self.titles;
+        let Titles { key, answer, .. } = &self.titles;
         if self.csv {
             let mut writer = csv::Writer::from_writer(&mut self.out);
-            if begins {
-                writer.write_record(key.iter().chain(answer))?;
-            }
             for row in &told.rows {
                 // What was empty has no answer, and every row as many cells.
                 let cells = row.iter().map(String::as_str).chain(std::iter::repeat(""));
                 writer.write_record(cells.take(key.len() + answer.len()))?;
             }
             return writer.flush();
-        }
-        // An answer is one line, and a cell one column.
-        let line = |cells: &[String]| {
-            cells.iter().map(|cell| one_line(cell).replace('\t', "\\t")).collect::<Vec<_>>().join("\t")
-        };
-        if begins && *always {
-            writeln!(self.out, "{}", line(answer))?;
         }
         for row in &told.rows {
             writeln!(
@@ -169,6 +171,11 @@ impl Answers {
     fn flush(&mut self) -> io::Result<()> {
         self.out.flush()
     }
+}
+
+/// Cells with tabs between them, each in one line and one column.
+fn line(cells: &[String]) -> String {
+    cells.iter().map(|cell| one_line(cell).replace('\t', "\\t")).collect::<Vec<_>>().join("\t")
 }
 
 type Questions = Receiver<Result<Asked>>;

@@ -17,6 +17,9 @@ pub const GZIP: [u8; 2] = [0x1f, 0x8b];
 /// and of zip.
 const ZIP: &[u8] = b"PK\x03\x04";
 
+/// The mark of UTF-8 before a text, which is none of its characters.
+pub const MARK: &[u8] = b"\xef\xbb\xbf";
+
 pub fn is_standard_input(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
@@ -35,12 +38,14 @@ pub fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {
     // Of standard input only a terminal waits here, for its first line.
     let head = reader.fill_buf().map_err(failed)?;
     if head.starts_with(&GZIP) {
-        return Ok(Box::new(BufReader::new(MultiGzDecoder::new(reader))));
-    }
-    if head.starts_with(ZIP) {
+        reader = Box::new(BufReader::new(MultiGzDecoder::new(reader)));
+    } else if head.starts_with(ZIP) {
         let mut bytes = Vec::new();
         reader.read_to_end(&mut bytes).map_err(failed)?;
-        return Ok(Box::new(Cursor::new(unzip(&bytes, &name(path))?)));
+        reader = Box::new(Cursor::new(unzip(&bytes, &name(path))?));
+    }
+    if reader.fill_buf().map_err(failed)?.starts_with(MARK) {
+        reader.consume(MARK.len());
     }
     Ok(reader)
 }
@@ -75,7 +80,7 @@ fn unzip(bytes: &[u8], name: &str) -> Result<Vec<u8>> {
 /// The first line of a file with anything in it; that of standard input is read again by [`open`].
 pub fn first_line(path: &Path) -> Result<String> {
     let first = |head: &[u8]| {
-        let head = head.strip_prefix(b"\xef\xbb\xbf").unwrap_or(head);
+        let head = head.strip_prefix(MARK).unwrap_or(head);
         String::from_utf8_lossy(head).lines().find(|line| !line.trim().is_empty()).unwrap_or_default().to_owned()
     };
     let failed = |error| cannot_read(path, &error);
@@ -126,7 +131,7 @@ pub fn text<'a>(bytes: &'a [u8], name: &str) -> Result<Cow<'a, str>> {
             "{name}: no text, since it has bytes of 0; export it as text, such as CSV, or convert UTF-16 with `iconv -f utf-16le -t utf-8`"
         );
     }
-    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
+    let bytes = bytes.strip_prefix(MARK).unwrap_or(bytes);
     let Ok(text) = std::str::from_utf8(bytes) else {
         for (line, number) in bytes.split(|&byte| byte == b'\n').zip(1..) {
             utf8(line, &format!("{name}, line {number}"))?;

@@ -11,13 +11,14 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use burn::module::Param;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use jiff::civil::Weekday;
 use longspan::layers::pinball;
 use longspan::models::{Pooling, SeriesModel, SeriesModelConfig};
 use rayon::prelude::*;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use super::labels;
+use super::labels::{self, shown};
 use super::lines;
 use super::series::file::{self, Found, Point, Reading, Series};
 use super::series::scaling::{Scaling, usual_gap};
@@ -304,7 +305,7 @@ impl Task for Forecast {
             let truth = window.truth(&self.scaling);
             let values = truth.iter().zip(&told).skip(channel).step_by(width).zip(times);
             all.extend(values.take(6).map(|((y, row), time)| {
-                let [low, _, median, _, high] = row.map(|value| shown(value, seen.measures[channel].1));
+                let [low, _, median, _, high] = rounded(row, seen.measures[channel].1);
                 let time = match &window.series.dates {
                     Some(dates) => dates.text(*time),
                     None => format!("time {}", shown(*time, self.scaling.step)),
@@ -352,7 +353,7 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
     let seasons: &[usize] = match scaling.dates.as_ref().map(|dates| &dates.calendar) {
         Some(Calendar::Months { .. }) if scaling.step == 1.0 => &[12],
         Some(Calendar::Months { .. }) if scaling.step == 3.0 => &[4],
-        Some(Calendar::Seconds) if scaling.step == 86_400.0 => &[7],
+        Some(Calendar::Seconds | Calendar::Days) if scaling.step == 86_400.0 => &[7],
         Some(Calendar::Seconds) if scaling.step == 3_600.0 => &[24, 168],
         _ => &[],
     };
@@ -372,14 +373,29 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
 /// What is told of a value, in the order of [`QUANTILES`].
 type Quantiles = [f64; QUANTILES.len()];
 
+/// With the digits that they have beside a unit, or beside their interval where it is narrower.
+fn rounded(row: &Quantiles, unit: f64) -> Quantiles {
+    let width = row[QUANTILES.len() - 1] - row[0];
+    // What is narrower is rounding.
+    let unit = if width > 0.0 { width.clamp(1e-9 * unit, unit) } else { unit };
+    row.map(|value| shown(value, unit))
+}
+
 fn decimals() -> Vec<f64> {
     QUANTILES.iter().map(|q| (f64::from(*q) * 100.0).round() / 100.0).collect()
 }
 
-/// A number with the digits that it has beside a unit.
-fn shown(value: f64, unit: f64) -> f64 {
-    let digits = (3.0 - unit.abs().log10().floor()).clamp(0.0, 17.0) as usize;
-    format!("{value:.digits$}").parse().unwrap_or(value)
+fn weekday(one: &Series, time: f64) -> Option<Weekday> {
+    one.dates.as_ref().and_then(|dates| dates.weekday(time))
+}
+
+/// Days of the week that a series leaves out, as far as it tells: in less than two weeks only a weekend.
+fn days_off(one: &Series) -> Vec<Weekday> {
+    let known: Vec<Weekday> = one.times.iter().filter_map(|time| weekday(one, *time)).collect();
+    let Some(first) = known.first().filter(|_| known.len() > 7) else { return Vec::new() };
+    let off: Vec<Weekday> = first.cycle_forward().take(7).filter(|day| !known.contains(day)).collect();
+    let span = one.times[one.times.len() - 1] - one.times[0];
+    if span >= 14.0 * 86_400.0 || off == [Weekday::Saturday, Weekday::Sunday] { off } else { Vec::new() }
 }
 
 fn read(config: &Config, path: &Path, reading: &Reading<'_>) -> Result<Found> {
@@ -502,17 +518,20 @@ impl Predict for Forecast {
         let width = self.scaling.channels();
         let line = |((one, seen, times), found): (&(Series, Seen, Vec<f64>), Vec<Quantiles>)| {
             let name = one.id.clone().unwrap_or_else(|| one.line.to_string());
-            let shown = |n: usize, value: &f64| shown(*value, seen.measures[n].1);
-            let point = |point: &[Quantiles]| -> Vec<Vec<f64>> {
-                self.predicted().map(|n| point[n].iter().map(|value| shown(n, value)).collect()).collect()
+            let point = |point: &[Quantiles]| -> Vec<Quantiles> {
+                self.predicted().map(|n| rounded(&point[n], seen.measures[n].1)).collect()
             };
-            let points: Vec<Vec<Vec<f64>>> = found.chunks(width).map(point).collect();
+            let points: Vec<Vec<Quantiles>> = found.chunks(width).map(point).collect();
             let written: Vec<String> = times.iter().map(|time| one.time(*time)).collect();
             let names = self.scaling.names();
-            let dated = one.dates.is_some();
+            let count = |time: &String| json!(time.parse::<i64>().ok());
             let json = json!({
                 "id": name,
-                "times": if dated { json!(written) } else { json!(times) },
+                "times": match &one.dates {
+                    Some(dates) if dates.is_epoch() => written.iter().map(count).collect(),
+                    Some(_) => json!(written),
+                    None => json!(times),
+                },
                 "channels": self.predicted().map(|n| &names[n]).collect::<Vec<_>>(),
                 "quantiles": decimals(),
                 "values": points,
@@ -587,10 +606,9 @@ impl Forecast {
         if ahead.is_empty() {
             let gap = usual_gap([&one.times[known.clone()]].into_iter()).unwrap_or(self.scaling.step);
             let last = one.times.last().copied().unwrap_or(0.0);
-            // Days that leave out all weekends go on so.
-            let day_off = |time: &f64| one.dates.as_ref().is_some_and(|dates| dates.is_weekend(*time));
-            let workdays = gap == 86_400.0 && count > 7 && !one.times.iter().any(day_off);
-            let next = (1..).map(|n| shown(last + gap * f64::from(n), gap)).filter(|time| !(workdays && day_off(time)));
+            let days_off = if gap == 86_400.0 { days_off(one) } else { Vec::new() };
+            let is_off = |time: &f64| weekday(one, *time).is_some_and(|day| days_off.contains(&day));
+            let next = (1..).map(|n| shown(last + gap * f64::from(n), gap)).filter(|time| !is_off(time));
             ahead = next.take(self.sizes.told).map(|time| (time, vec![f64::NAN; one.width])).collect();
             if !self.scaling.known.is_empty() {
                 bail!(

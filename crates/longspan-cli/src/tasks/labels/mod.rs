@@ -283,9 +283,9 @@ impl Target {
     pub fn answers(&self, row: &[f32]) -> Vec<Answer> {
         let labels = match self {
             Self::Labels(labels) => labels,
-            Self::Number { .. } => {
+            Self::Number { deviation, .. } => {
                 // A number has no probability; JSON shows `null`.
-                let target = self.foretold(row).to_string();
+                let target = shown(self.foretold(row), deviation / 1000.0).to_string();
                 return vec![Answer { target, log_probability: f64::NAN, score: f64::NAN, finished: true }];
             }
         };
@@ -319,10 +319,10 @@ impl Target {
         Titles { key: vec![key.into()], answer, always: false }
     }
 
-    /// A number that the model gave, in its own measure, with the digits that it has.
-    fn foretold(&self, row: &[f32]) -> f32 {
-        let Self::Number { mean, deviation } = self else { return f32::NAN };
-        (mean + deviation * f64::from(row[0])) as f32
+    /// A number that the model gave, in its own measure.
+    fn foretold(&self, row: &[f32]) -> f64 {
+        let Self::Number { mean, deviation } = self else { return f64::NAN };
+        mean + deviation * f64::from(row[0])
     }
 
     /// Scores what the model gave for examples with these labels, which a person calls `unit`.
@@ -332,7 +332,7 @@ impl Target {
         for (label, row) in labels.iter().zip(rows) {
             let goal = self.goal(label)?;
             if let Self::Number { .. } = self {
-                numbers.extend(number(label).map(|right| (right, f64::from(self.foretold(row)))));
+                numbers.extend(number(label).map(|right| (right, self.foretold(row))));
             } else {
                 let right =
                     goal.and_then(|goal| if let Goal::Label(label) = goal { Some(label as usize) } else { None });
@@ -423,6 +423,13 @@ fn path(folder: &RunFolder) -> PathBuf {
     folder.path().join(FILE)
 }
 
+/// A number with the digits that it has beside a unit.
+pub fn shown(value: f64, unit: f64) -> f64 {
+    let digits = (3.0 - unit.abs().log10().floor()).clamp(0.0, 330.0) as usize;
+    // Without the sign of a zero.
+    format!("{value:.digits$}").parse().unwrap_or(value) + 0.0
+}
+
 /// The mean and the standard deviation, which is 1 where there is none.
 pub fn moments(numbers: &[f64]) -> (f64, f64) {
     let count = numbers.len().max(1) as f64;
@@ -485,6 +492,10 @@ mod tests {
         assert_eq!((mean, (deviation * deviation * 12.0).round()), (5.0, 110.0));
         let Some(Goal::Number(goal)) = found.goal(" 10.0").unwrap() else { panic!() };
         assert!((found.foretold(&[goal]) - 10.0).abs() < 1e-5);
+        let level = Target::Number { mean: 2_459_000.5, deviation: 0.25 };
+        assert_eq!(level.answers(&[-1.0])[0].target, "2459000.25", "small variation at a high level");
+        let Scores::Number(errors) = level.score(&["2459000.25"], &[vec![-1.0]], "texts").unwrap() else { panic!() };
+        assert_eq!(errors.mean_absolute_error.rate, 0.0);
         // Whole numbers are classes, and so are codes with zeros before them.
         for names in [labels(|n| n.to_string()), labels(|n| format!("{n:05}")), labels(|n| format!("{n}.0"))] {
             let mut kind = None;

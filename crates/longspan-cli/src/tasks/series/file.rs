@@ -231,6 +231,18 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, reading: &Reading<'_>) -> R
     let Some(first) = found.series.first() else {
         bail!("{name}: no series in it; give a .jsonl, .csv, .ts, .tsf, .arff or .tsv of numeric series");
     };
+    // Archives say by their heads whether they have dates, and objects may have no times.
+    let kind = |dates: Option<&Dates>| dates.map_or("no dates".into(), |dates| format!("dates in {}", dates.counted()));
+    if (reading.learned || reading.dates.is_some())
+        && let Some(other) = found.series.iter().find(|one| kind(one.dates.as_deref()) != kind(reading.dates))
+    {
+        bail!(
+            "{name}, line {}: it has {}, and this run learned from {}; give times like those",
+            other.line,
+            kind(other.dates.as_deref()),
+            kind(reading.dates)
+        );
+    }
     if let Some(other) = found.series.iter().find(|one| one.width != first.width) {
         bail!(
             "{name}, line {}: {} channels, the series before it have {}; give as many to each",
@@ -266,7 +278,8 @@ pub fn dates_of(texts: &[&str], reading: &Reading<'_>) -> Result<Option<Arc<Date
     let found = match reading.dates {
         Some(known) if texts.iter().all(|text| known.number(text).is_some()) => Some(known.clone()),
         Some(known) => Dates::of(texts, wanted)?.map(|found| found.on(known.calendar)),
-        None => Dates::of(texts, wanted)?,
+        // Earlier runs learned from counts since 1970 as numbers.
+        None => Dates::of(texts, wanted)?.filter(|found| !(reading.learned && found.is_epoch())),
     };
     match (reading.learned, reading.dates.is_some(), found.is_some()) {
         (true, true, false) => {
@@ -283,8 +296,7 @@ fn from_lines(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
     // Dates are of one format in all series.
     let mut texts: Vec<String> = Vec::new();
     json::each(text, name, |value, _| {
-        let times = value["times"].as_array().into_iter().flatten();
-        texts.extend(times.filter_map(Value::as_str).map(String::from));
+        texts.extend(date_texts(&value, reading));
         Ok(())
     })?;
     let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
@@ -303,12 +315,22 @@ pub fn from_json(text: &str, line: usize, reading: &Reading<'_>) -> Result<Serie
     if reading.labels && !value["forecast"].is_null() {
         return Err("it has times to forecast, and this run predicts labels; train one with --forecast N".into());
     }
-    let times: Vec<&str> = value["times"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    let dates = dates_of(&times, reading)?;
+    let times = date_texts(&value, reading);
+    let dates = dates_of(&times.iter().map(String::as_str).collect::<Vec<_>>(), reading)?;
     if reading.dates.is_some() && dates.is_none() {
         return Err("it has no dates in `times`, and this run learned from dates; give them".into());
     }
     from_value(&value, line, dates)
+}
+
+/// The times of a series that are dates: texts, and numbers where the run learned from counts since 1970.
+fn date_texts(series: &Value, reading: &Reading<'_>) -> Vec<String> {
+    let text = |time: &Value| match time {
+        Value::String(text) => Some(text.clone()),
+        Value::Number(count) if reading.dates.is_some_and(Dates::is_epoch) => Some(count.to_string()),
+        _ => None,
+    };
+    series["times"].as_array().into_iter().flatten().filter_map(text).collect()
 }
 
 const EXAMPLE: &str =
@@ -342,6 +364,9 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
     let time = |value: &Value| match (value, &dates) {
         (Value::String(text), Some(dates)) => {
             dates.number(text).ok_or_else(|| format!("{text:?} is no date as those before it"))
+        }
+        (Value::Number(count), Some(dates)) if dates.is_epoch() => {
+            dates.number(&count.to_string()).ok_or_else(|| format!("{count} counts no whole date"))
         }
         _ => value.as_f64().ok_or_else(|| format!("a time is no number and no date: {value}")),
     };
@@ -631,6 +656,17 @@ fn say_partly_known(name: &str, all: &[Series], known: &[bool]) {
     ));
 }
 
+/// The numbers of columns such as `v1`, `v2`, …, from the first of them on; none where they have other names.
+fn numbered(titles: &[&str]) -> Option<Vec<f64>> {
+    let cut = |title: &&str| title.trim_end_matches(|c: char| c.is_ascii_digit()).len();
+    let name = |title: &&str| title[..cut(title)].to_string();
+    let numbers: Vec<u32> = titles.iter().map(|title| title[cut(title)..].parse().ok()).collect::<Option<_>>()?;
+    let (alike, different) =
+        (titles.iter().map(name).collect::<BTreeSet<_>>(), numbers.iter().collect::<BTreeSet<_>>());
+    let first = numbers.iter().min().filter(|_| alike.len() == 1 && different.len() == numbers.len())?;
+    Some(numbers.iter().map(|number| f64::from(number - first)).collect())
+}
+
 /// Series from a table with a series a row and a column for each time.
 fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<Found> {
     let name = &table.name;
@@ -672,7 +708,13 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
         None => titles.iter().map(|title| value(title).filter(|time| time.is_finite())).collect(),
     };
     let counted = times.is_none();
-    let times = times.unwrap_or_else(|| (0..titles.len()).map(|n| n as f64).collect());
+    let numbers = numbered(&titles);
+    let mut columns = columns.clone();
+    if counted && numbers.is_none() {
+        // Names that do not tell their order keep that of the columns that were learned from.
+        columns.channels = titles.iter().map(|title| title.to_string()).collect();
+    }
+    let times = times.or(numbers).unwrap_or_else(|| (0..titles.len()).map(|n| n as f64).collect());
     let id = id.or(texts.first().copied());
     let numbers = values.iter().map(|place| table.numbers(*place)).collect::<Result<Vec<_>, _>>();
     let numbers = numbers.map_err(|row| row.wrong(name, "a value is no number; leave it empty if it is missing"))?;
@@ -700,7 +742,7 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
         id.map_or(String::new(), |place| format!(", ids `{}`", table.header[place])),
         label.map_or(String::new(), |place| format!(", labels `{}`", table.header[place]))
     );
-    Ok(Found { series: found, target: None, columns: Some((columns.clone(), said)) })
+    Ok(Found { series: found, target: None, columns: Some((columns, said)) })
 }
 
 #[cfg(test)]
@@ -798,6 +840,30 @@ mod tests {
         // Texts that tell rows of one time apart are ids; spaces around them count as nothing.
         let (_, ids, ..) = say("shop,time,x\n é,0,1\nb ,0,2\ne\u{301},1,3\nb,1,4\n");
         assert_eq!(ids, [Some("é".into()), Some("b".into())]);
+        let (said, ids, ..) = say(
+            "id,ts,store,shelf_id,x\n1,0,1,7,5\n2,0,1,8,6\n3,0,2,7,7\n4,1,1,7,8\n5,1,1,8,9\n6,1,2,7,10\n7,2,1,7,5\n8,2,1,8,6\n",
+        );
+        assert!(
+            said.contains(
+                "times `ts` (numbers), ids `store` and `shelf_id`, channels `x`; not read: `id` (different in each row)"
+            ),
+            "{said}"
+        );
+        assert_eq!(ids[1].as_deref(), Some("1,8"));
+        // Counts since 1970 are times, and beside a date the same again.
+        for title in ["ts", "timestamp", "date", "time", "event_ts", "unixtime"] {
+            let (said, ..) = say(&format!("{title},x\n1704067200000,1\n1704153600000,2\n1704240000000,3\n"));
+            let wanted = format!("times `{title}` (dates of the form milliseconds, in seconds), channels `x`;");
+            assert!(said.contains(&wanted), "{said}");
+        }
+        let (said, ..) = say("ts,date,x\n1704067200,2024-01-01,1\n1704153600,2024-01-02,2\n");
+        assert!(
+            said.contains("times `date`") && said.contains("channels `x`; not read: `ts` (another time)"),
+            "{said}"
+        );
+        let (said, ..) = say("ts,month_sales\n1704067200,170406720\n1704153600,180415360\n");
+        assert!(said.contains("channels `month_sales`"), "{said}");
+        assert_eq!(say("ts,x\n1704067200000,1\n1704067260000,2\n").3, ["1704067200000", "1704067260000"]);
         // Several columns are one id together.
         let columns = Columns { id: Some("a,b".into()), ..none() };
         let (_, ids, values, _) = of_table("a,b,time,x\np q,r,0,1\np,q r,0,2\np q,r,1,3\n", columns).unwrap();
@@ -852,6 +918,18 @@ mod tests {
             of_table("id,no,v1,v2,kind\n7,1,5,6,a\n8,2,7,8,b\n9,3,7,8,b\n", Columns { wide: true, ..none() }).unwrap();
         assert_eq!((wide.1[0].as_deref(), wide.2), (Some("7"), vec![5.0, 6.0]));
         assert!(wide.0.contains("2 values `v1` … `v2`, ids `id`; not read: `no`, `kind`"), "{}", wide.0);
+        // Columns in another order are the same times: by their numbers, or else by the names that were learned from.
+        let wide = |text: &str, columns: &Columns| {
+            let reading = Reading { columns: Some(columns), ..Reading::default() };
+            let found = parse(text.as_bytes(), "csv", "f", &reading).unwrap();
+            (found.series[0].times.clone(), found.series[0].values.clone(), found.columns.unwrap().0)
+        };
+        let columns = Columns { wide: true, ..none() };
+        let (times, values, _) = wide("id,v10,v1,v2\n7,3,1,2\n8,3,1,2\n", &columns);
+        assert_eq!((times, values), (vec![0.0, 1.0, 9.0], vec![1.0, 2.0, 3.0]));
+        let (_, values, learned) = wide("id,low,mid,high\n7,1,2,3\n8,1,2,3\n", &columns);
+        assert_eq!(values, [1.0, 2.0, 3.0]);
+        assert_eq!(wide("high,id,low,mid\n3,7,1,2\n3,8,1,2\n", &learned).1, [1.0, 2.0, 3.0]);
         for (text, columns, part) in [
             ("time,Time,x\n0,0,1\n", none(), "f, line 1: `time`, `Time` may all be times; say which with --time"),
             ("time,x,x\n0,1,1\n", none(), "two columns are called `x`"),
@@ -873,6 +951,11 @@ mod tests {
                 "no column of times is known among `a`, `b`; name it with --time NAME, or count the rows with --time row",
             ),
             ("time,,x\n0,5,1\n1,3,1\n", none(), "f, line 1: column 2 has no name"),
+            (
+                "date,store,dept,x\n0,1,1,0.5\n0,1,2,0.5\n0,2,1,0.5\n0,2,2,1.5\n1,1,1,0.5\n1,1,2,0.5\n1,2,1,0.5\n1,2,2,1.5\n",
+                none(),
+                "`dept` may say which series each is of: say so with --id 'store,dept'",
+            ),
             (
                 "shop,time,x\n1,0,0.5\n2,0,0.5\n1,1,0.5\n2,1,0.5\n",
                 none(),
@@ -1039,7 +1122,20 @@ mod tests {
         for text in ["{\"values\": [1]}", "{\"values\": [1], \"times\": [5]}"] {
             assert!(from_json(text, 1, &reading).unwrap_err().contains("this run learned from dates"));
         }
+        let monthly = "@attribute start date\n@frequency monthly\n@data\n1979-11-30 00-00-00:1,2,3\n";
+        for (text, ending) in [
+            ("{\"values\": [1]}\n", "jsonl"),
+            ("1\t5\t6\n", "tsv"),
+            ("@data\n1,2:a\n", "ts"),
+            (&monthly.replace("monthly", "daily"), "tsf"),
+        ] {
+            let error = parse(text.as_bytes(), ending, "f", &reading).unwrap_err().to_string();
+            assert!(error.contains("and this run learned from dates in months"), "{error}");
+        }
+        assert!(parse(monthly.as_bytes(), "tsf", "f", &reading).is_ok());
         let reading = Reading { learned: true, ..Reading::default() };
+        let error = parse(monthly.as_bytes(), "tsf", "f", &reading).unwrap_err().to_string();
+        assert!(error.contains("it has dates in months, and this run learned from no dates"), "{error}");
         assert!(
             from_json("{\"values\": [1], \"times\": [\"2024-03-31\"]}", 1, &reading)
                 .unwrap_err()

@@ -213,7 +213,9 @@ impl Scaling {
             let found = counted(one.width, "channels");
             bail!("{found}, and this run was trained on {width} ({}); give as many", self.names().join(", "));
         }
-        if !one.names.is_empty() && !self.names.is_empty() && *one.names != *self.names {
+        // Names of columns are found in letters of any case.
+        let lower = |names: &[String]| names.iter().map(|name| name.to_lowercase()).collect::<Vec<_>>();
+        if !one.names.is_empty() && !self.names.is_empty() && lower(&one.names) != lower(&self.names) {
             bail!(
                 "the channels are {}, and those of this run {names}; name the columns so, in this order",
                 one.names.join(", ")

@@ -7,16 +7,18 @@ use std::path::Path;
 use anyhow::{Result, anyhow, bail};
 use serde_json::Value;
 
-use super::dates::Dates;
+use super::dates::{Dates, epoch};
 use super::{Form, Row, Table, text, value};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::task::Asked;
 use crate::terminal::notes::note;
 use crate::terminal::samples::visible;
+use crate::terminal::shell;
 
 /// Names of a column of times,
-const TIMES: [&str; 8] = ["time", "date", "datetime", "timestamp", "ds", "date_time", "datestamp", "t"];
+const TIMES: [&str; 11] =
+    ["time", "date", "datetime", "timestamp", "ds", "date_time", "datestamp", "t", "ts", "epoch", "unixtime"];
 
 /// of columns that are a part of a time,
 const PARTS: &str = "year|yr|quarter|qtr|month|mon|month_name|week|day|hour|hr|minute|second|period|weekday|wday|dow|dayofweek|\
@@ -56,6 +58,9 @@ const LABELS: [&str; 2] = ["label", "class"];
 /// and words in names of columns that may number rows.
 const NUMBERS: [&str; 12] =
     ["row", "no", "nr", "num", "number", "idx", "index", "rec", "record", "seq", "line", "rowid"];
+
+/// Columns and pairs of columns of numbers of which it is tried whether they say which series a row is of.
+const TRIED: usize = 100;
 
 /// Rows from which it is guessed what a column holds.
 const SOME: usize = 200;
@@ -111,6 +116,8 @@ impl Roles {
                 "row names"
             } else if is_part(title) && !time.is_empty() {
                 "a part of the time"
+            } else if columns.channels.is_empty() && holds_epochs(table, place) {
+                "another time"
             } else {
                 continue;
             };
@@ -130,21 +137,21 @@ impl Roles {
         let id = match &columns.id {
             Some(names) if !soft || several(names, "--id").is_ok() => several(names, "--id")?,
             _ => {
-                let named: Vec<usize> = (0..table.header.len())
-                    .filter(|place| is_free(&taken, *place) && IDS.contains(&lower[*place].as_str()))
-                    .collect();
+                let named = (0..table.header.len())
+                    .filter(|place| is_free(&taken, *place) && IDS.contains(&lower[*place].as_str()));
+                // A number for each row is no series.
+                let (single, named): (Vec<usize>, Vec<usize>) =
+                    named.partition(|place| table.rows.len() > 1 && is_different(table, *place));
+                taken.extend(&single);
+                let is_single = !single.is_empty();
+                unread.extend(single.into_iter().map(|place| (place, "different in each row")));
                 let first = named.iter().copied().find(|place| ["id", "unique_id"].contains(&lower[*place].as_str()));
                 let named = first.map_or(named, |place| vec![place]);
-                match named[..] {
-                    // A number for each row is no series.
-                    [place] if table.rows.len() > 1 && is_different(table, place) => {
-                        unread.push((place, "different in each row"));
-                        taken.insert(place);
-                        Vec::new()
-                    }
-                    [] => guessed_id(table, &time, &taken, columns)?,
-                    _ => named,
-                }
+                taken.extend(&named);
+                // Where each row has an id, times may well come again.
+                let is_open = !is_single || sharing(table, &[&named, &time]) * 2 > table.rows.len();
+                let more = if is_open { guessed_id(table, &named, &time, &taken, columns)? } else { Vec::new() };
+                [named, more].concat()
             }
         };
         taken.extend(&id);
@@ -310,6 +317,17 @@ fn is_part(title: &str) -> bool {
     PARTS.split('|').any(|part| part == title)
 }
 
+/// Whether a name has one of some words, in small letters.
+fn has_word(title: &str, is_wanted: impl Fn(&str) -> bool) -> bool {
+    title.to_lowercase().split(|c: char| !c.is_alphanumeric()).any(is_wanted)
+}
+
+/// Whether a column holds whole numbers that count since 1970, and its name has the word of a time.
+fn holds_epochs(table: &Table, place: usize) -> bool {
+    let is_named = has_word(&table.header[place], |word| TIMES.contains(&word));
+    is_named && table.numbers(place).is_ok_and(|all| epoch(all.into_iter().filter(|number| !number.is_nan())).is_some())
+}
+
 /// Whether a name in small letters is that of a time and its unit, such as `time (s)` or `timestamp_ms`.
 fn is_measured_time(title: &str) -> bool {
     let mut words = title.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
@@ -336,8 +354,8 @@ fn is_row_numbers(table: &Table, place: usize) -> bool {
 /// Whether they count up by one, from row to row, and the name says so; or whatever the name, if they would tell `labels` by which the rows
 /// are sorted.
 pub fn counts_rows(table: &Table, place: usize, labels: bool) -> bool {
-    let title = table.header[place].to_lowercase();
-    let named = title.split(|c: char| !c.is_alphanumeric()).any(|word| NUMBERS.contains(&word));
+    let title = &table.header[place];
+    let named = has_word(title, |word| NUMBERS.contains(&word));
     let steps = |all: Vec<f64>| all.windows(2).all(|pair| pair[1] - pair[0] == 1.0);
     (named || labels && table.rows.len() >= 10) && table.rows.len() > 2 && table.numbers(place).is_ok_and(steps)
 }
@@ -376,7 +394,11 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         std::iter::once(day).chain(hours).collect()
     };
     let is_time = |place: &usize| TIMES.contains(&lower(*place).as_str()) || is_measured_time(&lower(*place));
-    let strong: Vec<usize> = free.iter().copied().filter(is_time).collect();
+    let mut strong: Vec<usize> = free.iter().copied().filter(is_time).collect();
+    // A date and the same time as a count.
+    if strong.iter().any(|place| holds_dates(table, *place)) {
+        strong.retain(|place| !holds_epochs(table, *place));
+    }
     match strong[..] {
         [one] => {
             // Numbers that do not run on, beside a year or a day that does: a duration, or the time of a day.
@@ -405,11 +427,12 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         [] => {}
         _ => return Err(asked(&strong)),
     }
-    let speaks_of_time = |place: usize| {
-        lower(place).split(|c: char| !c.is_alphanumeric()).any(|word| TIMES.contains(&word) || is_part(word))
-    };
-    let dated: Vec<usize> =
-        free.iter().copied().filter(|place| speaks_of_time(*place) && holds_dates(table, *place)).collect();
+    let speaks_of_time = |place: usize| has_word(&table.header[place], |word| TIMES.contains(&word) || is_part(word));
+    let is_dated = |place: &usize| speaks_of_time(*place) && holds_dates(table, *place);
+    let mut dated: Vec<usize> = free.iter().copied().filter(is_dated).collect();
+    if dated.is_empty() {
+        dated = free.iter().copied().filter(|place| holds_epochs(table, *place)).collect();
+    }
     match dated[..] {
         [one] => return Ok(with_hours(one)),
         [] => {}
@@ -479,20 +502,29 @@ pub fn time_text(table: &Table, places: &[usize], row: usize) -> Option<String> 
     })
 }
 
-/// Columns of texts that say which series a row is of, where times come again otherwise.
-fn guessed_id(table: &Table, time: &[usize], taken: &HashSet<usize>, columns: &Columns) -> Result<Vec<usize>> {
+/// Columns of texts, and of numbers whose names end as those of ids, that say beside those that are `named` which series a row is of, where
+/// times come again otherwise.
+fn guessed_id(
+    table: &Table,
+    named: &[usize],
+    time: &[usize],
+    taken: &HashSet<usize>,
+    columns: &Columns,
+) -> Result<Vec<usize>> {
     if time.is_empty() || !columns.channels.is_empty() && columns.channels.len() + time.len() == table.header.len() {
         return Ok(Vec::new());
     }
     // Once or twice a year an hour comes twice.
-    let shared = sharing(table, &[time]);
+    let shared = sharing(table, &[named, time]);
     if shared * 10 < table.rows.len() || shared == 0 {
         return Ok(Vec::new());
     }
     let is_repeated = |places: &[usize]| counts(table, &[places]).len() * 2 <= table.rows.len();
-    let apart = |places: &[usize]| sharing(table, &[places, time]) == 0;
+    let apart = |places: &[usize]| sharing(table, &[named, places, time]) == 0;
     let free = (0..table.header.len()).filter(|place| !taken.contains(place));
-    let (numbers, mut texts): (Vec<usize>, Vec<usize>) = free.partition(|place| holds_numbers(table, *place));
+    let is_id = |place: usize| table.header[place].to_lowercase().ends_with("_id");
+    let (numbers, mut texts): (Vec<usize>, Vec<usize>) =
+        free.partition(|place| holds_numbers(table, *place) && !is_id(*place));
     texts.retain(|place| is_repeated(&[*place]));
     let found: Vec<usize> = texts.iter().copied().filter(|place| apart(&[*place])).collect();
     match found[..] {
@@ -515,14 +547,19 @@ fn guessed_id(table: &Table, time: &[usize], taken: &HashSet<usize>, columns: &C
         return Ok(texts);
     }
     let whole = |place: &usize| table.numbers(*place).is_ok_and(|all| all.iter().all(|number| number.fract() == 0.0));
-    let tells_apart = |place: &usize| is_repeated(&[*place]) && apart(&[*place]);
-    let found: Vec<usize> = numbers.into_iter().filter(whole).filter(tells_apart).collect();
-    if !found.is_empty() && columns.channels.is_empty() {
+    let tells_apart = |places: &Vec<usize>| is_repeated(&[named, places].concat()) && apart(places);
+    let numbers: Vec<usize> = numbers.into_iter().filter(whole).filter(|place| is_repeated(&[*place])).collect();
+    let all = [&texts[..], &numbers].concat();
+    let pairs = all.iter().enumerate().flat_map(|(n, a)| all[..n].iter().map(|b| vec![*b, *a]));
+    let most = shared * 2 > table.rows.len();
+    let singles = numbers.iter().map(|place| vec![*place]).filter(|_| most || named.is_empty());
+    let found = singles.chain(pairs.filter(|_| most)).take(TRIED).find(tells_apart);
+    if let (Some(found), true) = (found, columns.channels.is_empty()) {
         bail!(
             "{}: rows share times, and {} may say which series each is of: say so with --id {}, or name all channels with --channels",
             table.at_header(),
-            names(table, &found, ", "),
-            table.header[found[0]]
+            names(table, &found, " and "),
+            shell::quoted(&names(table, &[named, &found].concat(), ",").replace('`', ""))
         );
     }
     Ok(Vec::new())

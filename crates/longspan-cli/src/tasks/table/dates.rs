@@ -24,6 +24,8 @@ pub struct Dates {
 #[serde(rename_all = "lowercase")]
 pub enum Calendar {
     Seconds,
+    /// Seconds on the clock of the place: all dates are at one time of the day, and its distance from UTC changes.
+    Days,
     /// Months since the year 0: all dates are on one day of the month, or its last where it is shorter, at one second of the day.
     Months {
         day: i8,
@@ -49,6 +51,10 @@ const ZONES: &str = "|Z|%:z|%z|%:::z| %:z| %z| UTC";
 /// dates that look like numbers, by their length.
 const NUMBERS: [(usize, &str); 6] =
     [(8, "%Y%m%d"), (6, "%Y%m"), (6, "%y%m%d"), (7, "%Y.%m"), (12, "%Y%m%d%H%M"), (14, "%Y%m%d%H%M%S")];
+
+/// and counts since 1970, in nanoseconds.
+const EPOCHS: [(&str, i128); 4] =
+    [("seconds", 1_000_000_000), ("milliseconds", 1_000_000), ("microseconds", 1_000), ("nanoseconds", 1)];
 
 /// Texts that are tried for the way in which a format prints.
 const SOME: usize = 500;
@@ -77,7 +83,8 @@ impl Dates {
                 };
                 // Within one month `%y%m%d` might as well count up.
                 let fits = |form: &&(usize, &str)| are_dates(form) && (form.1 != "%y%m%d" || months(form.1).len() > 1);
-                let Some((_, format)) = NUMBERS.iter().find(fits) else { return Ok(None) };
+                let found = NUMBERS.iter().find(fits).map(|(_, format)| *format).or_else(|| epoch_of(texts));
+                let Some(format) = found else { return Ok(None) };
                 vec![format.to_string()]
             }
             None => formats().into_iter().filter(|format| parse(format, first).is_some()).collect(),
@@ -111,7 +118,8 @@ impl Dates {
             }
         }
         let some = &texts[..most.min(SOME)];
-        let printed: Vec<String> = candidates.iter().flat_map(|format| variants(format, texts[0])).collect();
+        let fraction = some.iter().map(|text| digits_of_fraction(text)).max().unwrap_or(0);
+        let printed: Vec<String> = candidates.iter().flat_map(|format| variants(format, fraction)).collect();
         // The first of those that print the most texts as they stand.
         let printed = printed.into_iter().rev().max_by_key(|format| printed_alike(format, some));
         let format = printed.filter(|_| wanted.is_none()).unwrap_or_else(|| best.clone());
@@ -140,7 +148,8 @@ impl Dates {
     pub fn number(&self, text: &str) -> Option<f64> {
         let (date, offset) = parse(&self.format, text)?;
         match self.calendar {
-            Calendar::Seconds => {
+            Calendar::Seconds | Calendar::Days => {
+                let offset = offset.filter(|_| self.calendar == Calendar::Seconds);
                 let at = offset.unwrap_or(Offset::UTC).to_timestamp(date).ok()?;
                 Some(at.as_second() as f64 + f64::from(at.subsec_nanosecond()) / 1e9)
             }
@@ -158,10 +167,11 @@ impl Dates {
 
     fn date(&self, number: f64) -> Option<DateTime> {
         match self.calendar {
-            Calendar::Seconds => {
-                let micros = SignedDuration::try_from_secs_f64(number).ok()?.as_micros();
-                let at = Timestamp::from_microsecond(i64::try_from(micros).ok()?).ok()?;
-                Some(Offset::from_seconds(self.offset).ok()?.to_datetime(at))
+            Calendar::Seconds | Calendar::Days => {
+                // Rounded, since a number of seconds is seldom a fraction of two.
+                let at = Timestamp::from_microsecond((number * 1e6).round() as i64).ok()?;
+                let offset = if self.calendar == Calendar::Days { 0 } else { self.offset };
+                Some(Offset::from_seconds(offset).ok()?.to_datetime(at))
             }
             Calendar::Months { day, second } => {
                 let (years, month) = ((number / 12.0).floor(), number.rem_euclid(12.0).floor());
@@ -172,9 +182,13 @@ impl Dates {
         }
     }
 
-    /// Whether a number on the calendar is a Saturday or a Sunday.
-    pub fn is_weekend(&self, number: f64) -> bool {
-        self.date(number).is_some_and(|date| [Weekday::Saturday, Weekday::Sunday].contains(&date.weekday()))
+    pub fn weekday(&self, number: f64) -> Option<Weekday> {
+        self.date(number).map(DateTime::weekday)
+    }
+
+    /// Whether they are written as numbers that count since 1970.
+    pub fn is_epoch(&self) -> bool {
+        unit(&self.format).is_some()
     }
 
     /// Why a text that is a date in this format has no number; `None` where it is no such date.
@@ -187,7 +201,7 @@ impl Dates {
 
     pub fn counted(&self) -> &'static str {
         match self.calendar {
-            Calendar::Seconds => "seconds",
+            Calendar::Seconds | Calendar::Days => "seconds",
             Calendar::Months { .. } => "months",
         }
     }
@@ -206,9 +220,37 @@ impl Calendar {
             Some(second) if whole && months.len() > 1 && times.len() == 1 && alike => {
                 Self::Months { day, second: *second }
             }
-            _ => Self::Seconds,
+            _ => {
+                let offsets: BTreeSet<Option<Offset>> = dates.iter().map(|(_, offset)| *offset).collect();
+                if whole && times.len() == 1 && offsets.len() > 1 { Self::Days } else { Self::Seconds }
+            }
         }
     }
+}
+
+/// Nanoseconds of the unit in which numbers count since 1970.
+fn unit(format: &str) -> Option<i128> {
+    EPOCHS.iter().find(|(name, _)| *name == format).map(|(_, unit)| *unit)
+}
+
+/// The unit in which whole numbers may count since 1970: the largest lies between 1973 and 2103.
+pub fn epoch(mut numbers: impl Iterator<Item = f64>) -> Option<&'static str> {
+    let largest =
+        numbers.try_fold(0.0, |largest: f64, number| (number.fract() == 0.0).then(|| largest.max(number.abs())))?;
+    let is_within = |unit: i128| (1e17..4.2e18).contains(&(largest * unit as f64));
+    EPOCHS.into_iter().find(|(_, unit)| is_within(*unit)).map(|(name, _)| name)
+}
+
+/// The same where all are on whole days, which have weeks and months; other numbers serve as they are.
+fn epoch_of(texts: &[&str]) -> Option<&'static str> {
+    let format = epoch(texts.iter().filter_map(|text| text.parse::<f64>().ok()))?;
+    let dates: Option<Vec<DateTime>> = texts.iter().map(|text| Some(parse(format, text)?.0)).collect();
+    let dates = dates?;
+    let times: BTreeSet<i64> = dates.iter().map(|date| seconds(*date)).collect();
+    let days: BTreeSet<_> = dates.iter().map(|date| date.date()).collect();
+    // Where clocks change, a day begins at two times.
+    let whole = dates.iter().all(|date| date.subsec_nanosecond() == 0) && times.len() <= 2;
+    (whole && days.len() > 2).then_some(format)
 }
 
 fn formats() -> Vec<String> {
@@ -230,6 +272,13 @@ fn seconds(date: DateTime) -> i64 {
 
 /// A text as a date of this format, with its time zone.
 fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
+    if let Some(unit) = unit(format) {
+        let text = text.trim();
+        let whole = |number: f64| (number.fract() == 0.0).then_some(number as i128);
+        let count = text.parse().ok().or_else(|| whole(text.parse().ok()?))?;
+        let at = Timestamp::from_nanosecond(unit.checked_mul(count)?).ok()?;
+        return Some((Offset::UTC.to_datetime(at), None));
+    }
     // A quarter is read where a month would stand.
     let mut found = strtime::parse(format.replace("%q", "%m"), text.trim()).ok()?;
     if found.iso_week().or(found.monday_based_week()).or(found.sunday_based_week()).is_some() {
@@ -245,14 +294,21 @@ fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
 }
 
 fn print(format: &str, date: DateTime, offset: i32) -> Option<String> {
+    if let Some(unit) = unit(format) {
+        return Some((Offset::UTC.to_timestamp(date).ok()?.as_nanosecond() / unit).to_string());
+    }
     let mut broken = BrokenDownTime::from(date);
     broken.set_offset(Some(Offset::from_seconds(offset).ok()?));
     broken.to_string(format).ok()
 }
 
-/// A format with numbers padded or not, names of months in capitals or not, and with fractions as long as in a text.
-fn variants(format: &str, text: &str) -> Vec<String> {
-    let fraction = text.rsplit_once('.').map_or(0, |(_, end)| end.bytes().take_while(u8::is_ascii_digit).count());
+/// Digits after the last point of a text.
+fn digits_of_fraction(text: &str) -> usize {
+    text.rsplit_once('.').map_or(0, |(_, end)| end.bytes().take_while(u8::is_ascii_digit).count())
+}
+
+/// A format with numbers padded or not, names of months in capitals or not, and with so many digits of fractions.
+fn variants(format: &str, fraction: usize) -> Vec<String> {
     let format = format.replace("%.f", &format!("%.{fraction}f"));
     let with = |codes: &[&str], flag| {
         codes.iter().fold(format.clone(), |format, code| format.replace(&format!("%{code}"), &format!("%{flag}{code}")))
@@ -320,6 +376,12 @@ mod tests {
             (["2020-W51", "2020-W52", "2020-W53"], "2021-W01"),
             (["20/02/28", "20/02/29", "20/03/01"], "20/03/02"),
             (["28.02.20", "29.02.20", "01.03.20"], "02.03.20"),
+            // Fractions that no number of seconds has.
+            (["2024-02-29 12:00:00.1", "2024-02-29 12:00:00.2", "2024-02-29 12:00:00.3"], "2024-02-29 12:00:00.4"),
+            // Counts since 1970 of days and months.
+            (["1704067200000", "1706745600000", "1709251200000"], "1711929600000"),
+            (["1704067200", "1704153600", "1704240000"], "1704326400"),
+            (["631152000000000000", "631238400000000000", "631324800000000000"], "631411200000000000"),
         ] {
             let dates = of(&texts);
             let numbers = texts.map(|text| dates.number(text).unwrap_or_else(|| panic!("{text}: {dates:?}")));
@@ -332,15 +394,22 @@ mod tests {
             let stored = serde_json::to_string(&dates).unwrap();
             assert_eq!(serde_json::from_str::<Dates>(&stored).unwrap(), dates);
         }
+        // Days of a place whose clocks change.
+        let days = of(&["2023-03-11 00:00:00-05:00", "2023-03-12 00:00:00-05:00", "2023-03-13 00:00:00-04:00"]);
+        let [day, next] =
+            ["2023-03-12 00:00:00-05:00", "2023-03-13 00:00:00-04:00"].map(|text| days.number(text).unwrap());
+        assert_eq!((next - day, days.weekday(next)), (86_400.0, Some(Weekday::Monday)));
+        assert_eq!(days.text(next + 86_400.0), "2023-03-14 00:00:00-04:00");
+        let mixed = of(&["2024-02-29 12:00:00", "2024-02-29 12:00:00.250000"]);
+        let number = mixed.number("2024-02-29 12:00:00.250000").unwrap();
+        assert_eq!(mixed.text(number + 0.25), "2024-02-29 12:00:00.500000");
         let at = |text: &str| of(&[text]).number(text);
         assert_eq!(at("2024-02-29T12:00:00+01:00"), Some(1_709_204_400.0));
         assert_eq!(at("1970-01-02"), Some(86400.0));
         let ends = of(&["2023-12-31", "2024-01-31", "2024-02-29"]);
         assert_eq!((ends.number("2024-02-28"), ends.off_calendar("soon")), (None, None));
         assert!(ends.off_calendar("2024-02-28").unwrap().contains("on the last day of each"));
-        let weekend =
-            ["2024-03-01", "2024-03-02", "2024-03-03", "2024-03-04"].map(|day| of(&[day]).is_weekend(at(day).unwrap()));
-        assert_eq!(weekend, [false, true, true, false]);
+        assert_eq!(of(&["2024-03-02"]).weekday(at("2024-03-02").unwrap()), Some(Weekday::Saturday));
     }
 
     #[test]
@@ -351,6 +420,8 @@ mod tests {
             &["20230227", "20231300"],
             &["202312", "202313"],
             &["2023.12", "2023.13"],
+            &["1704067200000", "1704067260000", "1704067320000"],
+            &["1704067200000", "1704153600000", "1704240000000.5"],
             &["1.5"],
             &["a", "b"],
             &[],

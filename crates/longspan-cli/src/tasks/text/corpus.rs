@@ -137,14 +137,11 @@ impl Corpus {
         let (head, source, modified) = if plain {
             let data = fs::metadata(path).map_err(|error| cannot_read(path, &error))?;
             let head = head(path)?;
-            let skip = if head.starts_with(BOM) { BOM.len() as u64 } else { 0 };
+            let skip = if head.starts_with(lines::MARK) { lines::MARK.len() as u64 } else { 0 };
             let length = data.len().saturating_sub(skip);
             (head, Source::File { path: path.into(), skip, length }, data.modified().ok())
         } else {
-            let mut bytes = lines::read(path)?;
-            if bytes.starts_with(BOM) {
-                bytes.drain(..BOM.len());
-            }
+            let bytes = lines::read(path)?;
             (bytes[..bytes.len().min(HEAD)].to_vec(), Source::Memory(bytes), None)
         };
         if self.utf8
@@ -318,8 +315,6 @@ impl Corpus {
         Ok(hex(&hash.finalize()))
     }
 }
-
-const BOM: &[u8] = b"\xef\xbb\xbf";
 
 const BINARY: &str = "a binary file: it has bytes of value 0; give text, or take it as it is with --tokens bytes";
 
