@@ -1,7 +1,7 @@
 //! What callers may bring at the edges: states of other models, errors in the middle, masks twice, frozen parts, sizes that no machine has.
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::nn::LinearConfig;
+use burn::nn::{Initializer, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use longspan::attention::{
@@ -984,4 +984,37 @@ fn gates_of_kernelized_attention_stream_and_are_stored() {
     let config: AttentionConfig = serde_json::from_str(both).unwrap();
     let error = config.init(2, 2, 4, &device).unwrap_err().to_string();
     assert!(error.contains("gates: expected false beside a decay"), "{error}");
+}
+
+/// Each with its own fan, drawn when it is first looked at; apart, and together again.
+#[test]
+fn projections_have_fans_of_their_own_and_come_apart() {
+    let device = Device::flex();
+    let block = BlockConfig::new().with_d_model(32).with_heads(4).with_initializer(Some(Initializer::Zeros));
+    let zeros = block.encoder(&AttentionConfig::shaw(), &device).unwrap();
+    for layer in [&zeros.attention.output, &zeros.feed_forward.inner, &zeros.feed_forward.outer] {
+        assert!(numbers(layer.weight.val()).iter().all(|&x| x == 0.0));
+    }
+    for (gated, kv_heads) in [(false, None), (true, Some(1))] {
+        let config = MultiHeadAttentionConfig::new(32, 4).with_gated(gated).with_kv_heads(kv_heads);
+        let xavier = Initializer::XavierUniform { gain: 1.0 };
+        let attention = config.clone().with_initializer(Some(xavier)).init(&device).unwrap();
+        assert!(!attention.query_key_value.weight.is_initialized());
+        let projections = attention.projections();
+        for layer in &projections {
+            // Queries and gates stand in one.
+            let [inputs, outputs] = layer.weight.dims();
+            let most = (6.0 / (inputs + outputs.min(32)) as f32).sqrt();
+            let largest = numbers(layer.weight.val()).iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+            assert!(largest <= most && largest > 0.9 * most, "{largest} of {most}");
+            assert!(numbers(layer.bias.as_ref().unwrap().val()).iter().all(|&x| x == 0.0));
+        }
+        let together = config.init(&device).unwrap().with_projections(projections.clone()).unwrap();
+        let weights = [&together, &attention].map(|one| numbers(one.query_key_value.weight.val()));
+        assert_eq!(weights[0], weights[1]);
+        let [q, mut k, v] = projections;
+        k.weight = Param::from_tensor(Tensor::zeros([32, 5], &device));
+        let error = together.with_projections([q, k, v]).unwrap_err().to_string();
+        assert!(error.contains("projections: weight: expected [32, "), "{error}");
+    }
 }

@@ -23,6 +23,7 @@ pub fn block(settings: &ModelSettings) -> BlockConfig {
         gated: settings.gated,
         gated_attention: settings.gated_attention,
         recompute: settings.recompute,
+        initializer: None,
     }
 }
 

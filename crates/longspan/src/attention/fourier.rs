@@ -286,7 +286,7 @@ impl FourierAttention {
         attend_rotated((&self.options, &learned), q, k, v, mask, content_denominators, |q, k| self.rotate(q, k, angles))
     }
 
-    /// Tokens after those of a state, in chunks where they bring gates; `angles` of so many from one on.
+    /// Tokens after those of a state, in chunks where they bring gates; `angles` takes the first token and their number.
     fn advance_under(
         &self,
         qkv: [Tensor<4>; 3],

@@ -5,8 +5,8 @@ mod fused;
 use std::sync::Arc;
 
 use burn::config::Config;
-use burn::module::Module;
-use burn::nn::Linear;
+use burn::module::{Module, Param};
+use burn::nn::{Initializer, Linear};
 use burn::tensor::{Bool, Device, Tensor};
 
 use super::{Attention, AttentionConfig, AttentionMask, AttentionState, Heads, MemoryState};
@@ -16,7 +16,7 @@ use crate::backend::{self, Layer, Peers};
 use crate::error::{Error, Result, argument, config, fits};
 use crate::layers::flex::{is_f32, numbers, taken};
 use crate::layers::{
-    Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, check_rows, fresh, linear, reshape,
+    Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, check_like, check_rows, drawn, linear, reshape,
 };
 
 /// Makes a [`MultiHeadAttention`].
@@ -34,6 +34,9 @@ pub struct MultiHeadAttentionConfig {
     /// Whether heads' outputs go through a [`GatedRmsNorm`] before the output layer. Its gates are one more projection of `x`.
     #[config(default = false)]
     pub gated: bool,
+    /// What draws the weights, those of queries, gates, keys and values each with its own fan, with biases of 0. By default one draw of Xavier's
+    /// uniform initializer over the whole projection, as PyTorch's `MultiheadAttention` draws its weights; biases are drawn likewise.
+    pub initializer: Option<Initializer>,
 }
 
 /// Multi-head attention. One module serves self-attention or cross-attention.
@@ -41,8 +44,8 @@ pub struct MultiHeadAttentionConfig {
 pub struct MultiHeadAttention {
     /// Queries, keys and values in one product, `[d_model, heads·head_dim + kv_heads·(key_dim + head_dim)]`: the
     /// queries' columns first, then the keys', then the values', each head by head. `key_dim` is `head_dim`, for
-    /// AFT-conv 1. Gated, `heads·head_dim` columns of gates stand after the queries'. Weights begin as one draw of Xavier's uniform
-    /// initializer over the whole matrix, those of `output` likewise.
+    /// AFT-conv 1. Gated, `heads·head_dim` columns of gates stand after the queries'. [`projections`](Self::projections)
+    /// gives them apart.
     pub query_key_value: Linear,
     /// Of heads' outputs, if they are gated.
     pub gated_norm: Option<GatedRmsNorm>,
@@ -74,11 +77,13 @@ impl MultiHeadAttentionConfig {
         let attention = self.attention.init(self.heads, kv_heads, head_dim, device)?;
         let key_dim = attention.key_dim();
         fits(NAME, "d_model", &[self.d_model, self.d_model, 8])?;
-        let projected = self.heads * head_dim * (1 + usize::from(self.gated)) + kv_heads * (key_dim + head_dim);
+        let queries = [self.d_model; 2];
+        let parts = [&queries[..1 + usize::from(self.gated)], &[kv_heads * key_dim, kv_heads * head_dim]].concat();
+        let by = self.initializer.as_ref();
         Ok(MultiHeadAttention {
-            query_key_value: fresh(self.d_model, projected, device),
+            query_key_value: drawn(by, self.d_model, &parts, device),
             gated_norm: self.gated.then(|| GatedRmsNormConfig::new(self.heads, head_dim).init(device)).transpose()?,
-            output: fresh(self.d_model, self.d_model, device),
+            output: drawn(by, self.d_model, &[self.d_model], device),
             heads: attention.heads(),
             attention,
             key_dim,
@@ -87,6 +92,49 @@ impl MultiHeadAttentionConfig {
 }
 
 impl MultiHeadAttention {
+    /// Columns of queries, with gates if there are any, of keys, and of values.
+    fn columns(&self) -> [usize; 3] {
+        let Heads { kv_heads, head_dim, .. } = self.heads;
+        [self.query_heads() * head_dim, kv_heads * self.key_dim, kv_heads * head_dim]
+    }
+
+    /// The projections to queries (and to gates, after them), keys and values as layers of their own: copies, as other programs keep them.
+    pub fn projections(&self) -> [Linear; 3] {
+        let Linear { weight, bias } = &self.query_key_value;
+        let mut first = 0;
+        self.columns().map(|count| {
+            let own = |x: Tensor<2>| Param::from_tensor(x.detach().narrow(1, first, count));
+            let bias = bias.as_ref().map(|bias| Param::from_tensor(bias.val().detach().narrow(0, first, count)));
+            let weight = own(weight.val());
+            first += count;
+            Linear { weight, bias }
+        })
+    }
+
+    /// The same attention with other projections, of the shapes that [`projections`](Self::projections) gives: what was loaded or learned apart,
+    /// such as adapters of queries and values, merged. One without a bias has one of 0 where others have one.
+    ///
+    /// # Errors
+    /// Weights or biases of other shapes, number types or devices.
+    pub fn with_projections(self, projections: [Linear; 3]) -> Result<Self> {
+        const NAME: &str = "projections";
+        let (inputs, own) = (self.query_key_value.weight.dims()[0], self.query_key_value.weight.val());
+        for (layer, count) in projections.iter().zip(self.columns()) {
+            check_like(NAME, "weight", &layer.weight.val(), [inputs, count], &own)?;
+            layer.bias.iter().try_for_each(|bias| check_like(NAME, "bias", &bias.val(), [count], &own))?;
+        }
+        let biased = projections.iter().any(|layer| layer.bias.is_some());
+        let weights = projections.iter().map(|layer| layer.weight.val().detach()).collect();
+        let bias = |(layer, count): (&Linear, usize)| {
+            let none = || Tensor::zeros([count], (&own.device(), own.dtype()));
+            layer.bias.as_ref().map_or_else(none, |bias| bias.val().detach())
+        };
+        let biases = || Tensor::cat(projections.iter().zip(self.columns()).map(bias).collect(), 0);
+        let (weight, bias) =
+            (Param::from_tensor(Tensor::cat(weights, 1)), biased.then(|| Param::from_tensor(biases())));
+        Ok(Self { query_key_value: Linear { weight, bias }, ..self })
+    }
+
     /// Self-attention, bidirectional or causal as `mask` says: queries, keys and values are projections of `x`, each
     /// head runs the mechanism, and `output` projects the heads side by side, or their gated norms.
     ///

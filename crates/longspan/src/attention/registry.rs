@@ -298,7 +298,7 @@ impl Attention {
         let mask = &if backend::is_flex(&k) { mask.listed([k.dims()[0], k.dims()[2]])? } else { mask.clone() };
         let holds = !matches!(mask.keys, KeyMask::Packed { .. }) && mask.is_of_memory();
         let expected = || {
-            "a bidirectional one without an offset, which recall is told, with a batch entry for each memory and without packed sequences".into()
+            "a bidirectional one without an offset, since recall says where queries stand, with a batch entry for each memory and without packed sequences".into()
         };
         let got = || format!("{:?}, offset {}, {:?}", mask.order, mask.offset, mask.keys);
         argument(holds, layer.name(), "mask", expected, got)?;

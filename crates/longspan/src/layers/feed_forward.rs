@@ -2,10 +2,10 @@
 
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::Linear;
+use burn::nn::{Initializer, Linear};
 use burn::tensor::{Device, Tensor};
 
-use super::linear::{activate, apply, fresh};
+use super::linear::{activate, apply, drawn};
 use super::{Activation, After, Around};
 use crate::error::{Result, config, fits};
 
@@ -22,6 +22,9 @@ pub struct FeedForwardConfig {
     /// Whether a second product multiplies the activations (Shazeer 2020): with SiLU this is known as SwiGLU.
     #[config(default = false)]
     pub gated: bool,
+    /// What draws the weights, for each of the products by itself, with biases of 0. By default Xavier's uniform initializer draws all of a
+    /// layer, biases too.
+    pub initializer: Option<Initializer>,
 }
 
 impl FeedForwardConfig {
@@ -34,8 +37,8 @@ impl FeedForwardConfig {
         config(self.d_model > 0, NAME, "d_model", "at least 1", self.d_model)?;
         config(self.d_ff > 0, NAME, "d_ff", "at least 1", self.d_ff)?;
         fits(NAME, "d_ff", &[self.d_model, self.d_ff, 2])?;
-        let columns = self.d_ff * (1 + usize::from(self.gated));
-        let (inner, outer) = (fresh(self.d_model, columns, device), fresh(self.d_ff, self.d_model, device));
+        let (columns, by) = (&[self.d_ff; 2][..1 + usize::from(self.gated)], self.initializer.as_ref());
+        let (inner, outer) = (drawn(by, self.d_model, columns, device), drawn(by, self.d_ff, &[self.d_model], device));
         Ok(FeedForward { inner, outer, activation: self.activation, gated: self.gated })
     }
 }

@@ -3,6 +3,7 @@
 use std::f64::consts::FRAC_1_SQRT_2;
 
 use burn::config::Config;
+use burn::module::{Param, ParamId};
 use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::module::linear as plain_linear;
@@ -142,6 +143,23 @@ pub(super) fn activate<const D: usize>(z: Tensor<D>, activation: Activation) -> 
 /// A layer with fresh weights.
 pub(crate) fn fresh(inputs: usize, outputs: usize, device: &Device) -> Linear {
     LinearConfig::new(inputs, outputs).with_initializer(Initializer::XavierUniform { gain: 1.0 }).init(device)
+}
+
+/// A layer whose weights an initializer draws, if one is given, each part of the columns by itself: its size is the fan. Biases are then 0.
+pub(crate) fn drawn(initializer: Option<&Initializer>, inputs: usize, parts: &[usize], device: &Device) -> Linear {
+    let outputs = parts.iter().sum();
+    let Some(initializer) = initializer.cloned() else { return fresh(inputs, outputs, device) };
+    let parts = parts.to_vec();
+    let draw = move |device: &Device, require_grad: bool| {
+        let part = |&columns: &usize| {
+            let part: Param<Tensor<2>> = initializer.init_with([inputs, columns], Some(inputs), Some(columns), device);
+            part.val().detach()
+        };
+        let weight = Tensor::cat(parts.iter().map(part).collect(), 1);
+        if require_grad { weight.require_grad() } else { weight }
+    };
+    let weight = Param::uninitialized(ParamId::new(), draw, device.clone(), true, [inputs, outputs].into());
+    Linear { weight, bias: Some(Initializer::Zeros.init([outputs], device)) }
 }
 
 /// [`linear`] by a layer's parameters.

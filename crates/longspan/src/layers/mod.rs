@@ -34,7 +34,7 @@ pub use gated_norm::{GatedRmsNorm, GatedRmsNormConfig};
 #[cfg(feature = "autodiff")]
 pub use gradients::{add_gradients, clip_gradients};
 pub use linear::{Activation, After, linear};
-pub(crate) use linear::{apply, check_like, check_rows, fresh, reshape};
+pub(crate) use linear::{apply, check_like, check_rows, drawn, fresh, reshape};
 pub use norm::{NormKind, TokenNorm, TokenNormConfig};
 pub use pinball::pinball;
 pub use squared_error::squared_error;

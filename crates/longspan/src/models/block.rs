@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use burn::config::Config;
 use burn::module::Module;
-use burn::nn::{Dropout, DropoutConfig};
+use burn::nn::{Dropout, DropoutConfig, Initializer};
 use burn::tensor::{Device, Tensor};
 
 use super::stack::probability;
@@ -88,6 +88,9 @@ pub struct BlockConfig {
     /// training step. On the CPU backend in `f32`; elsewhere Burn's gradient checkpointing does.
     #[config(default = false)]
     pub recompute: bool,
+    /// What draws the weights of the linear layers, queries, keys and values each by itself, with biases of 0. By default Xavier's uniform
+    /// initializer draws all of a layer.
+    pub initializer: Option<Initializer>,
 }
 
 impl BlockConfig {
@@ -146,6 +149,7 @@ impl BlockConfig {
             .with_kv_heads(self.kv_heads)
             .with_attention(mechanism.clone())
             .with_gated(self.gated_attention)
+            .with_initializer(self.initializer.clone())
             .init(device)
     }
 
@@ -153,6 +157,7 @@ impl BlockConfig {
         FeedForwardConfig::new(self.d_model, self.d_ff)
             .with_activation(self.activation)
             .with_gated(self.gated)
+            .with_initializer(self.initializer.clone())
             .init(device)
     }
 }
