@@ -429,13 +429,15 @@ impl LostRows {
     pub fn report(&self, operation: &'static str, dims: &Dims) -> Result<(), Error> {
         let found = |[count, first]: &[AtomicUsize; 2]| {
             let (rows, first) = (count.load(Ordering::Relaxed), first.load(Ordering::Relaxed));
-            let place = |queries: usize| (first / queries / dims.heads, first / queries % dims.heads, first % queries);
-            (rows > 0).then(|| (rows, place(dims.queries)))
+            (rows > 0).then(|| {
+                let head = first / dims.queries;
+                (rows, head / dims.heads, head % dims.heads, first % dims.queries)
+            })
         };
-        if let Some((rows, (batch, head, row))) = found(&self.negative) {
+        if let Some((rows, batch, head, row)) = found(&self.negative) {
             return Err(Error::NegativeDenominators { operation, rows, batch, head, row });
         }
-        if let Some((rows, (batch, head, row))) = found(&self.erased) {
+        if let Some((rows, batch, head, row)) = found(&self.erased) {
             return Err(Error::ErasedDenominators { operation, rows, batch, head, row });
         }
         Ok(())
