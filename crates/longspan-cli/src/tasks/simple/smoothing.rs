@@ -49,8 +49,11 @@ pub struct End {
 impl End {
     /// A value in this measure.
     pub fn measured(&self, value: f64) -> f64 {
-        // A value that has no logarithm is far below all that have.
-        let value = if self.log { value.max(f64::MIN_POSITIVE).ln() } else { value };
+        let value = match self.log {
+            // A value that has no logarithm is far below all that have; a missing one stays missing, which `max` would not leave it.
+            true if !value.is_nan() => value.max(f64::MIN_POSITIVE).ln(),
+            _ => value,
+        };
         (value - self.centre) / self.unit
     }
 
@@ -423,6 +426,7 @@ mod tests {
             .collect();
         let found = Smoothing::choose(&[(grown.clone(), 30)], 12, &[], &shares);
         assert_eq!((found.way.season, found.way.log), (12, true), "{found:?}");
+        let complete = found;
         let mut level = 0.0;
         let walk: Vec<f64> = (0..400)
             .map(|_| {
@@ -439,6 +443,10 @@ mod tests {
             }
         }
         assert!((665..875).contains(&held), "{held} of 950 in the interval that should hold 760");
+        let mut holes = grown;
+        holes[100] = f64::NAN;
+        let with_holes = Smoothing::choose(&[(holes, 30)], 12, &[], &shares);
+        assert!(with_holes.way.log && with_holes.growth[0] < 1.2 * complete.growth[0], "{with_holes:?}, {complete:?}");
         let few = Smoothing::choose(&[(vec![5.0; 9], 2)], 3, &[], &shares);
         assert!(few.ends(&[5.0; 9], &[1, 3]).iter().all(|end| (end.value(0.0) - 5.0).abs() < 1e-9), "{few:?}");
         assert!(few.ends(&[f64::NAN, 7.0], &[1])[0].centre.is_finite() && few.ends(&[], &[1])[0].unit == 1.0);
