@@ -76,6 +76,7 @@ pub fn unseen_keys_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> R
     let mut random = Random::new(case.seed ^ 0xF);
     let (nan, infinite) = (execute::nan::<T>(), T::from_f64(f64::INFINITY));
     let (large, usual) = (T::from_f64(37.0), T::from_f64(-2.5));
+    let before = subject.assumptions.queries_before;
     for (key, value) in [(large, large), (nan, nan), (usual, nan), (infinite, usual), (usual, infinite)] {
         let (batch, j) = (random.below(dims.batch), random.below(dims.keys));
         let mut changed = inputs.clone();
@@ -97,6 +98,9 @@ pub fn unseen_keys_do_not_matter<T: Number>(subject: &Subject, case: &Case) -> R
                         continue;
                     }
                     clean.out(&what("out"), &got, span, bits)?;
+                    if b == batch && (i..dims.queries.min(i + before + 1)).any(|row| case.sees(b, row, j)) {
+                        continue;
+                    }
                     let span = row * dims.head_dim..(row + 1) * dims.head_dim;
                     clean.gradient(&what("dq"), &back, 0, span, bits)?;
                 }
@@ -133,14 +137,25 @@ pub fn rows_are_independent<T: Number>(subject: &Subject, case: &Case) -> Result
         changed.d_out[row * dims.value_dim..][..dims.value_dim].fill(execute::nan());
     }
     let (got, back) = execute::both(subject, case, &changed)?;
-    let other = |row: usize| row % dims.queries != i || row / (dims.queries * dims.heads) != batch;
-    for row in (0..dims.batch * dims.heads * dims.queries).filter(|&row| other(row)) {
+    // The rows that the query is a part of, and the queries that those are made of.
+    let before = subject.assumptions.queries_before;
+    let rows = i..dims.queries.min(i + before + 1);
+    let queries = i.saturating_sub(before)..rows.end;
+    let elsewhere = |row: usize, places: &Range<usize>| {
+        !places.contains(&(row % dims.queries)) || row / (dims.queries * dims.heads) != batch
+    };
+    for row in 0..dims.batch * dims.heads * dims.queries {
         let what = |name: &str| format!("{name} row {row} after row {i} of batch {batch} became NaN");
-        clean.out(&what("out"), &got, row * dims.value_dim..(row + 1) * dims.value_dim, true)?;
-        clean.gradient(&what("dq"), &back, 0, row * dims.head_dim..(row + 1) * dims.head_dim, true)?;
+        if elsewhere(row, &rows) {
+            clean.out(&what("out"), &got, row * dims.value_dim..(row + 1) * dims.value_dim, true)?;
+        }
+        if elsewhere(row, &queries) {
+            clean.gradient(&what("dq"), &back, 0, row * dims.head_dim..(row + 1) * dims.head_dim, true)?;
+        }
     }
     for b in 0..dims.batch {
-        for j in (0..dims.keys).filter(|&j| b != batch || !case.sees(batch, i, j)) {
+        let unseen = |&j: &usize| b != batch || !rows.clone().any(|row| case.sees(batch, row, j));
+        for j in (0..dims.keys).filter(unseen) {
             for head in 0..dims.kv_heads {
                 let token = (b * dims.kv_heads + head) * dims.keys + j;
                 for (name, n, width) in [("dk", 1, key_dim), ("dv", 2, dims.value_dim)] {

@@ -218,7 +218,7 @@ fn sums_and_values(state: &State<f64>, value_dim: usize) -> Vec<bool> {
     if ["gated", "delta"].contains(&state.shape().mechanism) {
         // A sum of log decays may not rise above 0.
         let heads = state.numbers().chunks_exact(state.shape().head_len().max(1));
-        return heads.flat_map(|head| (0..head.len()).map(|n| n < sum)).collect();
+        return heads.flat_map(|head| (0..head.len()).map(|n| n < sum || n >= sum + keys + marks)).collect();
     }
     let mut moves = Vec::with_capacity(state.numbers().len());
     for head in state.numbers().chunks_exact(state.shape().head_len().max(1)) {

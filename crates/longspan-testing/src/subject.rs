@@ -61,6 +61,8 @@ pub struct Assumptions {
     pub biased: bool,
     /// Denominators are those of the definition, not scaled by a running maximum.
     pub true_denominators: bool,
+    /// A row is made of its own query and of so many right before it.
+    pub queries_before: usize,
 }
 
 /// Whether rows are divided by a sum of weights that may have either sign.
@@ -132,6 +134,7 @@ impl Subject {
             gates_from_sums: attention.gate,
             biased: false,
             true_denominators: !attention.feature_map.is_exponential(),
+            queries_before: 0,
         }
     }
 

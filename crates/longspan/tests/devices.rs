@@ -56,6 +56,7 @@ fn mechanisms() -> Vec<AttentionConfig> {
         r#"{"mechanism": "toeplitz", "bias": {"kind": "buckets", "buckets": 8, "max_distance": 20, "bidirectional": false}}"#,
         r#"{"mechanism": "softmax-window", "window": 7}"#,
         r#"{"mechanism": "gated", "gate": "channel"}"#,
+        r#"{"mechanism": "gated-delta", "convolution": 4}"#,
         r#"{"mechanism": "shaw", "relative": {"radius": 3}, "kernel": {"gates": true}}"#,
         r#"{"mechanism": "fourier", "kernel": {"gates": true, "feature_map": "exp"}}"#,
     ];

@@ -14,6 +14,7 @@ mod step;
 mod taps;
 
 use problem::Problem;
+pub(crate) use step::take_row;
 
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter,

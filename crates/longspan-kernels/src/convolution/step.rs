@@ -33,12 +33,9 @@ pub(super) fn step<T: Real>(
         let own = &mut own[..channels];
         let taps = &token.parameters[0][unit % kv_heads * width * channels..][..width * channels];
         through_gate(row(token.k, unit, head_dim), row(token.v, unit, channels), own);
-        set_products(&taps[..channels], own, &mut sum[..channels]);
+        weigh(own, products, taps, &mut sum[..channels]);
         if convolution.bias {
             add_scaled(&mut sum[..channels], T::ONE, row(token.parameters[1], unit % kv_heads, channels));
-        }
-        for t in 1..width {
-            add_products(row(taps, t, channels), row(products, before - t, channels), &mut sum[..channels]);
         }
         if convolution.silu {
             silu(sum, None);
@@ -47,14 +44,40 @@ pub(super) fn step<T: Real>(
             through_gate(row(token.q, unit * group + n, head_dim), sum, &mut out[n * channels..][..channels]);
         }
         if before > 0 {
-            products.copy_within(channels.., 0);
-            products[(before - 1) * channels..].copy_from_slice(own);
+            move_on(own, products);
             tokens[0] = T::from_f64((tokens[0].to_f64() + 1.0).min(before as f64));
         }
     };
     let heads = state.heads_mut().zip(step_rows(out, group * channels)).enumerate();
     threads::share_many_with(batch * kv_heads * width * channels, heads, StepMemory::new, run);
     Ok(())
+}
+
+/// Puts the SiLU of its convolution in the place of a row; `past` are those right before it, oldest first, which move on by one. `sum` has
+/// room for whole registers.
+pub(crate) fn take_row<T: Real>(own: &mut [T], past: &mut [T], taps: &[T], sum: &mut [T]) {
+    weigh(own, past, taps, &mut sum[..own.len()]);
+    silu(&mut sum[..padded::<T>(own.len())], None);
+    if !past.is_empty() {
+        move_on(own, past);
+    }
+    own.copy_from_slice(&sum[..own.len()]);
+}
+
+/// The row and those before it, oldest first, weighed by their taps.
+fn weigh<T: Real>(own: &[T], past: &[T], taps: &[T], sum: &mut [T]) {
+    let channels = own.len();
+    set_products(&taps[..channels], own, sum);
+    for (tap, row) in taps.chunks_exact(channels.max(1)).skip(1).zip(past.chunks_exact(channels.max(1)).rev()) {
+        add_products(tap, row, sum);
+    }
+}
+
+/// The oldest row gives way to a new one.
+fn move_on<T: Real>(own: &[T], past: &mut [T]) {
+    past.copy_within(own.len().., 0);
+    let last = past.len() - own.len();
+    past[last..].copy_from_slice(own);
 }
 
 fn row<T>(numbers: &[T], n: usize, width: usize) -> &[T] {

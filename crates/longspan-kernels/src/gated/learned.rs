@@ -1,5 +1,6 @@
-//! Gates that come with the keys, and sequences read in both directions: gated attention as a layer of a model has it.
+//! Gates that come with the keys, a short convolution, and sequences read in both directions: gated attention as a layer of a model has it.
 
+use super::convolved::{Convolved, States};
 use super::reversed::Reversed;
 use super::{Gate, GatedAttention, cost, state, step};
 use crate::call::{
@@ -7,7 +8,8 @@ use crate::call::{
     Parameters, Reference, Scratch, State, StateShape, Token, View, ViewMut, check_call, check_gradients,
     check_initial_state, check_output, check_reference, check_sizes, kernels, step_rows,
 };
-use crate::error::{Error, expect};
+use crate::convolution::ShortConvolution;
+use crate::error::{Error, expect, refuse};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{PullBackFeatures, load_features};
 use crate::plan::{Algorithm, Plan};
@@ -21,19 +23,25 @@ use crate::threads;
 /// `log_decay = −e^rate · softplus(x + bias)` and `β = beta_max · σ(y)`, with the learned `rate`, `[kv_heads]`, and `bias`, `[kv_heads]`
 /// or `[kv_heads, head_dim]`: the gates of Mamba-2, gated DeltaNet and KDA. Without a gate there is neither.
 ///
+/// With a convolution queries, keys and values (but not `x` and `y`) are first `SiLU(Σ_s c_s ⊙ x_{t−s})` of the latest tokens, channel by
+/// channel, with the learned taps `c`: `query_taps`, `[heads, width, head_dim]`, `key_taps` and `value_taps`, `[kv_heads, width, ·]`.
+///
 /// Under a bidirectional mask a row is the sum of two: that of its sequence read from the start, and that of the same read from the end.
-/// States are those of [`GatedAttention`].
+/// States are those of [`GatedAttention`]; with a convolution, its parts 3 to 5 are the latest `width − 1` rows of queries, keys and values
+/// before it, oldest first, and states have no sum.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LearnedGates {
     /// The recurrence.
     pub attention: GatedAttention,
     /// What `β` is less than, from 0 to 2. Above 1 a token can turn what the state holds for its key into the opposite.
     pub beta_max: f64,
+    /// How many tokens the convolution sees, a token's own among them; none stands for no convolution. The models named have 4.
+    pub convolution: Option<usize>,
 }
 
 impl Default for LearnedGates {
     fn default() -> Self {
-        Self { attention: GatedAttention::default(), beta_max: 1.0 }
+        Self { attention: GatedAttention::default(), beta_max: 1.0, convolution: None }
     }
 }
 
@@ -101,16 +109,25 @@ impl LearnedGates {
         let expected = || "a number above 0, at most 2".into();
         let holds = self.beta_max > 0.0 && self.beta_max <= 2.0;
         expect(holds, self.name(), "beta_max", expected, || self.beta_max.to_string())?;
+        let (widths, width) = (1..=ShortConvolution::LARGEST_WIDTH, self.convolution.unwrap_or(1));
+        let expected = || format!("between 1 and {}", widths.end());
+        expect(widths.contains(&width), self.name(), "convolution", expected, || width.to_string())?;
         self.attention.check_options(dims, &Mask { order: Order::Causal, ..*mask })?;
-        let expected = || format!("as many as keys, {}, in both directions", dims.keys);
-        let holds = dims.queries == dims.keys || mask.order == Order::Causal;
+        let expected = || format!("as many as keys, {}, in both directions and behind a convolution", dims.keys);
+        let holds = dims.queries == dims.keys || mask.order == Order::Causal && self.convolution.is_none();
         expect(holds, self.name(), "queries", expected, || dims.queries.to_string())
+    }
+
+    fn check_sum(&self) -> Result<(), Error> {
+        let combination = "the sum of two states behind a convolution";
+        let help = "what the later tokens add depends on those right before them: give the earlier state to their call";
+        refuse(self.convolution.is_some(), self.name(), combination, help)
     }
 
     /// What key/value head `kv_head` has learned, for `len` numbers of a gate.
     fn head<'a, T: Real>(&self, parameters: &[&'a [T]], kv_head: usize, len: usize) -> Head<'a, T> {
         match parameters {
-            [rate, bias] => Head { rate: rate[kv_head].exp(), bias: &bias[kv_head * len..][..len] },
+            [rate, bias, ..] if len > 0 => Head { rate: rate[kv_head].exp(), bias: &bias[kv_head * len..][..len] },
             _ => Head { rate: T::ZERO, bias: &[] },
         }
     }
@@ -232,11 +249,19 @@ impl Mechanism for LearnedGates {
 
     fn parameters(&self, dims: &Dims) -> Parameters {
         let bias = match self.attention.gate {
-            Gate::None => return Parameters::new(),
-            Gate::Head => Parameter::new("bias", [dims.kv_heads]),
-            Gate::Channel => Parameter::new("bias", [dims.kv_heads, dims.head_dim]),
+            Gate::None => None,
+            Gate::Head => Some(Parameter::new("bias", [dims.kv_heads])),
+            Gate::Channel => Some(Parameter::new("bias", [dims.kv_heads, dims.head_dim])),
         };
-        [Parameter::new("rate", [dims.kv_heads]), bias].into_iter().collect()
+        let gates = bias.map(|bias| [Parameter::new("rate", [dims.kv_heads]), bias]);
+        let taps = self.convolution.map(|width| {
+            [
+                Parameter::new("query_taps", [dims.heads, width, dims.head_dim]),
+                Parameter::new("key_taps", [dims.kv_heads, width, dims.head_dim]),
+                Parameter::new("value_taps", [dims.kv_heads, width, dims.value_dim]),
+            ]
+        });
+        gates.into_iter().flatten().chain(taps.into_iter().flatten()).collect()
     }
 
     fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
@@ -248,6 +273,11 @@ impl Mechanism for LearnedGates {
 
     fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
         check_reference(self, call)?;
+        if self.convolution.is_some() {
+            self.check_options(&call.dims, &call.mask)?;
+            let convolved = Convolved::by_definition(self, call)?;
+            return self.without_convolution().reference(&convolved.call());
+        }
         let directed = |call: &Call<'_, f64>| {
             let gates = self.gates(call)?;
             self.attention.reference(&call.with_parameters(&slices(&gates)))
@@ -286,6 +316,18 @@ impl Compute for LearnedGates {
     fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
         Compute::check(self, call)?;
         check_output(self, call, &to)?;
+        if self.convolution.is_some() {
+            let Output { out, denominators, final_state } = to;
+            let mut last = final_state.is_some().then(|| States::empty(self, &call.dims)).transpose()?;
+            let convolved = Convolved::new(self, call, last.as_mut(), scratch)?;
+            let own = last.as_mut().map(|states| &mut states.attention);
+            let own = Output { out, denominators, final_state: own };
+            Compute::forward(&self.without_convolution(), &convolved.call(), own, scratch)?;
+            if let (Some(to), Some(last)) = (final_state, last) {
+                last.leave(to);
+            }
+            return Ok(());
+        }
         if call.mask.order == Order::Causal {
             return self.forward_causal(call, to, scratch);
         }
@@ -309,6 +351,9 @@ impl Compute for LearnedGates {
     ) -> Result<(), Error> {
         Compute::check(self, call)?;
         check_gradients(self, call, cotangent, &gradients)?;
+        if self.convolution.is_some() {
+            return Convolved::new(self, call, None, scratch)?.backward(cotangent, gradients, scratch);
+        }
         if call.mask.order == Order::Causal {
             return self.backward_causal(call, cotangent, gradients, scratch);
         }
@@ -353,15 +398,11 @@ impl Compute for LearnedGates {
     }
 
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        Ok(state::shape(&self.attention, dims))
+        Ok(state::shape(&self.attention, dims, self.convolution.map(|width| (width, self.past(dims)))))
     }
 
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
         state::check_gates(&self.attention, state, argument)
-    }
-
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        Compute::empty_state(&self.attention, dims)
     }
 
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
@@ -382,10 +423,15 @@ impl Compute for LearnedGates {
             logs.iter_mut().zip(x).zip(head.bias).for_each(|((to, &x), &bias)| *to = -head.rate * softplus(x + bias));
             y.first().map(|&y| self.beta(y))
         };
-        step::step(self, &self.attention, head_dim, token, gates, state, out)
+        let taps = self.convolution.map(|_| {
+            let [.., q, k, v] = token.parameters else { return [&[][..]; 3] };
+            [*q, *k, *v]
+        });
+        step::step(self, &self.attention, head_dim, token, (gates, taps), state, out)
     }
 
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+        self.check_sum()?;
         Compute::combine(&self.attention, earlier, later, parameters)
     }
 
@@ -396,6 +442,7 @@ impl Compute for LearnedGates {
         parameters: &[&[T]],
         d_combined: &State<T>,
     ) -> Result<CombineGradients<T>, Error> {
+        self.check_sum()?;
         Compute::combine_backward(&self.attention, earlier, later, parameters, d_combined)
     }
 }

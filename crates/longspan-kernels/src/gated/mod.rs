@@ -8,6 +8,7 @@
 
 mod backward;
 mod chunk;
+mod convolved;
 mod cost;
 mod forward;
 mod learned;
@@ -194,7 +195,7 @@ impl Compute for GatedAttention {
     }
 
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        Ok(state::shape(self, dims))
+        Ok(state::shape(self, dims, None))
     }
 
     fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
@@ -214,7 +215,7 @@ impl Compute for GatedAttention {
             }
             beta.map(|beta| beta[unit])
         };
-        step::step(self, self, head_dim, token, gates, state, out)
+        step::step(self, self, head_dim, token, (gates, None), state, out)
     }
 
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _: &[&[T]]) -> Result<State<T>, Error> {

@@ -1,16 +1,19 @@
 //! The state: `S`, and how far it has decayed.
 
 use super::GatedAttention;
-use crate::call::{Dims, Mechanism, State, StateShape, check_log_decays_of};
+use crate::call::{Dims, Mechanism, State, StateShape, check_log_decays_of, fingerprint};
 use crate::error::{Error, refuse};
 use crate::simd::Real;
 use crate::simd::block::{add_scaled, dot};
 
-/// The sizes of the state for calls of these sizes.
-pub(super) fn shape(attention: &GatedAttention, dims: &Dims) -> StateShape {
+/// The sizes of the state for calls of these sizes; behind a convolution of some width, with what that keeps of the past.
+pub(super) fn shape(attention: &GatedAttention, dims: &Dims, convolution: Option<(usize, [usize; 3])>) -> StateShape {
     let sums = dims.head_dim.saturating_mul(dims.value_dim);
-    let parts = [sums, attention.gate_len(dims.head_dim), 0, 0, 0, 0];
-    StateShape::new(attention.name(), attention.fingerprint(), dims, parts).in_lines(2)
+    let (options, [q, k, v]) = convolution.map_or((attention.fingerprint(), [0; 3]), |(width, past)| {
+        (fingerprint([attention.fingerprint(), width as u64]), past)
+    });
+    let parts = [sums, attention.gate_len(dims.head_dim), 0, q, k, v];
+    StateShape::new(attention.name(), options, dims, parts).in_lines(2)
 }
 
 /// Refuses a state that has grown.

@@ -1,28 +1,41 @@
-//! The conformance suite over gated attention whose gates come with the keys, in one direction and in both.
+//! The conformance suite over gated attention whose gates come with the keys, in one direction and in both, with and without a convolution.
 
-use longspan_kernels::{Dims, Gate, GatedAttention, Kernel, LearnedGates, Update};
+use std::sync::Arc;
+
+use longspan_kernels::{Dims, Gate, GatedAttention, Kernel, LearnedGates, Parameter, Update};
 use longspan_testing::suite::{Check, assert_all};
 use longspan_testing::{
     Assumptions, Case, KeyMask, Subject, accuracy, grid, isolation, rejection, state_gradients, threads,
 };
 
-fn subject(update: Update, gate: Gate, beta_max: f64) -> Subject {
+fn subject(update: Update, gate: Gate, beta_max: f64, convolution: Option<usize>) -> Subject {
     let assumptions = Assumptions {
         signed_features: true,
         content: true,
         positions: true,
         turned: true,
         true_denominators: true,
+        queries_before: convolution.map_or(0, |width| width - 1),
         ..Default::default()
     };
     let attention = GatedAttention { update, gate, l2_norm: update == Update::Delta, scale: None };
-    Subject::new(LearnedGates { attention, beta_max }, assumptions)
+    // Scales are results without signs: taps with signs would make them small.
+    let unsigned = |parameter: &Parameter, numbers: &mut [f64]| {
+        if parameter.name.ends_with("_taps") {
+            numbers.iter_mut().for_each(|x| *x = x.abs());
+        }
+    };
+    let mut subject = Subject::new(LearnedGates { attention, beta_max, convolution }, assumptions);
+    subject.prepare = Arc::new(unsigned);
+    subject
 }
 
 fn subjects() -> Vec<Subject> {
     let gates = [Gate::Head, Gate::Channel, Gate::None];
-    let of = |update, beta_max| gates.map(|gate| subject(update, gate, beta_max));
-    [of(Update::Delta, 1.0), of(Update::Sum, 1.0), of(Update::Delta, 2.0)].concat()
+    let of = |update, beta_max, convolution| gates.map(|gate| subject(update, gate, beta_max, convolution));
+    let convolved = [of(Update::Delta, 1.0, Some(4)), of(Update::Sum, 1.0, Some(3))];
+    let plain = [of(Update::Delta, 1.0, None), of(Update::Sum, 1.0, None), of(Update::Delta, 2.0, None)];
+    [plain.concat(), convolved.concat(), vec![subject(Update::Delta, Gate::Head, 1.0, Some(1))]].concat()
 }
 
 fn over(cases: &[Case], check: Check) {
@@ -51,7 +64,7 @@ fn streams(seed: u64, count: usize) -> Vec<Case> {
 
 /// The same of mechanisms whose states add up.
 fn over_sums(cases: &[Case], check: Check) {
-    let subjects = [Gate::Head, Gate::Channel, Gate::None].map(|gate| subject(Update::Sum, gate, 1.0));
+    let subjects = [Gate::Head, Gate::Channel, Gate::None].map(|gate| subject(Update::Sum, gate, 1.0, None));
     assert_all(check, cases.iter().enumerate().map(|(n, case)| (&subjects[n % subjects.len()], case)));
 }
 
@@ -82,8 +95,13 @@ fn wrong_calls_are_refused() {
             rejection::assert_refused(&subject, &ahead, "offset");
         }
     }
+    for width in [0, 65] {
+        rejection::assert_refused(&subject(Update::Sum, Gate::Head, 1.0, Some(width)), &good, "convolution");
+    }
+    let fewer = Case { dims: Dims { queries: 0, ..good.dims }, ..good.clone() };
+    rejection::assert_refused(&subject(Update::Sum, Gate::Head, 1.0, Some(4)), &fewer, "queries");
     for beta_max in [0.0, 2.5, f64::NAN] {
-        rejection::assert_refused(&subject(Update::Delta, Gate::Head, beta_max), &good, "beta_max");
+        rejection::assert_refused(&subject(Update::Delta, Gate::Head, beta_max, None), &good, "beta_max");
     }
 }
 
@@ -93,11 +111,21 @@ fn states_are_those_of_gated_attention() {
     let dims = Dims::square(2, 4, 1, 6);
     for gate in [Gate::Head, Gate::Channel, Gate::None] {
         let attention = GatedAttention { gate, ..Default::default() };
-        let learned = LearnedGates { attention, beta_max: 1.0 };
+        let learned = LearnedGates { attention, ..LearnedGates::default() };
         let [own, given] = [
             Kernel::<f32>::empty_state(&learned, &dims).unwrap(),
             Kernel::<f32>::empty_state(&attention, &dims).unwrap(),
         ];
         assert_eq!(own.shape(), given.shape());
     }
+}
+
+/// What the later tokens add depends on the rows right before them.
+#[test]
+fn states_behind_a_convolution_have_no_sum() {
+    let attention = GatedAttention { update: Update::Sum, ..Default::default() };
+    let learned = LearnedGates { attention, convolution: Some(4), ..LearnedGates::default() };
+    let state = Kernel::<f32>::empty_state(&learned, &Dims::square(2, 4, 1, 6)).unwrap();
+    let refused = learned.combine(&state, &state, &[]).unwrap_err().to_string();
+    assert!(refused.contains("behind a convolution"), "{refused}");
 }

@@ -53,10 +53,7 @@ impl Options for ShortConvolutionOptions {
         let Self { width, silu } = *self;
         let most = kernels::ShortConvolution::LARGEST_WIDTH;
         config((1..=most).contains(&width), "ShortConvolutionOptions", "width", format_args!("1 to {most}"), width)?;
-        // As convolutions are initialised everywhere: by the number of terms.
-        let most = (width as f64).powf(-0.5);
-        let initializer = Initializer::Uniform { min: -most, max: most };
-        let taps = initializer.init([heads.kv_heads, width, heads.head_dim], device);
+        let taps = fresh(heads.kv_heads, width, heads.head_dim, device);
         Ok(ShortConvolution { taps, width, silu, heads })
     }
 }
@@ -98,13 +95,23 @@ impl Layer for ShortConvolution {
         };
         let parts = [zeros(-first), products.clone(), zeros(end - keys as isize)];
         let products = Tensor::cat(parts.into_iter().filter(|part| part.dims()[2] > 0).collect(), 2);
-        let start = first.max(0) as usize;
-        let taps = widen(self.taps.val());
-        let tap = |t: usize| {
-            taps.clone().narrow(1, t, 1).unsqueeze::<4>() * products.clone().narrow(2, start + before - t, queries)
-        };
-        let sum = (1..=before).fold(tap(0), |sum, t| sum + tap(t));
+        let seen = products.narrow(2, first.max(0) as usize, before + queries);
+        let sum = convolve(&seen, &widen(self.taps.val()));
         let sum = if self.silu { silu(sum) } else { sum };
         narrow_float(q * repeat_heads(sum, heads), dtype)
     }
+}
+
+/// `Σ_t taps[t] ⊙ x_{i−t}` of the rows that have as many before them as there are earlier taps: `x` is `[batch, heads, rows, width]`.
+pub(super) fn convolve(x: &Tensor<4>, taps: &Tensor<3>) -> Tensor<4> {
+    let before = taps.dims()[1] - 1;
+    let rows = x.dims()[2] - before;
+    let tap = |t: usize| taps.clone().narrow(1, t, 1).unsqueeze::<4>() * x.clone().narrow(2, before - t, rows);
+    (1..=before).fold(tap(0), |sum, t| sum + tap(t))
+}
+
+/// Taps `[heads, width, head_dim]` as convolutions are initialised everywhere: by the number of terms.
+pub(super) fn fresh(heads: usize, width: usize, head_dim: usize, device: &Device) -> Param<Tensor<3>> {
+    let most = (width as f64).powf(-0.5);
+    Initializer::Uniform { min: -most, max: most }.init([heads, width, head_dim], device)
 }

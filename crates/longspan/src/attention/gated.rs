@@ -7,14 +7,15 @@
 use std::sync::Arc;
 
 use burn::module::{Module, Param};
+use burn::tensor::activation::silu;
 use burn::tensor::{Bool, Device, Tensor};
 use longspan_kernels::{self as kernels, Gate, LearnedGates, Mechanism, Order, Update};
 use serde::{Deserialize, Serialize};
 
 use super::registry::{Options, attention_module};
-use super::{AttentionMask, Heads, gates};
+use super::{AttentionMask, Heads, convolution, gates};
 use crate::backend::pairs::Pairs;
-use crate::backend::tensor::{narrow_float, repeat_heads, sigmoid, widen};
+use crate::backend::tensor::{flattened, narrow_float, repeat_heads, sigmoid, widen, widen_type};
 use crate::backend::{AnyKernel, Layer, Running, Sums};
 use crate::error::{Result, config};
 
@@ -39,11 +40,13 @@ pub struct GatedOptions {
     pub gate: GateConfig,
     /// Whether queries and keys are divided by their length; yes by default.
     pub l2_norm: bool,
+    /// How many tokens a short convolution of queries, keys and values sees, before anything else; none by default.
+    pub convolution: Option<usize>,
 }
 
 impl Default for GatedOptions {
     fn default() -> Self {
-        Self { gate: GateConfig::Head, l2_norm: true }
+        Self { gate: GateConfig::Head, l2_norm: true, convolution: None }
     }
 }
 
@@ -53,11 +56,13 @@ impl Default for GatedOptions {
 pub struct DeltaOptions {
     /// What `β` is less than, at most 2; 1 by default. Above 1 a token can turn what the state holds for its key into the opposite.
     pub beta_max: f64,
+    /// How many tokens a short convolution of queries, keys and values sees, before anything else; none by default. DeltaNet has 4.
+    pub convolution: Option<usize>,
 }
 
 impl Default for DeltaOptions {
     fn default() -> Self {
-        Self { beta_max: 1.0 }
+        Self { beta_max: 1.0, convolution: None }
     }
 }
 
@@ -69,11 +74,14 @@ pub struct GatedDeltaOptions {
     pub gate: GateConfig,
     /// What `β` is less than, at most 2; 1 by default.
     pub beta_max: f64,
+    /// How many tokens a short convolution of queries, keys and values sees, before anything else; none by default. Gated DeltaNet and KDA
+    /// have 4.
+    pub convolution: Option<usize>,
 }
 
 impl Default for GatedDeltaOptions {
     fn default() -> Self {
-        Self { gate: GateConfig::Head, beta_max: 1.0 }
+        Self { gate: GateConfig::Head, beta_max: 1.0, convolution: None }
     }
 }
 
@@ -88,6 +96,12 @@ pub struct GatedAttention {
     /// `[kv_heads, 1]`, or `[kv_heads, head_dim]` with a gate a channel; starts at random so that a token decays the state by a factor of
     /// 0.2 to 0.999, as in Mamba-2.
     pub bias: Option<Param<Tensor<2>>>,
+    /// Of the convolutions, `[heads, width, head_dim]`, for keys and values `[kv_heads, width, head_dim]`.
+    pub query_taps: Option<Param<Tensor<3>>>,
+    /// Of keys.
+    pub key_taps: Option<Param<Tensor<3>>>,
+    /// Of values.
+    pub value_taps: Option<Param<Tensor<3>>>,
     #[module(skip)]
     gates: Arc<LearnedGates>,
     #[module(skip)]
@@ -99,32 +113,37 @@ const CHUNK: usize = 16;
 
 fn module(
     update: Update,
-    gate: GateConfig,
-    l2_norm: bool,
+    options: GatedOptions,
     beta_max: f64,
     heads: Heads,
     device: &Device,
 ) -> Result<GatedAttention> {
+    let GatedOptions { gate, l2_norm, convolution } = options;
     let gate = match gate {
         GateConfig::None => Gate::None,
         GateConfig::Head => Gate::Head,
         GateConfig::Channel => Gate::Channel,
     };
+    let (width, most) = (convolution.unwrap_or(1), kernels::ShortConvolution::LARGEST_WIDTH);
+    config((1..=most).contains(&width), "AttentionConfig", "convolution", format_args!("1 to {most}"), width)?;
     config(beta_max > 0.0 && beta_max <= 2.0, "AttentionConfig", "beta_max", "above 0 and at most 2", beta_max)?;
     // Rows of length 1 have products of at most 1 however wide they are.
     let scale = l2_norm.then_some(1.0);
-    let kernel = LearnedGates { attention: kernels::GatedAttention { update, gate, l2_norm, scale }, beta_max };
+    let attention = kernels::GatedAttention { update, gate, l2_norm, scale };
+    let kernel = LearnedGates { attention, beta_max, convolution };
     let channels = if gate == Gate::Channel { heads.head_dim } else { 1 };
     let gated = gate != Gate::None;
     let (rate, bias) = gated.then(|| gates::fresh(heads.kv_heads, channels, device)).unzip();
-    Ok(GatedAttention { rate, bias, gates: Arc::new(kernel), heads })
+    let taps = |heads_of| convolution.map(|width| convolution::fresh(heads_of, width, heads.head_dim, device));
+    let [query_taps, key_taps, value_taps] = [heads.heads, heads.kv_heads, heads.kv_heads].map(taps);
+    Ok(GatedAttention { rate, bias, query_taps, key_taps, value_taps, gates: Arc::new(kernel), heads })
 }
 
 impl Options for GatedOptions {
     type Module = GatedAttention;
 
     fn init(&self, heads: Heads, device: &Device) -> Result<GatedAttention> {
-        module(Update::Sum, self.gate, self.l2_norm, 1.0, heads, device)
+        module(Update::Sum, self.clone(), 1.0, heads, device)
     }
 }
 
@@ -132,7 +151,8 @@ impl Options for DeltaOptions {
     type Module = GatedAttention;
 
     fn init(&self, heads: Heads, device: &Device) -> Result<GatedAttention> {
-        module(Update::Delta, GateConfig::None, true, self.beta_max, heads, device)
+        let options = GatedOptions { gate: GateConfig::None, l2_norm: true, convolution: self.convolution };
+        module(Update::Delta, options, self.beta_max, heads, device)
     }
 }
 
@@ -142,7 +162,8 @@ impl Options for GatedDeltaOptions {
     fn init(&self, heads: Heads, device: &Device) -> Result<GatedAttention> {
         let expected = "head or channel; without a gate it is the mechanism delta";
         config(self.gate != GateConfig::None, "GatedDeltaOptions", "gate", expected, "none")?;
-        module(Update::Delta, self.gate, true, self.beta_max, heads, device)
+        let options = GatedOptions { gate: self.gate, l2_norm: true, convolution: self.convolution };
+        module(Update::Delta, options, self.beta_max, heads, device)
     }
 }
 
@@ -231,6 +252,47 @@ impl GatedAttention {
         &self.gates
     }
 
+    /// Taps of queries, keys and values; none without a convolution.
+    fn taps(&self) -> impl Iterator<Item = &Param<Tensor<3>>> {
+        [&self.query_taps, &self.key_taps, &self.value_taps].into_iter().flatten()
+    }
+
+    /// Rows of queries, keys and values before those of a call that its convolution sees, `[batch, heads, width − 1, head_dim]` each; none
+    /// without one.
+    fn empty_past(&self, like: &Tensor<4>) -> Vec<Tensor<4>> {
+        let place = (&like.device(), widen_type(like.dtype()));
+        let rows = |taps: &Param<Tensor<3>>| {
+            let [heads, width, head_dim] = taps.dims();
+            (width > 1).then(|| Tensor::zeros([like.dims()[0], heads, width - 1, head_dim], place))
+        };
+        self.taps().filter_map(rows).collect()
+    }
+
+    /// Queries, keys and values behind their convolutions, after those of `past`, which moves on.
+    fn convolved(&self, qkv: [Tensor<4>; 3], past: &mut [Tensor<4>]) -> [Tensor<4>; 3] {
+        let mut past = past.iter_mut();
+        let mut taps = self.taps();
+        qkv.map(|x| {
+            let Some(taps) = taps.next() else { return x };
+            let ([_, seen, head_dim], [.., rows, width]) = (taps.dims(), x.dims());
+            let own = widen(x.clone().narrow(3, 0, head_dim));
+            let own = match past.next() {
+                None => own,
+                Some(past) => {
+                    let all = Tensor::cat(vec![past.clone(), own], 2);
+                    *past = all.clone().narrow(2, rows, seen - 1);
+                    all
+                }
+            };
+            let own = silu(convolution::convolve(&own, &widen(taps.val())));
+            if width == head_dim {
+                return own;
+            }
+            // What gates are made of.
+            Tensor::cat(vec![own, widen(x.narrow(3, head_dim, width - head_dim))], 3)
+        })
+    }
+
     /// What keys, values and queries bring.
     fn tokens(&self, [q, k, v]: [Tensor<4>; 3], ignored: impl Fn(Tensor<4>) -> Tensor<4>) -> Tokens {
         let Heads { heads, head_dim, .. } = self.heads;
@@ -279,13 +341,18 @@ impl Layer for GatedAttention {
     }
 
     fn parameters(&self) -> Vec<Tensor<1>> {
-        gates::parameters(&self.rate, &self.bias).collect()
+        gates::parameters(&self.rate, &self.bias).chain(self.taps().map(|taps| flattened(taps.val()))).collect()
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let dtype = q.dtype();
         let pairs = Pairs::new(&q, k.dims()[2], mask, None);
-        let tokens = self.tokens([q, k, v], |x| pairs.without_ignored(x));
+        let mut qkv = [q, k, v];
+        if self.query_taps.is_some() {
+            let mut past = self.empty_past(&qkv[0]);
+            qkv = self.convolved(qkv.map(|x| pairs.without_ignored(x)), &mut past);
+        }
+        let tokens = self.tokens(qkv, |x| pairs.without_ignored(x));
         let ([batch, heads, _, width], value_dim) = (tokens.q.dims(), tokens.v.dims()[3]);
         let empty = || Tensor::zeros([batch, heads, width, value_dim], (&tokens.q.device(), tokens.q.dtype()));
         let mut out = tokens.advance(&mut empty());
@@ -302,11 +369,14 @@ impl Layer for GatedAttention {
 
 impl Sums for GatedAttention {
     fn empty(&self, like: &Tensor<4>, value_dim: usize) -> Running {
-        Running::of_sum(like, value_dim)
+        let mut state = Running::of_sum(like, value_dim);
+        state.tensors().extend(self.empty_past(like));
+        state
     }
 
     fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
         let dtype = qkv[0].dtype();
+        let qkv = self.convolved(qkv, &mut state.tensors()[1..]);
         let tokens = self.tokens(qkv, |x| x);
         narrow_float(state.after(|sum| tokens.advance(sum)), dtype)
     }

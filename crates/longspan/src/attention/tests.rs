@@ -71,6 +71,9 @@ fn modules() -> Vec<(&'static str, Attention)> {
         r#"{"mechanism": "fourier", "normalizer": "unrotated", "rotary": true, "kernel": {"gates": true}}"#,
         r#"{"mechanism": "delta", "beta_max": 2.0}"#,
         r#"{"mechanism": "gated-delta", "gate": "channel"}"#,
+        r#"{"mechanism": "gated-delta", "convolution": 4}"#,
+        r#"{"mechanism": "gated", "gate": "channel", "convolution": 3}"#,
+        r#"{"mechanism": "delta", "convolution": 1}"#,
         r#"{"mechanism": "softmax-window", "window": 3}"#,
         r#"{"mechanism": "softmax-window", "window": 20}"#,
     ] {
