@@ -21,7 +21,7 @@ if importlib.util.find_spec("transformers"):
     MODULES += ["longspan.transformers"]
 
 #: Methods that other parts of the package call.
-INTERNAL = {"step_together", "files", "first"}
+INTERNAL = {"files", "first"}
 
 
 def names_of(module):

@@ -156,29 +156,6 @@ def step(
     return _operators.as_tensor(out[:, :, None] if with_token else out), state
 
 
-def step_together(
-    operation: str, mechanism: str, options: str, together: Tensor, heads: tuple[int, int, int], widths: tuple[int, int, int],
-    parameters: tuple[Tensor, ...], state: Any,
-) -> tuple[Tensor, State] | None:  # fmt: skip
-    """One token whose queries, keys and values lie side by side, cut apart as an array: cutting a tensor and handing over three
-    takes several times as long as the kernel. ``None`` where the step has to be one of tensors."""
-    call = Request(mechanism, options, operation, True, 0)
-    if not (state is None or type(state) is State) or _autocast(together.device):
-        return None
-    if route(call, (together, *parameters), state, True) is not Route.KERNELS:
-        return None
-    # Nobody else holds it, so nobody resizes its storage; `as_array` is for those of others.
-    array = as_array(together) if together.dtype is torch.bfloat16 else together.numpy()
-    start, token = 0, []
-    for count, width in zip(heads, widths):
-        token.append(array[:, start : start + width].reshape(len(array), count, width // count))
-        start += width
-    arrays = tuple([as_array(parameter) for parameter in parameters])
-    native = _calls.mechanism(mechanism, options, operation, arrays)
-    out, state = named(mechanism, "step", native.step)(token[0], token[1], token[2], arrays, state)
-    return _operators.as_tensor(out.reshape(len(array), heads[0] * out.shape[2])), state
-
-
 def _attend_with_states(
     where: Route, call: Request, tensors: Sequence[Any], key_padding_mask: Any, cu_seqlens: Any, initial_state: Any,
     output_final_state: bool,

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
-from ._modules import call, drop
 from ._states import TensorState
 from .multi_head import MultiheadAttention
 
@@ -53,11 +52,10 @@ class _Layer(nn.Module):
         self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
     def _residual(self, x: Tensor, index: int, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        modules = self._modules
-        norm = modules[f"norm{index}"]
-        y = branch(call(norm, x) if self.norm_first else x)
-        y = x + drop(modules[f"dropout{index}"], y)
-        return y if self.norm_first else call(norm, y)
+        norm: Callable[[Tensor], Tensor]
+        norm, dropout = getattr(self, f"norm{index}"), getattr(self, f"dropout{index}")
+        y = x + dropout(branch(norm(x) if self.norm_first else x))
+        return y if self.norm_first else norm(y)
 
     def _attending(self, kept: list[Any], **options: Any) -> Callable[[Tensor], Tensor]:
         """The attention of tokens to themselves, whose state goes to ``kept`` if one is asked for."""
@@ -73,7 +71,7 @@ class _Layer(nn.Module):
 
     def _stepping(self, kept: list[Any], state: Any, positions: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """The same for one token."""
-        attention: Any = self._modules["self_attn"]
+        attention: Any = self.self_attn
 
         def attend(x: Tensor) -> Tensor:
             out, new = attention.step(x, state, positions=positions)
@@ -83,9 +81,8 @@ class _Layer(nn.Module):
         return attend
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        modules = self._modules
-        y = self.activation(call(modules["linear1"], x))
-        return call(modules["linear2"], drop(modules["dropout"], y))
+        out: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return out
 
 
 class TransformerEncoderLayer(_Layer, _Encoder):
