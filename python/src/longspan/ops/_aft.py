@@ -65,30 +65,8 @@ def aft_local(
 
 
 def aft_local_step(q, k, v, w, state=None):
-    """One token of `aft_local` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    w : array ``[n, 2s - 1]``
-        A row for each position of the whole sequence, of at most ``n`` tokens.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.zeros((1, 2, 8), np.float32)
-    >>> w = np.zeros((100, 7), np.float32)
-    >>> out, state = ops.aft_local_step(x, x, x + 1, w)
-    >>> out, state = ops.aft_local_step(x, x, x + 2, w, state)
-    >>> float(out[0, 0, 0])    # sigmoid(0) times the mean of 1 and 2
-    0.75
-    """
+    """One token of `aft_local` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. ``w`` has a row for each
+    position of the whole sequence, ``[n, 2s - 1]``."""
     operation = "aft_local_step"
     return step(operation, "aft-local", _options.aft_local(operation, w, True), q, k, v, (w,), state)
 
@@ -133,27 +111,7 @@ def aft_simple(
 
 
 def aft_simple_step(q, k, v, state=None):
-    """One token of `aft_simple` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.zeros((1, 2, 8), np.float32)
-    >>> out, state = ops.aft_simple_step(x, x, x + 1)
-    >>> out, state = ops.aft_simple_step(x, x, x + 2, state)
-    >>> float(out[0, 0, 0])    # sigmoid(0) times the mean of 1 and 2
-    0.75
-    """
+    """One token of `aft_simple` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`."""
     return step("aft_simple_step", "aft-simple", "{}", q, k, v, (), state)
 
 
@@ -216,34 +174,8 @@ def aft_conv(
 
 
 def aft_conv_step(q, k, v, w, state=None, *, gamma=None, beta=None):
-    """One token of `aft_conv` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, v, state
-        A token, and the state before it: `longspan.ops`.
-    k : array ``[B, Hkv]``
-        Its key; ``[B, Hkv, 1]`` with a token axis.
-    w : array ``[H, s]``
-        As in `aft_conv`.
-    gamma, beta : array ``[H]``, optional
-        As in `aft_conv`.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.zeros((1, 2, 8), np.float32)
-    >>> w = np.zeros((2, 5), np.float32)
-    >>> out, state = ops.aft_conv_step(x, x[..., 0], x + 1, w)
-    >>> out, state = ops.aft_conv_step(x, x[..., 0], x + 2, w, state)
-    >>> float(out[0, 0, 0])    # sigmoid(0) times the mean of 1 and 2
-    0.75
-    """
+    """One token of `aft_conv` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. Its key is ``[B, Hkv]``, or
+    ``[B, Hkv, 1]`` with a token axis."""
     operation = "aft_conv_step"
     k, parameters, options = _options.aft_conv(operation, k, w, gamma, beta, 2 if getattr(q, "ndim", 0) == 3 else 3)
     return step(operation, "aft-conv", options, q, k, v, parameters, state)
@@ -309,36 +241,9 @@ def aft_full(
 
 
 def aft_full_step(q, k, v, w=None, u=None, z=None, state=None):
-    """One token of `aft_full` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    w : array ``[n, n]``, optional
-        A row and a column for each position of the whole sequence, of at most ``n`` tokens.
-    u, z : array ``[n, r]``, optional
-        In the place of ``w``.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Notes
-    -----
-    O(t D) for the token after t others, and a state of O(n D).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.zeros((1, 2, 8), np.float32)
-    >>> w = np.zeros((100, 100), np.float32)
-    >>> out, state = ops.aft_full_step(x, x, x + 1, w)
-    >>> out, state = ops.aft_full_step(x, x, x + 2, w, state=state)
-    >>> float(out[0, 0, 0])    # sigmoid(0) times the mean of 1 and 2
-    0.75
-    """
+    """One token of `aft_full` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. ``w`` has a row and a
+    column, ``u`` and ``z`` a row, for each position of the whole sequence, of at most n tokens. O(t D) for the token after t others,
+    and a state of O(n D)."""
     operation = "aft_full_step"
     return step(operation, "aft-full", "{}", q, k, v, _biases_of_pairs(operation, w, u, z), state)
 

@@ -75,36 +75,7 @@ def short_convolution(
 
 
 def short_convolution_step(q, k, v, taps, state=None, *, silu=True):
-    """One token of `short_convolution`.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    taps : array ``[Hkv, width, d]``
-        As in `short_convolution`.
-    silu : bool
-        As in `short_convolution`, and the same for all tokens of a state.
-
-    Returns
-    -------
-    array ``[B, H, d]``, `State`
-
-    Raises
-    ------
-    ValueError
-        For a state of another width.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x, taps = np.ones((1, 2, 8), np.float32), np.ones((2, 4, 8), np.float32)
-    >>> out, state = ops.short_convolution_step(x, x, x, taps, silu=False)
-    >>> out, state = ops.short_convolution_step(x, x, x, taps, state, silu=False)
-    >>> float(out[0, 0, 0])
-    2.0
-    """
+    """One token of `short_convolution`: ``(output [B, H, d], state)``; see `longspan.ops`."""
     operation = "short_convolution_step"
     options = _options.short_convolution(operation, taps, silu)
     return step(operation, "short-convolution", options, q, k, v, (taps,), state)
@@ -176,36 +147,8 @@ def depthwise_convolution(
 
 
 def depthwise_convolution_step(x, taps, bias=None, state=None, *, silu=False):
-    """One token of `depthwise_convolution`.
-
-    Parameters
-    ----------
-    state
-        A token, and the state before it: `longspan.ops`.
-    x : array ``[B, H, d]``
-        The next token, or with a token axis of length 1, which the output then has, too.
-    taps, bias, silu
-        As in `depthwise_convolution`.
-
-    Returns
-    -------
-    array ``[B, H, d]``, `State`
-
-    Raises
-    ------
-    ValueError
-        For a state of another width.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x, taps = np.ones((1, 2, 8), np.float32), np.ones((2, 4, 8), np.float32)
-    >>> out, state = ops.depthwise_convolution_step(x, taps)
-    >>> out, state = ops.depthwise_convolution_step(x, taps, state=state)
-    >>> float(out[0, 0, 0])
-    2.0
-    """
+    """One token of `depthwise_convolution`, ``x [B, H, d]`` or with a token axis of length 1: ``(output, state)``; see
+    `longspan.ops`."""
     operation = "depthwise_convolution_step"
     options, parameters = _options.depthwise_convolution(operation, taps, bias, silu)
     none = _no_columns(operation, x, 3)

@@ -99,38 +99,9 @@ def fourier_attention_step(
     q, k, v, a, b=None, c=None, beta=None, state=None, *, q_positions=None, k_positions=None, normalizer="one_plus",
     wave="each", feature_map="elu+1", maps=None, decay=None, log_decay=None,
 ):  # fmt: skip
-    """One token of `fourier_attention` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    a, b, c, beta : array
-        As in `fourier_attention`.
-    q_positions, k_positions : array ``[B, 1, n]``, optional
-        Where the token is. Without them the state counts.
-    normalizer, wave, feature_map, maps, decay
-        As in `fourier_attention`, and the same for all tokens of a state.
-    log_decay : array ``[B, Hkv]``, optional
-        The token's, if those of all tokens of the state were given.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.ones((1, 2, 8), np.float32)
-    >>> a, b = np.ones((2, 8, 1), np.float32), np.zeros((2, 8), np.float32)
-    >>> state = None
-    >>> for time in (0.0, 0.4, 7.5):
-    ...     at = np.full((1, 1, 1), time, np.float32)
-    ...     out, state = ops.fourier_attention_step(x, x, x, a, b, state=state, q_positions=at, k_positions=at)
-    >>> out.shape
-    (1, 2, 8)
-    """
+    """One token of `fourier_attention` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. ``q_positions``
+    and ``k_positions``, ``[B, 1, n]``, say where the token is; without them the state counts. ``log_decay`` is that of the token, ``[B,
+    Hkv]``."""
     operation = "fourier_attention_step"
     options, parameters = _options.fourier(
         operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, "auto", log_decay

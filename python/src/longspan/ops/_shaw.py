@@ -77,35 +77,8 @@ def shaw_attention_step(
     q, k, v, rel, state=None, *, kernelized=True, feature_map="elu+1", maps=None, rel_feature_map="same", decay=None,
     log_decay=None, normalize=True,
 ):  # fmt: skip
-    """One token of `shaw_attention` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    rel : array
-        As in `shaw_attention`.
-    kernelized, feature_map, maps, rel_feature_map, decay, normalize
-        As in `shaw_attention`, and the same for all tokens of a state.
-    log_decay : array ``[B, Hkv]``, optional
-        The token's, if those of all tokens of the state were given.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> random = np.random.default_rng(0)
-    >>> q, k, v = random.standard_normal((3, 1, 2, 100, 8), np.float32)
-    >>> rel = random.standard_normal((2, 2 * 16 + 1, 8), np.float32)
-    >>> whole, state = ops.shaw_attention(q, k, v, rel, is_causal=True, output_final_state=True)
-    >>> out, state = ops.shaw_attention_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], rel, state)
-    >>> out.shape, state.nbytes
-    ((1, 2, 8), 1920)
-    """
+    """One token of `shaw_attention` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. ``log_decay`` is that
+    of the token, ``[B, Hkv]``."""
     operation = "shaw_attention_step"
     options = _options.shaw(operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, "auto", log_decay)
     parameters = (rel, *_options.maps(operation, feature_map, maps), *_options.gates(log_decay))

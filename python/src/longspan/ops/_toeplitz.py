@@ -93,37 +93,9 @@ def toeplitz_attention_step(
     q, k, v, bias, state=None, *, kind="table", max_distance=128, bidirectional=True, feature_map="elu+1", maps=None,
     normalize=True,
 ):  # fmt: skip
-    """One token of `toeplitz_attention` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    bias : array
-        As in `toeplitz_attention` with a state: of kind ``"table"`` it is centred, ``[H, 2n - 1]``, and must reach back as far as
-        there are tokens.
-    kind, max_distance, bidirectional, feature_map, maps, normalize
-        As in `toeplitz_attention`, and the same for all tokens of a state.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Notes
-    -----
-    O(R (m + dv) + m dv) for distances up to R that have an entry of their own.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.ones((1, 2, 8), np.float32)
-    >>> bias = np.zeros((2, 33), np.float32)
-    >>> out, state = ops.toeplitz_attention_step(x, x, x, bias, kind="clipped")
-    >>> out, state = ops.toeplitz_attention_step(x, x, 2 * x, bias, state, kind="clipped")
-    >>> float(out[0, 0, 0])    # the mean of both values, whose weights are the same
-    1.5
-    """
+    """One token of `toeplitz_attention` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. A ``bias`` of
+    kind ``"table"`` is centred, ``[H, 2n - 1]``, and must reach back as far as there are tokens. Time for distances up to R that have
+    an entry of their own: O(R (m + dv) + m dv)."""
     operation = "toeplitz_attention_step"
     options = _options.toeplitz(
         operation, bias, kind, max_distance, bidirectional, feature_map, normalize, "auto", True
