@@ -78,6 +78,14 @@ def test_types_and_frozen_modules(dtype):
     assert token.grad.abs().sum() > 0
 
 
+def test_a_step_in_training_drops_what_a_call_drops():
+    module, x = MultiheadAttention(12, 3, dropout=1.0, batch_first=True, gated_attention=True), torch.randn(2, 12)
+    nn.init.normal_(module.out_proj.bias)
+    whole, step = module(x[:, None], x[:, None], x[:, None])[0][:, 0], module.step(x)[0]
+    assert torch.equal(step, whole) and torch.equal(step, module.out_proj.bias.expand(2, 12))
+    assert not torch.equal(module.eval().step(x)[0], step)
+
+
 def test_autocast_and_positions():
     module = MultiheadAttention(12, 3).eval()
     x = torch.randn(2, 12)

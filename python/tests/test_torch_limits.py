@@ -141,6 +141,14 @@ def test_a_negative_sum_under_the_literal_normaliser_is_no_number() -> None:
     assert 0 < out.isnan().all(-1).sum() < 30 and not (out == 0).all(-1).any()
 
 
+def test_nested_and_sparse_tensors_are_refused() -> None:
+    x = torch.randn(1, 2, 4, 3)
+    for other in (x.to_sparse(), torch.nested.nested_tensor([x[0], x[0, :, :2]])):
+        for tensors in ((other, x, x), (x, x, other)):
+            with pytest.raises(TypeError, match="[qv]: expected a dense tensor, got"):
+                ops.kernelized_attention(*tensors)
+
+
 def test_masked_arrays_are_refused() -> None:
     x = np.ones((1, 1, 8, 4), "f4")
     masked = np.ma.masked_array(x, mask=x > 0)

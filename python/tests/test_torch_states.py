@@ -13,7 +13,14 @@ from agreement import draw, elsewhere, leaves, same_gradients, steps  # noqa: E4
 
 import longspan  # noqa: E402
 from longspan import ops  # noqa: E402
-from longspan.torch import KernelizedAttention, TensorState  # noqa: E402
+from longspan.torch import (  # noqa: E402
+    AftSimple,
+    FourierAttention,
+    KernelizedAttention,
+    ShortConvolution,
+    TensorState,
+    ToeplitzAttention,
+)
 
 LENGTH = 12
 
@@ -358,6 +365,18 @@ def test_gradients_through_combine(name, cuts, padded):
     expected = function(*whole, is_causal=True, key_padding_mask=ignored)[:, :, second:]
     torch.testing.assert_close(out, expected)
     same_gradients(out, expected, apart, of_expected=whole, weights=torch.randn_like(out))
+
+
+@pytest.mark.parametrize("module", [ShortConvolution(2, 4), ToeplitzAttention(2, 4, radius=2), AftSimple(2, 4), FourierAttention(2, 4)], ids=str)
+def test_modules_combine_states_with_gradients(module):
+    x, later = (draw(1, 2, 5, 4, seed=seed).float().requires_grad_() for seed in (0, 1))
+    whole = torch.cat([x, later], 2)
+    parts = [module(t, t, t, is_causal=True, output_final_state=True)[1] for t in (x, later)]
+    token = draw(1, 2, 1, 4).float()
+    got, expected = (module(token, token, token, is_causal=True, initial_state=state) for state in (
+        module.combine(*parts), module(whole, whole, whole, is_causal=True, output_final_state=True)[1]))  # fmt: skip
+    torch.testing.assert_close(got, expected)
+    same_gradients(got, expected, (x, later), rtol=1e-4, atol=1e-5)
 
 
 def test_what_combine_refuses_of_tensors():

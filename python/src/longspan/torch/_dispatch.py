@@ -291,7 +291,7 @@ def check(call: Request, tensors: Sequence[Any], key_padding_mask: Any) -> None:
     for place, tensor in enumerate(tensors):
         # What most are, in as few questions as it takes.
         if type(tensor) in _PLAIN_TYPES and tensor.is_cpu and tensor.dtype is dtype and dtype in _FLOATS and q.is_cpu:
-            if tensor.layout is torch.strided:
+            if tensor.layout is torch.strided and not tensor.is_nested:
                 continue
         name = _calls.names(call.mechanism, call.options, tensors[3:])[place]
         if not isinstance(tensor, Tensor):
@@ -304,8 +304,8 @@ def check(call: Request, tensors: Sequence[Any], key_padding_mask: Any) -> None:
         fine = q.dtype in _HALVES and tensor.dtype is torch.float32 and name.endswith("_positions")
         if tensor.dtype != q.dtype and not fine and not _autocast(q.device):
             raise TypeError(f"{operation}: {name}: expected {q.dtype} like q, got {tensor.dtype}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{operation}: {name}: expected a dense tensor, got {tensor.layout}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(f"{operation}: {name}: expected a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout}")
     if key_padding_mask is not None:
         if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
             got = getattr(key_padding_mask, "dtype", type(key_padding_mask).__name__)

@@ -257,7 +257,7 @@ class MultiheadAttention(nn.Module):
         out = out.flatten(1)
         if self.gated_attention:
             out = self.gated_norm(out, self.gate_proj(token))
-        return self.out_proj(out), after
+        return self.out_proj(F.dropout(out, self.dropout, self.training)), after
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         biases: Sequence[Tensor | None] = (None, None, None)
