@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _options
+from .. import _calls, _options
 from .._route import attend, step
+
+
+def short_convolution_options(operation: str, taps: Any, silu: bool) -> str:
+    _options.expect_axes(operation, "taps", taps, 3, "(kv_heads, width, head_dim)")
+    _options.expect_type(operation, "silu", silu, bool)
+    return _options.as_object(silu=silu)
+
+
+def depthwise_convolution_options(operation: str, taps: Any, bias: Any, silu: bool) -> tuple[str, tuple[Any, ...]]:
+    _options.expect_axes(operation, "taps", taps, 3, "(heads, width, d)")
+    if bias is not None:
+        _options.expect_axes(operation, "bias", bias, 2, "(heads, d)")
+    _options.expect_type(operation, "silu", silu, bool)
+    parameters = (taps,) if bias is None else (taps, bias)
+    return _options.as_object(silu=silu, gated=False, bias=bias is not None), parameters
 
 
 def short_convolution(
@@ -69,7 +84,7 @@ def short_convolution(
     """
     operation = "short_convolution"
     return attend(
-        operation, "short-convolution", _options.short_convolution(operation, taps, silu), q, k, v, (taps,),
+        operation, "short-convolution", short_convolution_options(operation, taps, silu), q, k, v, (taps,),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
@@ -77,7 +92,7 @@ def short_convolution(
 def short_convolution_step(q, k, v, taps, state=None, *, silu=True):
     """One token of `short_convolution`: ``(output [B, H, d], state)``; see `longspan.ops`."""
     operation = "short_convolution_step"
-    options = _options.short_convolution(operation, taps, silu)
+    options = short_convolution_options(operation, taps, silu)
     return step(operation, "short-convolution", options, q, k, v, (taps,), state)
 
 
@@ -138,7 +153,7 @@ def depthwise_convolution(
     True
     """
     operation = "depthwise_convolution"
-    options, parameters = _options.depthwise_convolution(operation, taps, bias, silu)
+    options, parameters = depthwise_convolution_options(operation, taps, bias, silu)
     none = _no_columns(operation, x, 4)
     return attend(
         operation, "short-convolution", options, none, none, x, parameters,
@@ -150,7 +165,7 @@ def depthwise_convolution_step(x, taps, bias=None, state=None, *, silu=False):
     """One token of `depthwise_convolution`, ``x [B, H, d]`` or with a token axis of length 1: ``(output, state)``; see
     `longspan.ops`."""
     operation = "depthwise_convolution_step"
-    options, parameters = _options.depthwise_convolution(operation, taps, bias, silu)
+    options, parameters = depthwise_convolution_options(operation, taps, bias, silu)
     none = _no_columns(operation, x, 3)
     return step(operation, "short-convolution", options, none, none, x, parameters, state)
 
@@ -160,3 +175,8 @@ def _no_columns(operation: str, x: Any, least: int) -> Any:
     if len(getattr(x, "shape", ())) < least:
         raise ValueError(f"{operation}: x: expected {least} axes, got {len(getattr(x, 'shape', ()))}")
     return (x.detach() if hasattr(x, "detach") else x)[..., :0]
+
+
+_calls.declare(
+    "short-convolution", short_convolution, lambda *_: ["taps", "bias"], lambda q, offset, taps, *_: {"width": taps.shape[1]}, width=4
+)

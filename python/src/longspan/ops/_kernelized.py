@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import _options
+from .. import _calls, _options
 from .._route import attend, step
 
 
@@ -84,3 +84,6 @@ def kernelized_attention_step(
     options = _options.kernel(operation, k, feature_map, decay, normalize, "auto", log_decay)
     parameters = _options.maps(operation, feature_map, maps) + _options.gates(log_decay)
     return step(operation, "kernelized", options, q, k, v, parameters, state)
+
+
+_calls.declare("kernelized", kernelized_attention)

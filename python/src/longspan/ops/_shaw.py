@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
-from .. import _options
+from typing import Any
+
+from .. import _calls, _options
 from .._route import attend, step
+
+
+def shaw_options(
+    operation: str, k: Any, rel: Any, kernelized: bool, feature_map: str, rel_feature_map: str, decay: Any, normalize: bool,
+    algorithm: str, log_decay: Any = None, **more: Any,
+) -> str:  # fmt: skip
+    _options.expect_type(operation, "kernelized", kernelized, bool)
+    if rel_feature_map not in ("same", "identity"):
+        raise ValueError(f"{operation}: rel_feature_map: expected 'same' or 'identity', got {rel_feature_map!r}")
+    shape = getattr(rel, "shape", None)
+    if shape is None:
+        raise TypeError(f"{operation}: rel: expected an array like q, got {type(rel).__name__}")
+    if len(shape) not in (2, 3) or shape[-2] % 2 != 1:
+        raise ValueError(
+            f"{operation}: rel: expected shape (heads, 2R+1, head_dim) or (2R+1, head_dim), got shape {tuple(shape)}"
+        )
+    return _options.kernel(
+        operation, k, feature_map, decay, normalize, algorithm, log_decay, kernelized=kernelized, rel_feature_map=rel_feature_map,
+        **more,
+    )  # fmt: skip
 
 
 def shaw_attention(
@@ -64,7 +86,7 @@ def shaw_attention(
     True
     """
     operation = "shaw_attention"
-    options = _options.shaw(
+    options = shaw_options(
         operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm, log_decay
     )  # fmt: skip
     return attend(
@@ -80,6 +102,11 @@ def shaw_attention_step(
     """One token of `shaw_attention` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. ``log_decay`` is that
     of the token, ``[B, Hkv]``."""
     operation = "shaw_attention_step"
-    options = _options.shaw(operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, "auto", log_decay)
+    options = shaw_options(operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, "auto", log_decay)
     parameters = (rel, *_options.maps(operation, feature_map, maps), *_options.gates(log_decay))
     return step(operation, "shaw", options, q, k, v, parameters, state)
+
+
+_calls.declare(
+    "shaw", shaw_attention, lambda *_: ["rel"], lambda q, offset, rel, *_: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2}, radius=16
+)

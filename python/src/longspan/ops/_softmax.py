@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from .. import _options
+from typing import Any
+
+from .. import _calls, _options
 from .._route import attend, step
+
+
+def softmax_options(operation: str, scale: float | None, capacity: int, window: int | None) -> str:
+    _options.expect_scale(operation, scale)
+    _options.expect_integer(operation, "capacity", capacity, 0, 1 << 32)
+    if window is not None:
+        _options.expect_integer(operation, "window", window, 1, 1 << 22)
+    return _options.as_object(scale=None if scale is None else float(scale), capacity=capacity, window=window)
 
 
 def softmax_attention(
@@ -56,7 +66,7 @@ def softmax_attention(
     """
     operation = "softmax_attention"
     return attend(
-        operation, "softmax", _options.softmax(operation, scale, capacity, window), q, k, v, (),
+        operation, "softmax", softmax_options(operation, scale, capacity, window), q, k, v, (),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
@@ -66,4 +76,7 @@ def softmax_attention_step(q, k, v, state=None, *, scale=None, capacity=4096, wi
     the token after t others, the cost that the other mechanisms, and windows, do away with; a ``ValueError`` where the state holds
     ``capacity`` tokens already, without a window."""
     operation = "softmax_attention_step"
-    return step(operation, "softmax", _options.softmax(operation, scale, capacity, window), q, k, v, (), state)
+    return step(operation, "softmax", softmax_options(operation, scale, capacity, window), q, k, v, (), state)
+
+
+_calls.declare("softmax", softmax_attention)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import _options
+from ..ops._aft import aft_conv_options, aft_local_options
 from .attention import Attention
 
 
@@ -89,7 +90,7 @@ class AftLocal(Attention):
         _options.expect_integer("AftLocal", "length", length, 1, _options.MOST)
         place = {"device": device, "dtype": dtype}
         w = torch.empty((length, 2 * window - 1), **place)
-        super().__init__(num_heads, head_dim, _options.aft_local("AftLocal", w, True), num_kv_heads)
+        super().__init__(num_heads, head_dim, aft_local_options("AftLocal", w, True), num_kv_heads)
         self._learn({"w": w}, place)
 
     def _draw(self) -> None:
@@ -169,7 +170,7 @@ class AftConv(Attention):
         place = {"device": device, "dtype": dtype}
         w = torch.empty((num_heads, taps) if image is None else (num_heads, tap_rows, taps), **place)
         scale = torch.empty(num_heads) if normalized else None
-        _, _, options = _options.aft_conv("AftConv", torch.empty(1, 1, 1), w, scale, scale, 3, image)
+        _, _, options = aft_conv_options("AftConv", torch.empty(1, 1, 1), w, scale, scale, 3, image)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         names = ("gamma", "beta") if normalized else ()
         self._learn({"w": w, **{name: torch.empty(num_heads, **place) for name in names}}, place)

@@ -15,6 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import _calls, _options
+from ..ops._convolution import short_convolution_options
+from ..ops._fourier import FREE, fourier_options
+from ..ops._shaw import shaw_options
+from ..ops._softmax import softmax_options
+from ..ops._toeplitz import toeplitz_options
 from .aft import AftConv, AftFull, AftLocal, AftSimple
 from .attention import Attention
 from .gated import DeltaAttention, GatedAttention, GatedDeltaAttention
@@ -111,7 +116,7 @@ class ShawAttention(Attention):
         width = head_dim if rel_feature_map == "same" else _calls.features(feature_map, head_dim)
         place = {"device": device, "dtype": dtype}
         rel = torch.empty((2 * radius + 1, width) if shared else (num_heads, 2 * radius + 1, width), **place)
-        options = _options.shaw(
+        options = shaw_options(
             name, None, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm, **_options.gate(name, gate, decay)
         )  # fmt: skip
         super().__init__(num_heads, head_dim, options, num_kv_heads)
@@ -164,7 +169,7 @@ class FourierAttention(Attention):
         algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         place = {"device": device, "dtype": dtype}
-        names = () if wave == "pairs" else ("b", *_options.FREE.get(normalizer, ()))
+        names = () if wave == "pairs" else ("b", *FREE.get(normalizer, ()))
         features = _calls.features(feature_map, head_dim)
         angles = features // 2 if wave == "pairs" else features
         each = {name: torch.empty((num_heads, features), **place) for name in names}
@@ -173,7 +178,7 @@ class FourierAttention(Attention):
         a = torch.empty((num_kv_heads or num_heads, angles, axes or 1), **place)
         # Any positions: what they are does not matter to the options.
         at = None if axes is None else a
-        options, _ = _options.fourier(
+        options, _ = fourier_options(
             type(self).__name__, None, a, each.get("b"), each.get("c"), each.get("beta"), at, at, normalizer, wave,
             feature_map, _of_heads(decay, num_kv_heads or num_heads), algorithm, **_options.gate(type(self).__name__, gate, decay),
         )  # fmt: skip
@@ -255,7 +260,7 @@ class ToeplitzAttention(Attention):
                   "grid": (2 * height - 1, 2 * width - 1)}  # fmt: skip
         place = {"device": device, "dtype": dtype}
         bias = torch.empty((num_heads, *shapes.get(kind, (1,))), **place)
-        options = _options.toeplitz(name, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, True)
+        options = toeplitz_options(name, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, True)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         self._learn({"bias": bias}, place, feature_map)
 
@@ -295,7 +300,7 @@ class ShortConvolution(Attention):
         _options.expect_integer("ShortConvolution", "width", width, 1, 64)
         place = {"device": device, "dtype": dtype}
         taps = torch.empty((num_heads if num_kv_heads is None else num_kv_heads, width, head_dim), **place)
-        super().__init__(num_heads, head_dim, _options.short_convolution("ShortConvolution", taps, silu), num_kv_heads)
+        super().__init__(num_heads, head_dim, short_convolution_options("ShortConvolution", taps, silu), num_kv_heads)
         self._learn({"taps": taps}, place)
 
     def _draw(self) -> None:
@@ -329,7 +334,7 @@ class SoftmaxAttention(Attention):
         self, num_heads: int, head_dim: int, *, scale: float | None = None, capacity: int = 4096, window: int | None = None,
         num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        options = _options.softmax("SoftmaxAttention", scale, capacity, window)
+        options = softmax_options("SoftmaxAttention", scale, capacity, window)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         self._learn({}, {})
 
