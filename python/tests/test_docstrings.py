@@ -83,9 +83,13 @@ def test_says_enough(name):
         assert f"One token of `{whole.__name__}`" in text and "`longspan.ops`" in text
         assert set(inspect.signature(thing).parameters) <= documented(inspect.getdoc(whole)) | {"state"}
         return
+    # A variant says what differs.
+    variant = "`chunk_gated_delta_rule`" in text and name.startswith("longspan.fla.")
     # Of ``others`` forward says that it refuses them.
     assert documented(text) == set(inspect.signature(thing).parameters) - {"self", "others"}
     method = name.rsplit(".", 1)[-1]
+    if variant:
+        return
     if not inspect.isclass(thing):
         returned = inspect.signature(thing).return_annotation
         assert (section(text, "Returns") is None) == (returned in (None, "None") or method in ("set_num_threads", "empty_cache"))

@@ -146,16 +146,10 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         ----------
         src : Tensor
             ``[batch, token, d_model]`` with ``batch_first``, else ``[token, batch, d_model]``; or ``[token, d_model]``.
-        src_mask : Tensor ``[token, token]``, optional
-            Only a causal mask, or one that ignores the same keys for all queries: True, or -inf, is ignored.
-        src_key_padding_mask : Tensor ``[batch, token]``, optional
-            True, or -inf, is ignored.
-        is_causal : bool
-            A token sees those before it, and itself; it needs no ``src_mask``.
+        src_mask, src_key_padding_mask, is_causal, cu_seqlens, initial_state, output_final_state
+            As in `MultiheadAttention.forward`, masks without ``src_``.
         positions : Tensor ``[batch, token, n]``, optional
             Where tokens are, with ``attention="fourier"`` and ``axes=n``.
-        cu_seqlens, initial_state, output_final_state
-            As in `MultiheadAttention.forward`.
 
         Returns
         -------
@@ -177,12 +171,8 @@ class TransformerEncoderLayer(_Layer, _Encoder):
 
         Parameters
         ----------
-        token : Tensor ``[batch, d_model]``
-            The token, without an axis of tokens.
-        state : State or `TensorState`, optional
-            What a call or the last step returned; ``None`` starts a sequence. Under ``torch.no_grad()`` it is changed in place.
-        positions : Tensor ``[batch, 1, n]``, optional
-            Where the token is, with ``attention="fourier"`` and ``axes=n``.
+        token, state, positions
+            As in `MultiheadAttention.step`, without an axis of tokens.
 
         Returns
         -------
@@ -259,14 +249,10 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         ----------
         tgt, memory : Tensor
             ``[batch, token, d_model]`` with ``batch_first``, else ``[token, batch, d_model]``; or ``[token, d_model]``.
-        tgt_mask, memory_mask : Tensor ``[queries, keys]``, optional
-            Only a causal mask, or one that ignores the same keys for all queries: True, or -inf, is ignored.
-        tgt_key_padding_mask, memory_key_padding_mask : Tensor ``[batch, keys]``, optional
-            True, or -inf, is ignored.
-        tgt_is_causal, memory_is_causal : bool
-            Query ``i`` sees the keys ``j <= i``; it needs no mask.
-        initial_state, output_final_state : State or `TensorState`, bool
-            Of the self-attention: the tokens before; whether to return the state, too.
+        tgt_mask, tgt_key_padding_mask, tgt_is_causal, initial_state, output_final_state
+            Of the self-attention, as in `MultiheadAttention.forward`.
+        memory_mask, memory_key_padding_mask, memory_is_causal
+            Of the attention to the memory.
 
         Returns
         -------

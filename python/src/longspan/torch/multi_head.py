@@ -160,14 +160,8 @@ class MultiheadAttention(nn.Module):
             Only a causal mask, or one that ignores the same keys for all queries: True, or -inf, is ignored.
         is_causal : bool
             Query ``i`` sees the keys ``j <= i + offset``. It needs no ``attn_mask``, and one beside it is not looked at.
-        offset : int
-            Where query 0 stands among the keys.
-        cu_seqlens : sequence of int, Tensor, or a pair of them, optional
-            Boundaries of packed sequences, ``[0, end of the first, ..., L]``, with a batch of 1.
-        initial_state, output_final_state : State or `TensorState`, bool
-            The tokens before; whether to return the state, too. Causal only.
-        q_positions, k_positions : Tensor ``[batch, queries, n]``, ``[batch, keys, n]``, optional
-            With ``attention="fourier"`` and ``axes=n``.
+        offset, cu_seqlens, initial_state, output_final_state, q_positions, k_positions
+            As in `longspan.torch.attention.Attention.forward`.
 
         Returns
         -------
