@@ -223,28 +223,17 @@ def test_wrong_calls(kind, message, options):
         ops.kernelized_attention(q, k, v, **{"is_causal": True, **options(q, k, v, state)})
 
 
-STEPS = {
-    "kernelized": ops.kernelized_attention_step,
-    "kernelized, decay": partial(ops.kernelized_attention_step, decay=[0.5, 0.9]),
-    "shaw": ops.shaw_attention_step,
-    "fourier": ops.fourier_attention_step,
-    "toeplitz": partial(ops.toeplitz_attention_step, kind="clipped"),
-    "toeplitz, table": ops.toeplitz_attention_step,
-    "aft-full": ops.aft_full_step,
-    "aft-local": ops.aft_local_step,
-    "short-convolution": ops.short_convolution_step,
-    "depthwise-convolution": partial(between_gates, step=True),
-    "aft-simple": ops.aft_simple_step,
-    "aft-conv": partial(of_keys, step=True),
-    "softmax": partial(ops.softmax_attention_step, capacity=64),
-    "softmax, window": partial(ops.softmax_attention_step, window=8),
-}
+def step_of(function):
+    """The step of a call, with its options."""
+    of, options = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
+    return partial(of, step=True) if of in (of_keys, between_gates) else partial(getattr(ops, f"{of.__name__}_step"), **options)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@EVERY
 @pytest.mark.parametrize("with_axis", [False, True], ids=["", "with an axis of one token"])
 def test_steps_have_the_gradients_of_the_whole(name, with_axis):
-    step, (function, parameters) = STEPS[name], CASES[name]
+    function, parameters = CASES[name]
+    step = step_of(function)
     tensors = leaves(*inputs(), *parameters)
     expected, _ = function(*tensors, is_causal=True, output_final_state=True)
     q, k, v, *rest = tensors
