@@ -97,27 +97,6 @@ def test_autocast_and_positions():
         module.step(x)
 
 
-MECHANISMS = [
-    {"attention": "kernelized", "num_kv_heads": 2, "decay": 0.9}, {"attention": "kernelized", "feature_map": "hedgehog"},
-    {"attention": "shaw", "radius": 2}, {"attention": "fourier"}, {"attention": "toeplitz", "radius": 2},
-    {"attention": "aft-conv"}, {"attention": "aft-simple"}, {"attention": "softmax"},
-    {"attention": "short-convolution"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", MECHANISMS, ids=lambda options: options["attention"])
-@pytest.mark.parametrize("norm_first, activation, bias", [(False, "relu", True), (True, "gelu", False)])
-def test_a_layer(options, norm_first, activation, bias):
-    layer = TransformerEncoderLayer(
-        24, 4, 37, activation=activation, norm_first=norm_first, bias=bias, layer_norm_eps=1e-3, batch_first=True, **options
-    ).eval()
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    tokens = torch.randn(3, 7, 24)
-    with torch.no_grad():
-        torch.testing.assert_close(steps(layer.step, tokens)[0], layer(tokens, is_causal=True), rtol=1e-4, atol=1e-4)
-
-
 def test_errors_of_a_layer():
     layer = TransformerEncoderLayer(12, 3, 16).eval()
     other = TransformerEncoderLayer(12, 3, 16, attention="shaw").eval()

@@ -109,10 +109,8 @@ for _function in _CONSTANT:
     _function._dynamo_marked_constant = True
 
 
-def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] | None:
+def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]]:
     """Boundaries of packed sequences on the query and the key axis."""
-    if cu_seqlens is None:
-        return None
     pair = isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 and all(hasattr(c, "__len__") for c in cu_seqlens)
     lists: list[list[int]] = []
     for bounds in cu_seqlens if pair else (cu_seqlens,):

@@ -425,12 +425,11 @@ def _packed_with_states(
     """Each sequence with a state of its own."""
     if q.shape[0] != 1:
         raise ValueError(f"{operation}: cu_seqlens: expected a batch of 1, got {q.shape[0]}")
-    bounds = _calls.boundaries(operation, cu_seqlens)
-    assert bounds is not None
-    if bounds[0][:1] != [0] or bounds[0][-1:] != [q.shape[1]] or bounds[0] != sorted(bounds[0]):
-        raise ValueError(f"{operation}: cu_seqlens: expected numbers that rise from 0 to {q.shape[1]}, got {bounds[0]}")
+    bounds, _ = _calls.boundaries(operation, cu_seqlens)
+    if bounds[:1] != [0] or bounds[-1:] != [q.shape[1]] or bounds != sorted(bounds):
+        raise ValueError(f"{operation}: cu_seqlens: expected numbers that rise from 0 to {q.shape[1]}, got {bounds}")
     outs, states = [], []
-    for n, (start, end) in enumerate(zip(bounds[0], bounds[0][1:])):
+    for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
         part = slice(start, end)
         before = None if initial_state is None else initial_state[n : n + 1]
         out, after = _run(

@@ -109,13 +109,13 @@ def attend(
             raise ValueError(f"{operation}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
                              "got both")  # fmt: skip
         if cu_seqlens is not None:
-            check_packed(mechanism, _boundaries(operation, cu_seqlens), q, k)
+            check_packed(mechanism, _calls.boundaries(operation, cu_seqlens), q, k)
     if with_state and where is not Route.KERNELS:
         return _attend_with_states(where, call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)
     if where is Route.OPERATOR:
         queries, keys = _operators.as_boundaries(operation, cu_seqlens)
         return _operators.attention(*tensors[:3], tensors[3:], key_padding_mask, queries, keys, None, "", "", None, *call)[0]
-    packed = None if cu_seqlens is None else _boundaries(operation, cu_seqlens)
+    packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     if where is Route.TORCH:
         return in_torch(call, tensors, key_padding_mask, packed)
     if where is Route.AUTOGRAD:
@@ -240,12 +240,6 @@ def shape_of_states(call: Request, tensors: Sequence[Any]) -> tuple[str, str, tu
     sharing = _operators.sharing(k, v)
     sizes = (int(q.shape[1]) * sharing, int(k.shape[1]) * sharing, int(q.shape[3]), int(v.shape[3]))
     return _state_shape(call.mechanism, call.options, call.operation, _calls.shaped(call.mechanism, parameters), sizes)
-
-
-def _boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]]:
-    packed = _calls.boundaries(operation, cu_seqlens)
-    assert packed is not None
-    return packed
 
 
 def _transformed(tensors: Sequence[Tensor], state: Any = None) -> bool:

@@ -186,10 +186,8 @@ def as_boundaries(operation: str, cu_seqlens: Any) -> tuple[Tensor | None, Tenso
                 raise TypeError(f"{operation}: cu_seqlens: expected integers, or a pair of such lists, got a tensor of "
                                 f"{bounds.dtype} and {bounds.dim()} axes")  # fmt: skip
         return pair
-    packed = _calls.boundaries(operation, cu_seqlens)
-    assert packed is not None
     # Not on the default device: they are read here.
-    first, second = (torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in packed)
+    first, second = (torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in _calls.boundaries(operation, cu_seqlens))
     return first, second
 
 
