@@ -49,8 +49,10 @@ def mechanism(
     name: str, options: str, operation: str, parameters: Sequence[Any], q: Any = None, offset: int = 0
 ) -> _native.Mechanism:
     """The compiled mechanism for a call with these parameters."""
-    more = shaped(name, parameters, q, offset)
-    return cached(name, options, operation, more) if more else cached(name, options, operation)
+    declared = DECLARED.get(name)
+    if declared is None or declared.shaped is None:
+        return cached(name, options, operation)
+    return cached(name, options, operation, shaped(name, parameters, q, offset))
 
 
 class Request(NamedTuple):
