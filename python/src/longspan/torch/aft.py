@@ -26,15 +26,6 @@ class AftFull(Attention):
         Of the biases; ``None`` for one number for each pair of positions.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import AftFull
-    >>> attention = AftFull(4, 8, length=200, rank=16)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "aft-full"
@@ -68,15 +59,6 @@ class AftLocal(Attention):
         Tokens of the longest sequence.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import AftLocal
-    >>> attention = AftLocal(4, 8, window=16, length=200)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "aft-local"
@@ -104,15 +86,6 @@ class AftSimple(Attention):
     ----------
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import AftSimple
-    >>> attention = AftSimple(4, 8)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "aft-simple"

@@ -1,8 +1,8 @@
 """One module for each mechanism: attention over heads, with what it learns.
 
 All are made from ``(num_heads, head_dim)`` and options by name, and called with ``q``, ``k``, ``v`` as
-``[batch, head, token, feature]``; see `longspan.ops` for formulas and arguments. `Attention.step`, of their base
-class, goes on token by token. Projections are `MultiheadAttention`'s.
+``[batch, head, token, feature]``; see `longspan.ops` for formulas and arguments, and their base class `Attention` for examples of calls
+and steps. Projections are `MultiheadAttention`'s.
 """
 
 from __future__ import annotations
@@ -45,15 +45,6 @@ class KernelizedAttention(Attention):
         ``rate``, ``[num_kv_heads]``, and ``bias``, ``[num_kv_heads, 1]``, are learned, too, and start as Mamba-2's. Causal calls only.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import KernelizedAttention
-    >>> attention = KernelizedAttention(4, 8, feature_map="prf:32", decay=0.99)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "kernelized"
@@ -88,17 +79,6 @@ class ShawAttention(Attention):
         As in `KernelizedAttention`.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import ShawAttention
-    >>> attention = ShawAttention(4, 8, radius=16)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
-    >>> attention.rel.shape
-    torch.Size([4, 33, 8])
     """
 
     mechanism = "shaw"
@@ -230,17 +210,6 @@ class ToeplitzAttention(Attention):
         As in `longspan.ops.toeplitz_attention`.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import ToeplitzAttention
-    >>> attention = ToeplitzAttention(4, 8, kind="buckets")
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
-    >>> attention.bias.shape
-    torch.Size([4, 32])
     """
 
     mechanism = "toeplitz"
@@ -279,15 +248,6 @@ class ShortConvolution(Attention):
         Whether the sum of the taps goes through SiLU before the query gates it.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import ShortConvolution
-    >>> convolution = ShortConvolution(4, 8)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> convolution(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "short-convolution"
@@ -317,15 +277,6 @@ class SoftmaxAttention(Attention):
         As in `longspan.ops.softmax_attention`.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import SoftmaxAttention
-    >>> attention = SoftmaxAttention(4, 8)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "softmax"
