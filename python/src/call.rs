@@ -261,6 +261,38 @@ impl Mechanism {
         sum.map(T::wrap).map_err(|e| self.failed(e))
     }
 
+    fn combine_backward_as<T: Precise>(
+        &self,
+        py: Python<'_>,
+        states: [&State; 3],
+        given: &[Tensor<'_>],
+    ) -> PyResult<(State, State, Vec<Py<PyAny>>)> {
+        let [earlier, later, d_combined] =
+            states.map(|state| T::unwrap(state).ok_or_else(|| self.other_precision::<T>("later", state)));
+        let parameters: Vec<&[T]> = given.iter().map(Tensor::numbers).collect();
+        let found = T::kernel(&*self.kernel).combine_backward(earlier?, later?, &parameters, d_combined?);
+        let found = found.map_err(|e| self.failed(e))?;
+        let of_parameters = given.iter().zip(&found.parameters).map(|(tensor, numbers)| {
+            let mut fresh = Fresh::new(py, tensor.shape(), T::PRECISION.dtype())?;
+            fresh.numbers_mut().copy_from_slice(numbers);
+            Ok(fresh.finish().into_any().unbind())
+        });
+        Ok((T::wrap(found.earlier), T::wrap(found.later), of_parameters.collect::<PyResult<_>>()?))
+    }
+
+    /// Parameters that have a part in a sum of states.
+    fn parameters_of_sums<'py>(&self, precision: Precision, given: &Bound<'py, PyTuple>) -> PyResult<Vec<Tensor<'py>>> {
+        let read = |value: Bound<'py, PyAny>| {
+            let tensor = Tensor::new(&self.operation, "parameters", &value)?.row_major()?;
+            if tensor.dtype().precision() == precision {
+                return Ok(tensor);
+            }
+            let expected = format!("{} like the states", precision.name());
+            Err(error::kind(&self.operation, "parameters", expected, tensor.dtype().name()))
+        };
+        given.iter().map(read).collect()
+    }
+
     fn kernel_seconds_as<T: Precise>(&self, py: Python<'_>, inputs: &Inputs<'_>, repeats: usize) -> PyResult<Vec<f64>> {
         let mut out = FreshTensor::new(py, inputs.dims.out(), inputs.q.dtype(), false)?;
         let mut seconds = Vec::new();
@@ -507,16 +539,7 @@ impl Mechanism {
         parameters: &Bound<'_, PyTuple>,
     ) -> PyResult<State> {
         let precision = earlier.precision();
-        let given = parameters.iter().map(|value| {
-            Tensor::new(&self.operation, "parameters", &value)?.row_major().and_then(|tensor| match tensor.dtype() {
-                found if found.precision() == precision => Ok(tensor),
-                found => {
-                    let expected = format!("{} like the states", precision.name());
-                    Err(error::kind(&self.operation, "parameters", expected, found.name()))
-                }
-            })
-        });
-        let parameters = given.collect::<PyResult<Vec<_>>>()?;
+        let parameters = self.parameters_of_sums(precision, parameters)?;
         match (&earlier.numbers, &later.numbers) {
             (Numbers::F32(a), Numbers::F32(b)) => self.combine_as(a, b, &parameters),
             (Numbers::F64(a), Numbers::F64(b)) => self.combine_as(a, b, &parameters),
@@ -525,6 +548,22 @@ impl Mechanism {
                 Err(error::kind(&self.operation, "later", expected, later.precision().name()))
             }
         }
+    }
+
+    /// Gradients of both states and of the parameters from that of their sum.
+    #[pyo3(signature = (earlier, later, parameters, d_combined))]
+    fn combine_backward(
+        &self,
+        py: Python<'_>,
+        earlier: PyRef<'_, State>,
+        later: PyRef<'_, State>,
+        parameters: &Bound<'_, PyTuple>,
+        d_combined: PyRef<'_, State>,
+    ) -> PyResult<(State, State, Vec<Py<PyAny>>)> {
+        let precision = earlier.precision();
+        let parameters = self.parameters_of_sums(precision, parameters)?;
+        let states = [&*earlier, &*later, &*d_combined];
+        with_precision!(precision, T => self.combine_backward_as::<T>(py, states, &parameters))
     }
 
     /// Seconds that the kernel itself takes for a forward call on these arrays, ``repeats`` times: what

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from test_mechanisms import called
 from test_ops import inputs
 
 import longspan
@@ -428,19 +429,10 @@ def test_fuzzed_states():
     draw = np.random.default_rng(int(os.environ.get("LONGSPAN_FUZZ_SEED", "0")))
     q, k, v = inputs(kv_heads=4, head_dim=4, value_dim=4, queries=6, keys=6)
     token = [x[:, :, 0] for x in (q, k, v)]
-    rel, table = draw.standard_normal((4, 7, 4)), draw.standard_normal((4, 31))
-    local, full = draw.standard_normal((16, 5)), draw.standard_normal((16, 16))
-    calls = {
-        "kernelized": (ops.kernelized_attention, ops.kernelized_attention_step, {}),
-        "shaw": (ops.shaw_attention, ops.shaw_attention_step, {"rel": rel}),
-        "toeplitz": (ops.toeplitz_attention, ops.toeplitz_attention_step, {"bias": table}),
-        "aft-local": (ops.aft_local, ops.aft_local_step, {"w": local}),
-        "aft-full": (ops.aft_full, ops.aft_full_step, {"w": full}),
-        "softmax": (ops.softmax_attention, ops.softmax_attention_step, {"capacity": 9}),
-    }
     answers = errors = 0
-    for name, (whole, step, options) in calls.items():
-        _, state = whole(q, k, v, is_causal=True, output_final_state=True, **options)
+    for name in ("kernelized", "shaw", "toeplitz", "aft_local", "aft_full", "softmax"):
+        whole, step = called(name, is_causal=True), called(name, "_step")
+        _, state = whole(q, k, v, output_final_state=True)
         for _ in range(60):
             numbers = state.numbers
             places = draw.integers(0, numbers.size, draw.integers(1, 4))
@@ -448,8 +440,8 @@ def test_fuzzed_states():
             broken = longspan.State.from_numbers(state.mechanism, state.options, state.batch, state.kv_heads, state.parts, numbers)
             try:
                 with np.errstate(all="ignore"):
-                    whole(q, k, v, is_causal=True, initial_state=broken, output_final_state=True, **options)
-                    step(*token, state=broken, **options)
+                    whole(q, k, v, initial_state=broken, output_final_state=True)
+                    step(*token, state=broken)
                 answers += 1
             except ValueError as error:
                 assert str(error), name

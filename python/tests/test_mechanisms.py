@@ -168,31 +168,39 @@ def test_fourier_steps_at_given_positions(maps, kv_heads):
         ops.fourier_attention_step(*(x[:, :, 0] for x in (q, k, v)), *learned, q_positions=places[0][:, :1], **options)
 
 
-#: What is called over all tokens and what for each, of what the mechanism learns, and their options.
+#: The names of what is called over all tokens, and of its step, and what the mechanism learns or is told.
 STREAMS = {
-    "kernelized": (ops.kernelized_attention, ops.kernelized_attention_step, {}),
-    "shaw": (ops.shaw_attention, ops.shaw_attention_step, {"rel": draw(4, 7, 4)}),
-    "fourier": (ops.fourier_attention, ops.fourier_attention_step, {"a": draw(4, 4, 1), "b": draw(4, 4)}),
-    "toeplitz": (ops.toeplitz_attention, ops.toeplitz_attention_step, {"bias": draw(4, 59)}),
-    "toeplitz, clipped": (ops.toeplitz_attention, ops.toeplitz_attention_step, {"bias": draw(4, 7), "kind": "clipped"}),
-    "aft_full": (ops.aft_full, ops.aft_full_step, {"w": draw(30, 30)}),
-    "aft_full of two factors": (ops.aft_full, ops.aft_full_step, {"u": draw(30, 2), "z": draw(30, 2) + 1}),
-    "short_convolution": (ops.short_convolution, ops.short_convolution_step, {"taps": draw(4, 4, 4)}),
-    "depthwise_convolution": (lambda q, k, v, is_causal, **o: ops.depthwise_convolution(v, **o),
-                              lambda q, k, v, **o: ops.depthwise_convolution_step(v, **o), {"taps": draw(4, 4, 4), "bias": draw(4, 4)}),
-    "aft_simple": (ops.aft_simple, ops.aft_simple_step, {}),
-    "aft_local": (ops.aft_local, ops.aft_local_step, {"w": draw(30, 7)}),
-    "softmax": (ops.softmax_attention, ops.softmax_attention_step, {"capacity": 64}),
-    "softmax in a window": (ops.softmax_attention, ops.softmax_attention_step, {"window": 5}),
-    "aft_conv": (lambda q, k, v, **o: ops.aft_conv(q, k[..., 0], v, **o),
-                 lambda q, k, v, **o: ops.aft_conv_step(q, k[..., 0], v, **o), {"w": draw(4, 5)}),
-}  # fmt: skip
+    "kernelized": ("kernelized_attention", {}),
+    "shaw": ("shaw_attention", {"rel": draw(4, 7, 4)}),
+    "fourier": ("fourier_attention", {"a": draw(4, 4, 1), "b": draw(4, 4)}),
+    "toeplitz": ("toeplitz_attention", {"bias": draw(4, 59)}),
+    "toeplitz, clipped": ("toeplitz_attention", {"bias": draw(4, 7), "kind": "clipped"}),
+    "aft_full": ("aft_full", {"w": draw(30, 30)}),
+    "aft_full of two factors": ("aft_full", {"u": draw(30, 2), "z": draw(30, 2) + 1}),
+    "short_convolution": ("short_convolution", {"taps": draw(4, 4, 4)}),
+    "depthwise_convolution": ("depthwise_convolution", {"taps": draw(4, 4, 4), "bias": draw(4, 4)}),
+    "aft_simple": ("aft_simple", {}),
+    "aft_local": ("aft_local", {"w": draw(30, 7)}),
+    "softmax": ("softmax_attention", {"capacity": 64}),
+    "softmax in a window": ("softmax_attention", {"window": 5}),
+    "aft_conv": ("aft_conv", {"w": draw(4, 5)}),
+}
+
+
+def called(name, suffix="", **options):
+    """A function of queries, keys and values, whatever the operator takes of them."""
+    function, learned = getattr(ops, STREAMS[name][0] + suffix), STREAMS[name][1]
+    if name == "depthwise_convolution":
+        options.pop("is_causal", None)
+        return lambda q, k, v, **more: function(v, **learned, **options, **more)
+    if name == "aft_conv":
+        return lambda q, k, v, **more: function(q, k[..., 0], v, **learned, **options, **more)
+    return partial(function, **learned, **options)
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_token_by_token_and_chunk_after_chunk(name):
-    function, function_step, options = STREAMS[name]
-    whole, step = partial(function, is_causal=True, **options), partial(function_step, **options)
+    whole, step = called(name, is_causal=True), called(name, "_step")
     q, k, v = inputs(queries=30, keys=30, kv_heads=4, head_dim=4, value_dim=4)
     expected, end = whole(q, k, v, output_final_state=True)
     out, state = streamed(step, q, k, v)

@@ -11,6 +11,7 @@ from definition import shaw as definition  # noqa: E402
 
 import longspan  # noqa: E402
 from longspan import ops  # noqa: E402
+from longspan.torch import TensorState  # noqa: E402
 
 
 def draw(*shape, dtype=torch.float64, seed=0, requires_grad=False):
@@ -81,23 +82,37 @@ def test_another_device_is_never_the_cpu():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_opcheck(dtype, requires_grad):
     q, k, v = inputs(dtype=dtype, requires_grad=requires_grad)
+    without = (None, "", "", None)
     shaw = '{"feature_map": "softplus"}'
     biases, values = (draw(*shape, seed=5, dtype=dtype, requires_grad=requires_grad) for shape in ((9, 9), k.shape))
     for arguments in (
-        (q, k, v, [], None, None, None, "kernelized", "{}", "test", True, 0),
-        (q, k, v, [table(dtype=dtype, requires_grad=requires_grad)], padding(), None, None, "shaw", shaw, "test", False, 1),
-        (q.detach()[:1], k[:1], v[:1], [], None, torch.tensor([0, 4, 9]), torch.tensor([0, 3, 9]), "kernelized", "{}", "test", True, 0),
-        (q[:, :, :0], k, v, [], None, None, None, "kernelized", "{}", "test", True, 0),
-        (q, k, values, [biases], padding(), None, None, "aft-full", "{}", "test", False, 0),
+        (q, k, v, [], None, None, None, *without, "kernelized", "{}", "test", True, 0),
+        (q, k, v, [table(dtype=dtype, requires_grad=requires_grad)], padding(), None, None, *without, "shaw", shaw, "test", False, 1),
+        (q.detach()[:1], k[:1], v[:1], [], None, torch.tensor([0, 4, 9]), torch.tensor([0, 3, 9]), *without, "kernelized", "{}", "test", True, 0),
+        (q[:, :, :0], k, v, [], None, None, None, *without, "kernelized", "{}", "test", True, 0),
+        (q, k, values, [biases], padding(), None, None, *without, "aft-full", "{}", "test", False, 0),
     ):
         torch.library.opcheck(torch.ops.longspan.attention.default, arguments)
 
 
-def test_opcheck_of_the_backward():
+@pytest.mark.parametrize("with_state", [False, True])
+def test_opcheck_of_the_backward_and_of_states(with_state):
     q, k, v = inputs()
-    out, denominators = torch.ops.longspan.attention(q, k, v, [], None, None, None, "kernelized", "{}", "test", True, 0)
-    arguments = (draw(*out.shape), q, k, v, [], None, out, denominators, None, None, "kernelized", "{}", "test", True, 0)
+    options = '{"feature_map": "elu+1", "normalize": true, "algorithm": "auto"}'
+    call = ("kernelized", options, "test", True, 0)
+    state, numbers = ("", "", None), None
+    if with_state:
+        _, before = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
+        state, numbers = (before.mechanism, before.options, list(before.parts)), TensorState.of(before).numbers
+    out, denominators, final = torch.ops.longspan.attention(q, k, v, [], None, None, None, numbers, *state, *call)
+    assert final.shape == (2, 2, sum(state[2] or ()))
+    arguments = (draw(*out.shape), torch.ones_like(final), q, k, v, [], None, None, None, numbers, out, denominators, *state, *call)
     torch.library.opcheck(torch.ops.longspan.attention_backward.default, arguments)
+    if with_state:
+        q, k, v, numbers = (x.requires_grad_() for x in (q, k, v, numbers))
+        checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
+        arguments = (q, k, v, [], None, None, None, numbers, *state, *call)
+        torch.library.opcheck(torch.ops.longspan.attention.default, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -167,16 +167,6 @@ def test_an_exported_program_takes_any_boundaries():
         torch.testing.assert_close(program.module()(q, k, v, torch.tensor(bounds)), packed(q, k, v, bounds))
 
 
-def test_the_operator_with_states_is_one():
-    q, k, v = (torch.randn(2, 2, 3, 4, requires_grad=True) for _ in range(3))
-    _, state = ops.kernelized_attention(*(x.detach() for x in (q, k, v)), is_causal=True, output_final_state=True)
-    numbers = TensorState.of(state).numbers.requires_grad_()
-    options = '{"feature_map": "elu+1", "normalize": true, "algorithm": "auto"}'
-    rest = (state.mechanism, state.options, list(state.parts), "kernelized", options, "test", True, 0)
-    checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
-    torch.library.opcheck(torch.ops.longspan.attention_with_state.default, (q, k, v, [], None, numbers, *rest), test_utils=checks)
-
-
 def test_a_first_step_of_no_sequences():
     layer = TransformerEncoderLayer(12, 3, 24, attention="shaw", radius=2).eval()
     with torch.no_grad():

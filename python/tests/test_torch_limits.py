@@ -141,6 +141,14 @@ def test_a_negative_sum_under_the_literal_normaliser_is_no_number() -> None:
     assert 0 < out.isnan().all(-1).sum() < 30 and not (out == 0).all(-1).any()
 
 
+def test_nested_and_sparse_tensors_are_refused() -> None:
+    x = torch.randn(1, 2, 4, 3)
+    for other in (x.to_sparse(), torch.nested.nested_tensor([x[0], x[0, :, :2]])):
+        for tensors in ((other, x, x), (x, x, other)):
+            with pytest.raises(TypeError, match="[qv]: expected a dense tensor, got"):
+                ops.kernelized_attention(*tensors)
+
+
 def test_masked_arrays_are_refused() -> None:
     x = np.ones((1, 1, 8, 4), "f4")
     masked = np.ma.masked_array(x, mask=x > 0)
@@ -250,3 +258,22 @@ def test_a_nan_in_a_short_convolution_reaches_the_rows_within_its_width_alone() 
     v[0, 0, 2] = torch.nan
     out = chunked_attention(q, k, v, [torch.ones(1, 3, 2)], mechanism="short-convolution", options='{"silu": false}', is_causal=True)
     assert out[0, 0].isnan().any(-1).tolist() == [row in (2, 3, 4) for row in range(8)]
+
+
+def test_in_torch_an_image_has_no_more_places_than_pixels() -> None:
+    q = torch.randn(1, 1, 7, 2)
+    for is_causal in (False, True):
+        with pytest.raises(ValueError, match="bias: expected"):
+            ops.toeplitz_attention(q, q, q, torch.zeros(1, 3, 5), kind="grid", is_causal=is_causal)
+        with pytest.raises(ValueError, match="bias: expected"):
+            chunked_attention(q, q, q, [torch.zeros(1, 3, 5)], mechanism="toeplitz", options='{"kind": "grid"}', is_causal=is_causal)
+
+
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
+def test_in_torch_no_tokens_have_gradients(gate: str) -> None:
+    q, k, v = (torch.randn(2, 1, 0, 3, requires_grad=True) for _ in range(3))
+    beta = torch.rand(2, 1, 0, requires_grad=True)
+    gates = {"none": [], "head": [torch.rand(2, 1, 0, requires_grad=True)], "channel": [torch.rand(2, 1, 0, 3, requires_grad=True)]}[gate]
+    for mechanism, given in (("gated", gates), ("delta", [*gates, beta])):
+        out = chunked_attention(q, k, v, given, mechanism=mechanism, options=json.dumps({"gate": gate}), is_causal=True)
+        assert out.shape == (2, 1, 0, 3) and all(x.shape for x in torch.autograd.grad(out.sum(), (q, k, v, *given)))

@@ -53,6 +53,8 @@ def test_flops(name, function):
     expected = next(estimate["flops"] for estimate in plan.estimates if estimate["algorithm"] == plan.algorithm)
     assert counted(lambda: function(*qkv(300), is_causal=True)) == round(expected) > 0
     assert counted(lambda: function(*qkv(300, True), is_causal=True).sum().backward()) == 3 * round(expected)
+    with_state = lambda *tensors: function(*tensors, is_causal=True, output_final_state=True)[0].sum()  # noqa: E731
+    assert counted(lambda: with_state(*qkv(300, True)).backward()) == 3 * round(expected)
     rel = torch.randn(2, 9, 8)
     assert counted(lambda: ops.shaw_attention(*qkv(300), rel)) > counted(lambda: ops.kernelized_attention(*qkv(300)))
 

@@ -60,16 +60,7 @@ IMAGES = {
 PADDING = torch.zeros(2, LENGTH, dtype=torch.bool)
 PADDING[0, 5:] = True
 PADDING[1] = True
-OPTIONS = [{}, {"is_causal": True}, {"is_causal": True, "offset": -2}, {"key_padding_mask": PADDING}]
 EVERY = pytest.mark.parametrize("name", CASES)
-
-
-@EVERY
-@pytest.mark.parametrize("options", OPTIONS, ids=["all", "causal", "late", "padded"])
-def test_gradients(name, options):
-    function, parameters = CASES[name]
-    arguments = leaves(*inputs(), *parameters)
-    assert torch.autograd.gradcheck(lambda *t: function(*t, **options), arguments)
 
 
 @pytest.mark.parametrize("entries, max_distance, two_sided", [

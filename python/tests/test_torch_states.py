@@ -13,7 +13,14 @@ from agreement import draw, elsewhere, leaves, same_gradients, steps  # noqa: E4
 
 import longspan  # noqa: E402
 from longspan import ops  # noqa: E402
-from longspan.torch import KernelizedAttention, TensorState  # noqa: E402
+from longspan.torch import (  # noqa: E402
+    AftSimple,
+    FourierAttention,
+    KernelizedAttention,
+    ShortConvolution,
+    TensorState,
+    ToeplitzAttention,
+)
 
 LENGTH = 12
 
@@ -216,28 +223,17 @@ def test_wrong_calls(kind, message, options):
         ops.kernelized_attention(q, k, v, **{"is_causal": True, **options(q, k, v, state)})
 
 
-STEPS = {
-    "kernelized": ops.kernelized_attention_step,
-    "kernelized, decay": partial(ops.kernelized_attention_step, decay=[0.5, 0.9]),
-    "shaw": ops.shaw_attention_step,
-    "fourier": ops.fourier_attention_step,
-    "toeplitz": partial(ops.toeplitz_attention_step, kind="clipped"),
-    "toeplitz, table": ops.toeplitz_attention_step,
-    "aft-full": ops.aft_full_step,
-    "aft-local": ops.aft_local_step,
-    "short-convolution": ops.short_convolution_step,
-    "depthwise-convolution": partial(between_gates, step=True),
-    "aft-simple": ops.aft_simple_step,
-    "aft-conv": partial(of_keys, step=True),
-    "softmax": partial(ops.softmax_attention_step, capacity=64),
-    "softmax, window": partial(ops.softmax_attention_step, window=8),
-}
+def step_of(function):
+    """The step of a call, with its options."""
+    of, options = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
+    return partial(of, step=True) if of in (of_keys, between_gates) else partial(getattr(ops, f"{of.__name__}_step"), **options)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@EVERY
 @pytest.mark.parametrize("with_axis", [False, True], ids=["", "with an axis of one token"])
 def test_steps_have_the_gradients_of_the_whole(name, with_axis):
-    step, (function, parameters) = STEPS[name], CASES[name]
+    function, parameters = CASES[name]
+    step = step_of(function)
     tensors = leaves(*inputs(), *parameters)
     expected, _ = function(*tensors, is_causal=True, output_final_state=True)
     q, k, v, *rest = tensors
@@ -358,6 +354,18 @@ def test_gradients_through_combine(name, cuts, padded):
     expected = function(*whole, is_causal=True, key_padding_mask=ignored)[:, :, second:]
     torch.testing.assert_close(out, expected)
     same_gradients(out, expected, apart, of_expected=whole, weights=torch.randn_like(out))
+
+
+@pytest.mark.parametrize("module", [ShortConvolution(2, 4), ToeplitzAttention(2, 4, radius=2), AftSimple(2, 4), FourierAttention(2, 4)], ids=str)
+def test_modules_combine_states_with_gradients(module):
+    x, later = (draw(1, 2, 5, 4, seed=seed).float().requires_grad_() for seed in (0, 1))
+    whole = torch.cat([x, later], 2)
+    parts = [module(t, t, t, is_causal=True, output_final_state=True)[1] for t in (x, later)]
+    token = draw(1, 2, 1, 4).float()
+    got, expected = (module(token, token, token, is_causal=True, initial_state=state) for state in (
+        module.combine(*parts), module(whole, whole, whole, is_causal=True, output_final_state=True)[1]))  # fmt: skip
+    torch.testing.assert_close(got, expected)
+    same_gradients(got, expected, (x, later), rtol=1e-4, atol=1e-5)
 
 
 def test_what_combine_refuses_of_tensors():

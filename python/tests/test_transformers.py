@@ -144,6 +144,8 @@ def test_what_is_refused():
     ids = torch.randint(2, 50, (1, 9))
     with pytest.raises(ValueError, match=r"longspan: attention_mask: expected shape \(batch, tokens\)"):
         model()(ids, attention_mask=torch.ones(1, 1, 9, 9))
+    with pytest.raises(ValueError, match="longspan: cu_seq_lens_q: expected None"):
+        model()(ids, cu_seq_lens_q=torch.tensor([0, 4, 9]), cu_seq_lens_k=torch.tensor([0, 4, 9]))
     mistral = transformers.MistralConfig(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         sliding_window=4, attn_implementation="longspan",

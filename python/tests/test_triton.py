@@ -240,7 +240,7 @@ def test_frequencies_and_gates_may_be_finer_than_what_they_are_for():
     inputs = [x.bfloat16().requires_grad_() for x in (q, k, v)] + [x.requires_grad_() for x in learned]
     # As a call under autocast goes on.
     call = Request("fourier", json.dumps({"gate": True}), "call", True, 0)
-    out = _operators.Eager.apply(None, None, call, None, None, False, *inputs)
+    out = _operators.Eager.apply(None, None, call, None, None, *inputs)
     assert error(out, exact) < TOLERANCES[torch.bfloat16]
     gradients = torch.autograd.grad(out, inputs, d_out.bfloat16())
     assert [x.dtype for x in gradients] == [x.dtype for x in inputs]

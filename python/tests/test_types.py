@@ -1,5 +1,6 @@
 """The package's annotations hold, its stubs say what there is, and a type checker finds out what a call returns."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,13 @@ def check(*arguments, cwd):
 def test_the_package(tmp_path):
     done = check("mypy", "--config-file", SETTINGS, "-p", "longspan", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_stub_of_operators_is_what_their_signatures_make():
+    spec = importlib.util.spec_from_file_location("stubs", Path(__file__).parents[1] / "stubs.py")
+    stubs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stubs)
+    assert stubs.STUB.read_text(encoding="utf-8") == stubs.stub(), "run: python stubs.py"
 
 
 def test_stubs_say_what_there_is(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import operator
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -15,39 +14,45 @@ from . import _native, _options
 from ._native import State
 
 
-def first_distance(q: Any, offset: Any) -> int | None:
-    """Distance of a Toeplitz table's first entry; what is no call is refused later, by name."""
-    try:
-        offset = offset if isinstance(offset, int) else operator.index(offset)
-    except TypeError:
-        return None
-    return 1 - q.shape[2] - offset if len(getattr(q, "shape", ())) == 4 else None
+class Declared(NamedTuple):
+    """What is to be known of a mechanism beside the options that its kernel reads."""
+
+    #: The function of `longspan.ops` that calls it.
+    function: Callable[..., Any]
+    #: Names of its parameters before those of feature maps and gates, of a call with these options and so many parameters.
+    names: Callable[[dict[str, Any], int], list[str]]
+    #: Options that follow from the shapes of its parameters. An operator's options, a text, cannot hold them: under torch.compile a
+    #: size may be a symbol.
+    shaped: Callable[..., dict[str, Any]] | None
+    #: Options without which it cannot be explained, and what stands for them.
+    explained: dict[str, Any]
 
 
-#: Options that follow from the shapes of a mechanism's parameters. An operator's options, a text, cannot hold them: under
-#: torch.compile a size may be a symbol.
-_SHAPED: dict[str, Callable[..., dict[str, Any]]] = {
-    "shaw": lambda q, offset, rel, *_: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2},
-    "toeplitz": lambda q, offset, bias, *_: {"first": first_distance(q, offset), "shape": tuple(bias.shape[1:])},
-    "aft-full": lambda q, offset, w, z=None: {"length": w.shape[0], "rank": None if z is None else w.shape[1]},
-    "aft-local": lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]},
-    "short-convolution": lambda q, offset, taps, *_: {"width": taps.shape[1]},
-    "aft-conv": lambda q, offset, w, *_: {"taps": w.shape[-1], "tap_rows": w.shape[1] if w.ndim == 3 else None},
-}
+#: Every mechanism by its name, as its file in ``ops`` declares it.
+DECLARED: dict[str, Declared] = {}
+
+
+def declare(
+    name: str, function: Callable[..., Any], names: Callable[[dict[str, Any], int], list[str]] = lambda *_: [],
+    shaped: Callable[..., dict[str, Any]] | None = None, **explained: Any,
+) -> None:  # fmt: skip
+    DECLARED[name] = Declared(function, names, shaped, explained)
 
 
 def shaped(name: str, parameters: Sequence[Any], q: Any = None, offset: int = 0) -> tuple[tuple[str, Any], ...]:
     """The options of a call that follow from the shapes of these parameters; a state depends on none of the queries'."""
-    return tuple(_SHAPED[name](q, offset, *parameters).items()) if name in _SHAPED else ()
+    own = DECLARED[name].shaped if name in DECLARED else None
+    return () if own is None else tuple(own(q, offset, *parameters).items())
 
 
 def mechanism(
     name: str, options: str, operation: str, parameters: Sequence[Any], q: Any = None, offset: int = 0
 ) -> _native.Mechanism:
     """The compiled mechanism for a call with these parameters."""
-    if name in _SHAPED:
-        return cached(name, options, operation, shaped(name, parameters, q, offset))
-    return cached(name, options, operation)
+    declared = DECLARED.get(name)
+    if declared is None or declared.shaped is None:
+        return cached(name, options, operation)
+    return cached(name, options, operation, shaped(name, parameters, q, offset))
 
 
 class Request(NamedTuple):
@@ -106,10 +111,8 @@ for _function in _CONSTANT:
     _function._dynamo_marked_constant = True
 
 
-def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] | None:
+def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]]:
     """Boundaries of packed sequences on the query and the key axis."""
-    if cu_seqlens is None:
-        return None
     pair = isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 and all(hasattr(c, "__len__") for c in cu_seqlens)
     lists: list[list[int]] = []
     for bounds in cu_seqlens if pair else (cu_seqlens,):
@@ -130,22 +133,13 @@ def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]] |
 BFLOAT16 = np.dtype("V2")
 
 
-_PARAMETERS = {"shaw": ("rel",), "toeplitz": ("bias",), "aft-local": ("w",), "aft-conv": ("w", "gamma", "beta"),
-               "short-convolution": ("taps", "bias"), "gated": ("log_decay",), "delta": ("log_decay", "beta")}  # fmt: skip
-
-
 def names(mechanism: str, options: str, parameters: Sequence[Any]) -> list[str]:
     """Names of a call's arrays. More names than arrays do no harm: zip stops at the shorter."""
     given = settings(options)
     learned = str(given.get("feature_map", "")).startswith("hedgehog")
     others = [*(["maps", "maps"] if learned or not given.get("gate") else []), "log_decay"]
-    if mechanism == "fourier":
-        free = () if given.get("wave") == "pairs" else ("b", *_options.FREE[given.get("normalizer", "one_plus")])
-        positions = () if given.get("axes") is None else ("q_positions", "k_positions")
-        return ["q", "k", "v", "a", *free, *positions, *others]
-    if mechanism == "aft-full":
-        return ["q", "k", "v", *(["w"] if len(parameters) == 1 else ["u", "z"])]
-    return ["q", "k", "v", *_PARAMETERS.get(mechanism, ()), *others]
+    own = DECLARED[mechanism].names(given, len(parameters)) if mechanism in DECLARED else []
+    return ["q", "k", "v", *own, *others]
 
 
 def plain_state(operation: str, name: str, state: Any) -> State | None:

@@ -59,6 +59,9 @@ class Mechanism:
     ) -> tuple[NDArray[Any], State]: ...  # fmt: skip
     def empty_state(self, sizes: Sequence[int]) -> State: ...
     def combine(self, earlier: State, later: State, parameters: tuple[NDArray[Any], ...]) -> State: ...
+    def combine_backward(
+        self, earlier: State, later: State, parameters: tuple[NDArray[Any], ...], d_combined: State
+    ) -> tuple[State, State, list[NDArray[Any]]]: ...
     def kernel_seconds(
         self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], parameters: tuple[NDArray[Any], ...], is_causal: bool,
         repeats: int,

@@ -98,20 +98,6 @@ def chunk_delta_rule(
     ----------
     q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
         As there.
-
-    Returns
-    -------
-    tuple
-        Output, and the final state or ``None``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan import fla
-    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
-    >>> out, _ = fla.chunk_delta_rule(q, k, v, torch.rand(1, 100, 4), use_qk_l2norm_in_kernel=True)
-    >>> out.shape
-    torch.Size([1, 100, 4, 16])
     """
     return chunk_gated_delta_rule(
         q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
@@ -130,21 +116,6 @@ def chunk_kda(
         As there.
     g : Tensor ``[batch, token, value_head, key]``
         Log decays, at most 0.
-
-    Returns
-    -------
-    tuple
-        Output, and the final state or ``None``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan import fla
-    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
-    >>> g, beta = -torch.rand(1, 100, 4, 16), torch.rand(1, 100, 4)
-    >>> out, _ = fla.chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
-    >>> out.shape
-    torch.Size([1, 100, 4, 16])
     """
     return _run("chunk_kda", "delta", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
                 cu_seqlens)  # fmt: skip
@@ -162,20 +133,6 @@ def chunk_gla(
         As in `chunk_gated_delta_rule`.
     g : Tensor ``[batch, token, value_head, key]``
         Log decays, at most 0.
-
-    Returns
-    -------
-    tuple
-        Output, and the final state or ``None``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan import fla
-    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
-    >>> whole, _ = fla.chunk_gla(q, k, v, g=-torch.rand(1, 100, 4, 16))
-    >>> whole.shape
-    torch.Size([1, 100, 4, 16])
     """
     return _run("chunk_gla", "gated", q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
@@ -194,20 +151,6 @@ def chunk_simple_gla(
         Log decays, at most 0.
     g_gamma : Tensor ``[value_head]``, optional
         In its place the same log decay for all tokens: retention.
-
-    Returns
-    -------
-    tuple
-        Output, and the final state or ``None``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan import fla
-    >>> q, k, v = torch.randn(3, 1, 100, 4, 16)
-    >>> retention, _ = fla.chunk_simple_gla(q, k, v, g_gamma=torch.tensor([-0.1, -0.03, -0.01, -0.003]))
-    >>> retention.shape
-    torch.Size([1, 100, 4, 16])
     """
     if g is not None and g_gamma is not None:
         raise ValueError("chunk_simple_gla: g_gamma: expected None beside g, got both")
@@ -482,12 +425,11 @@ def _packed_with_states(
     """Each sequence with a state of its own."""
     if q.shape[0] != 1:
         raise ValueError(f"{operation}: cu_seqlens: expected a batch of 1, got {q.shape[0]}")
-    bounds = _calls.boundaries(operation, cu_seqlens)
-    assert bounds is not None
-    if bounds[0][:1] != [0] or bounds[0][-1:] != [q.shape[1]] or bounds[0] != sorted(bounds[0]):
-        raise ValueError(f"{operation}: cu_seqlens: expected numbers that rise from 0 to {q.shape[1]}, got {bounds[0]}")
+    bounds, _ = _calls.boundaries(operation, cu_seqlens)
+    if bounds[:1] != [0] or bounds[-1:] != [q.shape[1]] or bounds != sorted(bounds):
+        raise ValueError(f"{operation}: cu_seqlens: expected numbers that rise from 0 to {q.shape[1]}, got {bounds}")
     outs, states = [], []
-    for n, (start, end) in enumerate(zip(bounds[0], bounds[0][1:])):
+    for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
         part = slice(start, end)
         before = None if initial_state is None else initial_state[n : n + 1]
         out, after = _run(

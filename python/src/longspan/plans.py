@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import numpy as np
 
-from . import _calls, _native, _options, _route, ops
+from . import _calls, _native, _options, _route
 from ._native import State
 
 if TYPE_CHECKING:
@@ -50,26 +50,6 @@ class MechanismInfo:
     options: tuple[str, ...]
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "kernelized": ops.kernelized_attention,
-    "shaw": ops.shaw_attention,
-    "fourier": ops.fourier_attention,
-    "toeplitz": ops.toeplitz_attention,
-    "aft-full": ops.aft_full,
-    "aft-local": ops.aft_local,
-    "aft-simple": ops.aft_simple,
-    "aft-conv": ops.aft_conv,
-    "short-convolution": ops.short_convolution,
-    "gated": ops.gated_attention,
-    "delta": ops.delta_attention,
-    "softmax": ops.softmax_attention,
-}
-
-#: Options without which a mechanism cannot be explained, and what stands for them.
-_EXPLAINED: dict[str, dict[str, Any]] = {"shaw": {"radius": 16}, "aft-local": {"window": 32}, "aft-conv": {"taps": 33},
-                                         "short-convolution": {"width": 4}}  # fmt: skip
-
-
 def mechanisms() -> dict[str, MechanismInfo]:
     """Every mechanism by its name.
 
@@ -86,7 +66,7 @@ def mechanisms() -> dict[str, MechanismInfo]:
     """
     found = {}
     for name, summary, algorithms in _native.mechanisms():
-        function = _FUNCTIONS[name]
+        function = _calls.DECLARED[name].function
         options = tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
         found[name] = MechanismInfo(name, summary, function.__name__, tuple(algorithms), options)
     return found
@@ -195,7 +175,8 @@ def explain(
     _options.expect_integer("explain", "offset", offset, -(1 << 62), 1 << 62)
     is_causal = _calls.flag("explain", "is_causal", is_causal)
     with_backward = _calls.flag("explain", "with_backward", with_backward)
-    options = {**_EXPLAINED.get(mechanism, {}), **options}
+    declared = _calls.DECLARED.get(mechanism)
+    options = {**(declared.explained if declared else {}), **options}
     if mechanism == "toeplitz":
         entries = [max(sizes["queries"] + sizes["keys"] - 1, 1)]
         options = {"first": 1 - sizes["queries"] - offset, "shape": entries, **options}

@@ -39,10 +39,11 @@ what came; too little memory a ``MemoryError``. Nothing is lost: arrays and stat
 ``algorithm``
     ``"auto"`` or one of `longspan.mechanisms`' names for the mechanism. All are exact; see `longspan.explain`.
 
-**Steps.** The functions in ``_step`` take one token of causal attention, ``q [B, H, d]``, ``k [B, Hkv, d]``, ``v [B, Hkv, dv]``, or each
-with a token axis of length 1, which the output then has, too, and the ``state`` that a call or the last step returned; ``None``
-starts a sequence. They return the output ``[B, H, dv]`` and the state with the token taken in, a `State` changed in place. Options are
-the same for all tokens of a state. But for softmax and AFT-full neither time nor memory depends on how many tokens came before.
+**Steps.** The functions in ``_step`` take one token of causal attention, ``q [B, H, d]``, ``k [B, Hkv, d]``, ``v [B, Hkv, dv]``, or
+each with a token axis of length 1, which the output then has, too, and the ``state`` that a call or the last step returned;
+``None`` starts a sequence. They return the output ``[B, H, dv]`` and the state with the token taken in, a `State` changed in place.
+What else they take is as in the call, and options are the same for all tokens of a state. But for softmax and AFT-full neither time
+nor memory depends on how many tokens came before.
 
 A sequence cut in two is the same sequence, but for ignored tokens at the end of a piece: they are not part of it, so what comes after
 them moves up (cut before them, or ignore none there).
@@ -55,6 +56,14 @@ them moves up (cut before them, or ignore none there).
 >>> _, state = ops.kernelized_attention(first, first, first, is_causal=True, output_final_state=True)
 >>> rest = ops.kernelized_attention(second, second, second, is_causal=True, initial_state=state)
 >>> np.allclose(rest, whole[:, :, 60:], atol=1e-5)
+True
+
+Token by token:
+
+>>> state = None
+>>> for t in range(100):
+...     out, state = ops.kernelized_attention_step(x[:, :, t], x[:, :, t], x[:, :, t], state)
+>>> np.allclose(out, whole[:, :, -1], atol=1e-4)
 True
 """
 

@@ -6,8 +6,35 @@ from typing import Any
 
 import numpy as np
 
-from .. import _options
+from .. import _calls, _options
 from .._route import attend, is_tensor, step
+
+
+def aft_local_options(operation: str, w: Any, by_position: bool) -> str:
+    _options.expect_axes(operation, "w", w, 2, "(queries, 2s - 1)")
+    if w.shape[1] % 2 != 1:
+        raise ValueError(f"{operation}: w: expected shape (queries, 2s - 1), got shape {tuple(w.shape)}")
+    return _options.as_object(by_position=by_position)
+
+
+def aft_conv_options(
+    operation: str, k: Any, w: Any, gamma: Any, beta: Any, axes: int, image: Any = None
+) -> tuple[Any, tuple[Any, ...], str]:
+    _options.expect_axes(operation, "k", k, axes, "(batch, heads, keys)" if axes == 3 else "(batch, heads)")
+    if image is None:
+        _options.expect_axes(operation, "w", w, 2, "(heads, taps)")
+    else:
+        sides = list(image) if isinstance(image, (tuple, list)) else []
+        if len(sides) != 2:
+            raise TypeError(f"{operation}: image: expected (height, width), got {image!r}")
+        for side in sides:
+            _options.expect_integer(operation, "image", side, 1, _options.MOST)
+        _options.expect_axes(operation, "w", w, 3, "(heads, rows of taps, taps)")
+    if (gamma is None) != (beta is None):
+        raise ValueError(f"{operation}: beta: expected both gamma and beta or neither, got one")
+    normalized = gamma is not None
+    options = _options.as_object(normalized=normalized) if image is None else _options.as_object(normalized=normalized, image=tuple(image))
+    return k[..., None], (w, gamma, beta) if normalized else (w,), options
 
 
 def aft_local(
@@ -57,7 +84,7 @@ def aft_local(
     """
     operation = "aft_local"
     by_position = initial_state is not None or output_final_state
-    options = _options.aft_local(operation, w, by_position)
+    options = aft_local_options(operation, w, by_position)
     return attend(
         operation, "aft-local", options, q, k, v, (w,),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
@@ -65,32 +92,10 @@ def aft_local(
 
 
 def aft_local_step(q, k, v, w, state=None):
-    """One token of `aft_local` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    w : array ``[n, 2s - 1]``
-        A row for each position of the whole sequence, of at most ``n`` tokens.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.zeros((1, 2, 8), np.float32)
-    >>> w = np.zeros((100, 7), np.float32)
-    >>> out, state = ops.aft_local_step(x, x, x + 1, w)
-    >>> out, state = ops.aft_local_step(x, x, x + 2, w, state)
-    >>> float(out[0, 0, 0])    # sigmoid(0) times the mean of 1 and 2
-    0.75
-    """
+    """One token of `aft_local` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. ``w`` has a row for each
+    position of the whole sequence, ``[n, 2s - 1]``."""
     operation = "aft_local_step"
-    return step(operation, "aft-local", _options.aft_local(operation, w, True), q, k, v, (w,), state)
+    return step(operation, "aft-local", aft_local_options(operation, w, True), q, k, v, (w,), state)
 
 
 def aft_simple(
@@ -133,27 +138,7 @@ def aft_simple(
 
 
 def aft_simple_step(q, k, v, state=None):
-    """One token of `aft_simple` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.zeros((1, 2, 8), np.float32)
-    >>> out, state = ops.aft_simple_step(x, x, x + 1)
-    >>> out, state = ops.aft_simple_step(x, x, x + 2, state)
-    >>> float(out[0, 0, 0])    # sigmoid(0) times the mean of 1 and 2
-    0.75
-    """
+    """One token of `aft_simple` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`."""
     return step("aft_simple_step", "aft-simple", "{}", q, k, v, (), state)
 
 
@@ -208,7 +193,7 @@ def aft_conv(
     True
     """
     operation = "aft_conv"
-    k, parameters, options = _options.aft_conv(operation, k, w, gamma, beta, 3, image)
+    k, parameters, options = aft_conv_options(operation, k, w, gamma, beta, 3, image)
     return attend(
         operation, "aft-conv", options, q, k, v, parameters,
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
@@ -216,36 +201,10 @@ def aft_conv(
 
 
 def aft_conv_step(q, k, v, w, state=None, *, gamma=None, beta=None):
-    """One token of `aft_conv` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, v, state
-        A token, and the state before it: `longspan.ops`.
-    k : array ``[B, Hkv]``
-        Its key; ``[B, Hkv, 1]`` with a token axis.
-    w : array ``[H, s]``
-        As in `aft_conv`.
-    gamma, beta : array ``[H]``, optional
-        As in `aft_conv`.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.zeros((1, 2, 8), np.float32)
-    >>> w = np.zeros((2, 5), np.float32)
-    >>> out, state = ops.aft_conv_step(x, x[..., 0], x + 1, w)
-    >>> out, state = ops.aft_conv_step(x, x[..., 0], x + 2, w, state)
-    >>> float(out[0, 0, 0])    # sigmoid(0) times the mean of 1 and 2
-    0.75
-    """
+    """One token of `aft_conv` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. Its key is ``[B, Hkv]``, or
+    ``[B, Hkv, 1]`` with a token axis."""
     operation = "aft_conv_step"
-    k, parameters, options = _options.aft_conv(operation, k, w, gamma, beta, 2 if getattr(q, "ndim", 0) == 3 else 3)
+    k, parameters, options = aft_conv_options(operation, k, w, gamma, beta, 2 if getattr(q, "ndim", 0) == 3 else 3)
     return step(operation, "aft-conv", options, q, k, v, parameters, state)
 
 
@@ -309,36 +268,9 @@ def aft_full(
 
 
 def aft_full_step(q, k, v, w=None, u=None, z=None, state=None):
-    """One token of `aft_full` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    w : array ``[n, n]``, optional
-        A row and a column for each position of the whole sequence, of at most ``n`` tokens.
-    u, z : array ``[n, r]``, optional
-        In the place of ``w``.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Notes
-    -----
-    O(t D) for the token after t others, and a state of O(n D).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.zeros((1, 2, 8), np.float32)
-    >>> w = np.zeros((100, 100), np.float32)
-    >>> out, state = ops.aft_full_step(x, x, x + 1, w)
-    >>> out, state = ops.aft_full_step(x, x, x + 2, w, state=state)
-    >>> float(out[0, 0, 0])    # sigmoid(0) times the mean of 1 and 2
-    0.75
-    """
+    """One token of `aft_full` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. ``w`` has a row and a
+    column, ``u`` and ``z`` a row, for each position of the whole sequence, of at most n tokens. O(t D) for the token after t others,
+    and a state of O(n D)."""
     operation = "aft_full_step"
     return step(operation, "aft-full", "{}", q, k, v, _biases_of_pairs(operation, w, u, z), state)
 
@@ -394,3 +326,17 @@ def _padded(table: Any, first: int, shape: tuple[int, int]) -> Any:
 
         return torch.nn.functional.pad(table, (0, after[1], first, after[0]))
     return np.pad(table, ((first, after[0]), (0, after[1])))
+
+
+_calls.declare(
+    "aft-full", aft_full, lambda _, count: ["w"] if count == 1 else ["u", "z"],
+    lambda q, offset, w, z=None: {"length": w.shape[0], "rank": None if z is None else w.shape[1]},
+)  # fmt: skip
+_calls.declare(
+    "aft-local", aft_local, lambda *_: ["w"], lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]}, window=32
+)
+_calls.declare("aft-simple", aft_simple)
+_calls.declare(
+    "aft-conv", aft_conv, lambda *_: ["w", "gamma", "beta"],
+    lambda q, offset, w, *_: {"taps": w.shape[-1], "tap_rows": w.shape[1] if w.ndim == 3 else None}, taps=33,
+)  # fmt: skip

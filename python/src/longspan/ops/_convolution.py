@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _options
+from .. import _calls, _options
 from .._route import attend, step
+
+
+def short_convolution_options(operation: str, taps: Any, silu: bool) -> str:
+    _options.expect_axes(operation, "taps", taps, 3, "(kv_heads, width, head_dim)")
+    _options.expect_type(operation, "silu", silu, bool)
+    return _options.as_object(silu=silu)
+
+
+def depthwise_convolution_options(operation: str, taps: Any, bias: Any, silu: bool) -> tuple[str, tuple[Any, ...]]:
+    _options.expect_axes(operation, "taps", taps, 3, "(heads, width, d)")
+    if bias is not None:
+        _options.expect_axes(operation, "bias", bias, 2, "(heads, d)")
+    _options.expect_type(operation, "silu", silu, bool)
+    parameters = (taps,) if bias is None else (taps, bias)
+    return _options.as_object(silu=silu, gated=False, bias=bias is not None), parameters
 
 
 def short_convolution(
@@ -69,44 +84,15 @@ def short_convolution(
     """
     operation = "short_convolution"
     return attend(
-        operation, "short-convolution", _options.short_convolution(operation, taps, silu), q, k, v, (taps,),
+        operation, "short-convolution", short_convolution_options(operation, taps, silu), q, k, v, (taps,),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
 
 def short_convolution_step(q, k, v, taps, state=None, *, silu=True):
-    """One token of `short_convolution`.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    taps : array ``[Hkv, width, d]``
-        As in `short_convolution`.
-    silu : bool
-        As in `short_convolution`, and the same for all tokens of a state.
-
-    Returns
-    -------
-    array ``[B, H, d]``, `State`
-
-    Raises
-    ------
-    ValueError
-        For a state of another width.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x, taps = np.ones((1, 2, 8), np.float32), np.ones((2, 4, 8), np.float32)
-    >>> out, state = ops.short_convolution_step(x, x, x, taps, silu=False)
-    >>> out, state = ops.short_convolution_step(x, x, x, taps, state, silu=False)
-    >>> float(out[0, 0, 0])
-    2.0
-    """
+    """One token of `short_convolution`: ``(output [B, H, d], state)``; see `longspan.ops`."""
     operation = "short_convolution_step"
-    options = _options.short_convolution(operation, taps, silu)
+    options = short_convolution_options(operation, taps, silu)
     return step(operation, "short-convolution", options, q, k, v, (taps,), state)
 
 
@@ -167,7 +153,7 @@ def depthwise_convolution(
     True
     """
     operation = "depthwise_convolution"
-    options, parameters = _options.depthwise_convolution(operation, taps, bias, silu)
+    options, parameters = depthwise_convolution_options(operation, taps, bias, silu)
     none = _no_columns(operation, x, 4)
     return attend(
         operation, "short-convolution", options, none, none, x, parameters,
@@ -176,38 +162,10 @@ def depthwise_convolution(
 
 
 def depthwise_convolution_step(x, taps, bias=None, state=None, *, silu=False):
-    """One token of `depthwise_convolution`.
-
-    Parameters
-    ----------
-    state
-        A token, and the state before it: `longspan.ops`.
-    x : array ``[B, H, d]``
-        The next token, or with a token axis of length 1, which the output then has, too.
-    taps, bias, silu
-        As in `depthwise_convolution`.
-
-    Returns
-    -------
-    array ``[B, H, d]``, `State`
-
-    Raises
-    ------
-    ValueError
-        For a state of another width.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x, taps = np.ones((1, 2, 8), np.float32), np.ones((2, 4, 8), np.float32)
-    >>> out, state = ops.depthwise_convolution_step(x, taps)
-    >>> out, state = ops.depthwise_convolution_step(x, taps, state=state)
-    >>> float(out[0, 0, 0])
-    2.0
-    """
+    """One token of `depthwise_convolution`, ``x [B, H, d]`` or with a token axis of length 1: ``(output, state)``; see
+    `longspan.ops`."""
     operation = "depthwise_convolution_step"
-    options, parameters = _options.depthwise_convolution(operation, taps, bias, silu)
+    options, parameters = depthwise_convolution_options(operation, taps, bias, silu)
     none = _no_columns(operation, x, 3)
     return step(operation, "short-convolution", options, none, none, x, parameters, state)
 
@@ -217,3 +175,8 @@ def _no_columns(operation: str, x: Any, least: int) -> Any:
     if len(getattr(x, "shape", ())) < least:
         raise ValueError(f"{operation}: x: expected {least} axes, got {len(getattr(x, 'shape', ()))}")
     return (x.detach() if hasattr(x, "detach") else x)[..., :0]
+
+
+_calls.declare(
+    "short-convolution", short_convolution, lambda *_: ["taps", "bias"], lambda q, offset, taps, *_: {"width": taps.shape[1]}, width=4
+)

@@ -2,8 +2,50 @@
 
 from __future__ import annotations
 
-from .. import _options
+from typing import Any
+
+from .. import _calls, _options
 from .._route import attend, step
+
+
+#: Which parameters a normaliser of Fourier positions leaves free, besides ``b``.
+FREE: dict[str, tuple[str, ...]] = {
+    "one_plus": (), "dominant": ("c", "beta"), "unrotated": ("c",), "none": ("c", "beta"), "literal": ("c",),
+}  # fmt: skip
+
+
+def fourier_options(
+    operation: str, k: Any, a: Any, b: Any, c: Any, beta: Any, q_positions: Any, k_positions: Any, normalizer: str, wave: str,
+    feature_map: str, decay: Any, algorithm: str, log_decay: Any = None, **more: Any,
+) -> tuple[str, tuple[Any, ...]]:  # fmt: skip
+    if normalizer not in FREE:
+        raise ValueError(f"{operation}: normalizer: expected one of {', '.join(FREE)}, got {normalizer!r}")
+    if wave not in ("each", "pairs"):
+        raise ValueError(f"{operation}: wave: expected 'each' or 'pairs', got {wave!r}")
+    if wave == "pairs" and normalizer in ("one_plus", "dominant"):
+        raise ValueError(f"{operation}: normalizer: expected unrotated, literal or none with wave='pairs', got {normalizer!r}")
+    wanted = () if wave == "pairs" else ("b", *FREE[normalizer])
+    parameters = [a]
+    for name, value in (("b", b), ("c", c), ("beta", beta)):
+        if (value is not None) != (name in wanted):
+            expected, got = ("an array", "None") if name in wanted else ("None", "an array")
+            raise ValueError(f"{operation}: {name}: expected {expected} with wave={wave!r} and "
+                             f"normalizer={normalizer!r}, got {got}")  # fmt: skip
+        if value is not None:
+            parameters.append(value)
+    if (q_positions is None) != (k_positions is None):
+        raise ValueError(f"{operation}: k_positions: expected both q_positions and k_positions or neither, got one")
+    axes = None
+    if q_positions is not None:
+        axes = int(a.shape[-1]) if len(getattr(a, "shape", ())) == 3 else 1
+        parameters += [q_positions, k_positions]
+    _options.expect_type(operation, "feature_map", feature_map, str)
+    _options.expect_type(operation, "algorithm", algorithm, str)
+    options = _options.as_object(
+        wave=wave, normalizer=normalizer, axes=axes, feature_map=feature_map, algorithm=algorithm,
+        **_options.falling(operation, k, decay, log_decay), **more,
+    )  # fmt: skip
+    return options, tuple(parameters)
 
 
 def fourier_attention(
@@ -85,7 +127,7 @@ def fourier_attention(
     True
     """
     operation = "fourier_attention"
-    options, parameters = _options.fourier(
+    options, parameters = fourier_options(
         operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, algorithm, log_decay
     )  # fmt: skip
     parameters += _options.maps(operation, feature_map, maps) + _options.gates(log_decay)
@@ -99,41 +141,20 @@ def fourier_attention_step(
     q, k, v, a, b=None, c=None, beta=None, state=None, *, q_positions=None, k_positions=None, normalizer="one_plus",
     wave="each", feature_map="elu+1", maps=None, decay=None, log_decay=None,
 ):  # fmt: skip
-    """One token of `fourier_attention` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    a, b, c, beta : array
-        As in `fourier_attention`.
-    q_positions, k_positions : array ``[B, 1, n]``, optional
-        Where the token is. Without them the state counts.
-    normalizer, wave, feature_map, maps, decay
-        As in `fourier_attention`, and the same for all tokens of a state.
-    log_decay : array ``[B, Hkv]``, optional
-        The token's, if those of all tokens of the state were given.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.ones((1, 2, 8), np.float32)
-    >>> a, b = np.ones((2, 8, 1), np.float32), np.zeros((2, 8), np.float32)
-    >>> state = None
-    >>> for time in (0.0, 0.4, 7.5):
-    ...     at = np.full((1, 1, 1), time, np.float32)
-    ...     out, state = ops.fourier_attention_step(x, x, x, a, b, state=state, q_positions=at, k_positions=at)
-    >>> out.shape
-    (1, 2, 8)
-    """
+    """One token of `fourier_attention` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. ``q_positions``
+    and ``k_positions``, ``[B, 1, n]``, say where the token is; without them the state counts. ``log_decay`` is that of the token, ``[B,
+    Hkv]``."""
     operation = "fourier_attention_step"
-    options, parameters = _options.fourier(
+    options, parameters = fourier_options(
         operation, k, a, b, c, beta, q_positions, k_positions, normalizer, wave, feature_map, decay, "auto", log_decay
     )  # fmt: skip
     parameters += _options.maps(operation, feature_map, maps) + _options.gates(log_decay)
     return step(operation, "fourier", options, q, k, v, parameters, state)
+
+
+def _names(options: dict[str, Any], _count: int) -> list[str]:
+    free = () if options.get("wave") == "pairs" else ("b", *FREE[options.get("normalizer", "one_plus")])
+    return ["a", *free, *(() if options.get("axes") is None else ("q_positions", "k_positions"))]
+
+
+_calls.declare("fourier", fourier_attention, _names)

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from .. import _options
+from typing import Any
+
+from .. import _calls, _options
 from .._route import attend, step
+
+
+def gated_options(
+    operation: str, log_decay: Any, others: tuple[Any, ...], l2_norm: bool, scale: float | None
+) -> tuple[str, tuple[Any, ...]]:
+    _options.expect_type(operation, "l2_norm", l2_norm, bool)
+    _options.expect_scale(operation, scale)
+    for beta in others:
+        _options.expect_axes(operation, "beta", beta, 3, "(batch, kv_heads, tokens)")
+    if log_decay is None:
+        return _options.as_object(gate="none", l2_norm=l2_norm, scale=scale), others
+    axes = getattr(log_decay, "ndim", None)
+    if axes not in (3, 4):
+        _options.expect_axes(operation, "log_decay", log_decay, 3, "(batch, kv_heads, tokens), or with a last axis of head_dim")
+    return _options.as_object(gate="head" if axes == 3 else "channel", l2_norm=l2_norm, scale=scale), (log_decay, *others)
 
 
 def gated_attention(
@@ -71,7 +88,7 @@ def gated_attention(
     True
     """
     operation = "gated_attention"
-    options, gates = _options.gated(operation, log_decay, (), l2_norm, scale)
+    options, gates = gated_options(operation, log_decay, (), l2_norm, scale)
     return attend(
         operation, "gated", options, q, k, v, gates, is_causal, offset, key_padding_mask, cu_seqlens, initial_state,
         output_final_state,
@@ -79,33 +96,10 @@ def gated_attention(
 
 
 def gated_attention_step(q, k, v, log_decay=None, state=None, *, l2_norm=False, scale=None):
-    """One token of `gated_attention`.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    log_decay : array ``[B, Hkv, 1]`` or ``[B, Hkv, 1, d]``, optional
-        Its gates.
-    l2_norm, scale : bool, float
-        As in `gated_attention`, and the same for all tokens of a state.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x, g = np.ones((1, 2, 8), np.float32), np.full((1, 2, 1), -0.5, np.float32)
-    >>> out, state = ops.gated_attention_step(x, x, x, g)
-    >>> out, state = ops.gated_attention_step(x, x, x, g, state, scale=1.0)
-    >>> round(float(out[0, 0, 0]), 3), round(8 * (1 + float(np.exp(-0.5))), 3)
-    (12.852, 12.852)
-    """
+    """One token of `gated_attention`: ``(output [B, H, dv], state)``; see `longspan.ops`. ``log_decay`` is the token's, ``[B, Hkv, 1]``
+    or ``[B, Hkv, 1, d]``."""
     operation = "gated_attention_step"
-    options, gates = _options.gated(operation, log_decay, (), l2_norm, scale)
+    options, gates = gated_options(operation, log_decay, (), l2_norm, scale)
     return step(operation, "gated", options, q, k, v, gates, state)
 
 
@@ -161,7 +155,7 @@ def delta_attention(
     (1, 2, 100, 8)
     """
     operation = "delta_attention"
-    options, gates = _options.gated(operation, log_decay, (beta,), l2_norm, scale)
+    options, gates = gated_options(operation, log_decay, (beta,), l2_norm, scale)
     return attend(
         operation, "delta", options, q, k, v, gates, is_causal, offset, key_padding_mask, cu_seqlens, initial_state,
         output_final_state,
@@ -169,33 +163,12 @@ def delta_attention(
 
 
 def delta_attention_step(q, k, v, beta, log_decay=None, state=None, *, l2_norm=True, scale=None):
-    """One token of `delta_attention`.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    beta : array ``[B, Hkv, 1]``
-        As in `delta_attention`.
-    log_decay : array ``[B, Hkv, 1]`` or ``[B, Hkv, 1, d]``, optional
-        Its gates.
-    l2_norm, scale : bool, float
-        As in `delta_attention`, and the same for all tokens of a state.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x, beta = np.ones((1, 1, 4), np.float32), np.ones((1, 1, 1), np.float32)
-    >>> out, state = ops.delta_attention_step(x, x, 3 * x, beta, scale=1.0)
-    >>> out, state = ops.delta_attention_step(x, x, 5 * x, beta, state=state, scale=1.0)
-    >>> [round(float(y), 3) for y in out[0, 0]]
-    [5.0, 5.0, 5.0, 5.0]
-    """
+    """One token of `delta_attention`: ``(output [B, H, dv], state)``; see `longspan.ops`. ``beta``, ``[B, Hkv, 1]``, and ``log_decay``,
+    ``[B, Hkv, 1]`` or ``[B, Hkv, 1, d]``, are the token's."""
     operation = "delta_attention_step"
-    options, gates = _options.gated(operation, log_decay, (beta,), l2_norm, scale)
+    options, gates = gated_options(operation, log_decay, (beta,), l2_norm, scale)
     return step(operation, "delta", options, q, k, v, gates, state)
+
+
+_calls.declare("gated", gated_attention, lambda *_: ["log_decay"])
+_calls.declare("delta", delta_attention, lambda *_: ["log_decay", "beta"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import _options
+from .. import _calls, _options
 from .._route import attend, step
 
 
@@ -78,34 +78,12 @@ def kernelized_attention(
 def kernelized_attention_step(
     q, k, v, state=None, *, feature_map="elu+1", maps=None, decay=None, log_decay=None, normalize=True
 ):  # fmt: skip
-    """One token of `kernelized_attention` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    feature_map, maps, decay, normalize
-        As in `kernelized_attention`, and the same for all tokens of a state.
-    log_decay : array ``[B, Hkv]``, optional
-        The token's, if those of all tokens of the state were given.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 100, 8), np.float32)
-    >>> whole = ops.kernelized_attention(q, k, v, is_causal=True)
-    >>> state = None
-    >>> for t in range(100):
-    ...     out, state = ops.kernelized_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], state)
-    >>> np.allclose(out, whole[:, :, -1], atol=1e-4)
-    True
-    """
+    """One token of `kernelized_attention` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. ``log_decay``
+    is that of the token, ``[B, Hkv]``."""
     operation = "kernelized_attention_step"
     options = _options.kernel(operation, k, feature_map, decay, normalize, "auto", log_decay)
     parameters = _options.maps(operation, feature_map, maps) + _options.gates(log_decay)
     return step(operation, "kernelized", options, q, k, v, parameters, state)
+
+
+_calls.declare("kernelized", kernelized_attention)

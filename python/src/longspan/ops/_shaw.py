@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
-from .. import _options
+from typing import Any
+
+from .. import _calls, _options
 from .._route import attend, step
+
+
+def shaw_options(
+    operation: str, k: Any, rel: Any, kernelized: bool, feature_map: str, rel_feature_map: str, decay: Any, normalize: bool,
+    algorithm: str, log_decay: Any = None, **more: Any,
+) -> str:  # fmt: skip
+    _options.expect_type(operation, "kernelized", kernelized, bool)
+    if rel_feature_map not in ("same", "identity"):
+        raise ValueError(f"{operation}: rel_feature_map: expected 'same' or 'identity', got {rel_feature_map!r}")
+    shape = getattr(rel, "shape", None)
+    if shape is None:
+        raise TypeError(f"{operation}: rel: expected an array like q, got {type(rel).__name__}")
+    if len(shape) not in (2, 3) or shape[-2] % 2 != 1:
+        raise ValueError(
+            f"{operation}: rel: expected shape (heads, 2R+1, head_dim) or (2R+1, head_dim), got shape {tuple(shape)}"
+        )
+    return _options.kernel(
+        operation, k, feature_map, decay, normalize, algorithm, log_decay, kernelized=kernelized, rel_feature_map=rel_feature_map,
+        **more,
+    )  # fmt: skip
 
 
 def shaw_attention(
@@ -64,7 +86,7 @@ def shaw_attention(
     True
     """
     operation = "shaw_attention"
-    options = _options.shaw(
+    options = shaw_options(
         operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm, log_decay
     )  # fmt: skip
     return attend(
@@ -77,36 +99,14 @@ def shaw_attention_step(
     q, k, v, rel, state=None, *, kernelized=True, feature_map="elu+1", maps=None, rel_feature_map="same", decay=None,
     log_decay=None, normalize=True,
 ):  # fmt: skip
-    """One token of `shaw_attention` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    rel : array
-        As in `shaw_attention`.
-    kernelized, feature_map, maps, rel_feature_map, decay, normalize
-        As in `shaw_attention`, and the same for all tokens of a state.
-    log_decay : array ``[B, Hkv]``, optional
-        The token's, if those of all tokens of the state were given.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> random = np.random.default_rng(0)
-    >>> q, k, v = random.standard_normal((3, 1, 2, 100, 8), np.float32)
-    >>> rel = random.standard_normal((2, 2 * 16 + 1, 8), np.float32)
-    >>> whole, state = ops.shaw_attention(q, k, v, rel, is_causal=True, output_final_state=True)
-    >>> out, state = ops.shaw_attention_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], rel, state)
-    >>> out.shape, state.nbytes
-    ((1, 2, 8), 1920)
-    """
+    """One token of `shaw_attention` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. ``log_decay`` is that
+    of the token, ``[B, Hkv]``."""
     operation = "shaw_attention_step"
-    options = _options.shaw(operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, "auto", log_decay)
+    options = shaw_options(operation, k, rel, kernelized, feature_map, rel_feature_map, decay, normalize, "auto", log_decay)
     parameters = (rel, *_options.maps(operation, feature_map, maps), *_options.gates(log_decay))
     return step(operation, "shaw", options, q, k, v, parameters, state)
+
+
+_calls.declare(
+    "shaw", shaw_attention, lambda *_: ["rel"], lambda q, offset, rel, *_: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2}, radius=16
+)

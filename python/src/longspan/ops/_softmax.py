@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from .. import _options
+from typing import Any
+
+from .. import _calls, _options
 from .._route import attend, step
+
+
+def softmax_options(operation: str, scale: float | None, capacity: int, window: int | None) -> str:
+    _options.expect_scale(operation, scale)
+    _options.expect_integer(operation, "capacity", capacity, 0, 1 << 32)
+    if window is not None:
+        _options.expect_integer(operation, "window", window, 1, 1 << 22)
+    return _options.as_object(scale=None if scale is None else float(scale), capacity=capacity, window=window)
 
 
 def softmax_attention(
@@ -56,43 +66,17 @@ def softmax_attention(
     """
     operation = "softmax_attention"
     return attend(
-        operation, "softmax", _options.softmax(operation, scale, capacity, window), q, k, v, (),
+        operation, "softmax", softmax_options(operation, scale, capacity, window), q, k, v, (),
         is_causal, offset, key_padding_mask, cu_seqlens, initial_state, output_final_state,
     )  # fmt: skip
 
 
 def softmax_attention_step(q, k, v, state=None, *, scale=None, capacity=4096, window=None):
-    """One token of `softmax_attention` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    scale, capacity, window
-        As in `softmax_attention`, and the same for all tokens of a state.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Raises
-    ------
-    ValueError
-        Where the state holds ``capacity`` tokens already, without a window; it stays as it is.
-
-    Notes
-    -----
-    O(t (d + dv)) for the token after t others: the cost that the other mechanisms, and windows, do away with.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.ones((1, 2, 8), np.float32)
-    >>> out, state = ops.softmax_attention_step(x, x, x, capacity=1000)
-    >>> out, state = ops.softmax_attention_step(x, x, 2 * x, state, capacity=1000)
-    >>> float(out[0, 0, 0])
-    1.5
-    """
+    """One token of `softmax_attention` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. O(t (d + dv)) for
+    the token after t others, the cost that the other mechanisms, and windows, do away with; a ``ValueError`` where the state holds
+    ``capacity`` tokens already, without a window."""
     operation = "softmax_attention_step"
-    return step(operation, "softmax", _options.softmax(operation, scale, capacity, window), q, k, v, (), state)
+    return step(operation, "softmax", softmax_options(operation, scale, capacity, window), q, k, v, (), state)
+
+
+_calls.declare("softmax", softmax_attention)

@@ -2,8 +2,40 @@
 
 from __future__ import annotations
 
-from .. import _options
+import operator
+from typing import Any
+
+from .. import _calls, _options
 from .._route import attend, step
+
+
+_KINDS = ("table", "clipped", "buckets", "grid")
+
+
+def toeplitz_options(
+    operation: str, bias: Any, kind: str, max_distance: int, bidirectional: bool, feature_map: str, normalize: bool,
+    algorithm: str, centred: bool,
+) -> str:  # fmt: skip
+    if kind not in _KINDS:
+        raise ValueError(f"{operation}: kind: expected one of {', '.join(_KINDS)}, got {kind!r}")
+    if kind == "grid":
+        _options.expect_axes(operation, "bias", bias, 3, "(heads, 2 * height - 1, 2 * width - 1)")
+    else:
+        _options.expect_axes(operation, "bias", bias, 2, "(heads, distances)")
+    centred = centred and kind == "table"
+    if (centred or kind in ("clipped", "grid")) and any(n % 2 != 1 for n in bias.shape[1:]):
+        expected = {"table": "(heads, 2n - 1) with a state", "clipped": "(heads, 2R + 1)",
+                    "grid": "(heads, 2 * height - 1, 2 * width - 1)"}[kind]  # fmt: skip
+        raise ValueError(f"{operation}: bias: expected shape {expected}, got shape {tuple(bias.shape)}")
+    _options.expect_integer(operation, "max_distance", max_distance, 1, (1 << 40) - 1)
+    _options.expect_type(operation, "bidirectional", bidirectional, bool)
+    _options.expect_type(operation, "feature_map", feature_map, str)
+    _options.expect_type(operation, "algorithm", algorithm, str)
+    _options.expect_type(operation, "normalize", normalize, bool)
+    return _options.as_object(
+        kind=kind, centred=centred, max_distance=max_distance, bidirectional=bidirectional, feature_map=feature_map,
+        normalize=normalize, algorithm=algorithm,
+    )  # fmt: skip
 
 
 def toeplitz_attention(
@@ -74,7 +106,7 @@ def toeplitz_attention(
     """
     operation = "toeplitz_attention"
     centred = initial_state is not None or output_final_state
-    options = _options.toeplitz(
+    options = toeplitz_options(
         operation, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, centred
     )  # fmt: skip
     whole = kind == "table" and not centred
@@ -93,40 +125,27 @@ def toeplitz_attention_step(
     q, k, v, bias, state=None, *, kind="table", max_distance=128, bidirectional=True, feature_map="elu+1", maps=None,
     normalize=True,
 ):  # fmt: skip
-    """One token of `toeplitz_attention` with ``is_causal=True``.
-
-    Parameters
-    ----------
-    q, k, v, state
-        A token, and the state before it: `longspan.ops`.
-    bias : array
-        As in `toeplitz_attention` with a state: of kind ``"table"`` it is centred, ``[H, 2n - 1]``, and must reach back as far as
-        there are tokens.
-    kind, max_distance, bidirectional, feature_map, maps, normalize
-        As in `toeplitz_attention`, and the same for all tokens of a state.
-
-    Returns
-    -------
-    array ``[B, H, dv]``, `State`
-
-    Notes
-    -----
-    O(R (m + dv) + m dv) for distances up to R that have an entry of their own.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from longspan import ops
-    >>> x = np.ones((1, 2, 8), np.float32)
-    >>> bias = np.zeros((2, 33), np.float32)
-    >>> out, state = ops.toeplitz_attention_step(x, x, x, bias, kind="clipped")
-    >>> out, state = ops.toeplitz_attention_step(x, x, 2 * x, bias, state, kind="clipped")
-    >>> float(out[0, 0, 0])    # the mean of both values, whose weights are the same
-    1.5
-    """
+    """One token of `toeplitz_attention` under ``is_causal=True``: ``(output [B, H, dv], state)``; see `longspan.ops`. A ``bias`` of
+    kind ``"table"`` is centred, ``[H, 2n - 1]``, and must reach back as far as there are tokens. Time for distances up to R that have
+    an entry of their own: O(R (m + dv) + m dv)."""
     operation = "toeplitz_attention_step"
-    options = _options.toeplitz(
+    options = toeplitz_options(
         operation, bias, kind, max_distance, bidirectional, feature_map, normalize, "auto", True
     )  # fmt: skip
     parameters = (bias, *_options.maps(operation, feature_map, maps))
     return step(operation, "toeplitz", options, q, k, v, parameters, state)
+
+
+def _first_distance(q: Any, offset: Any) -> int | None:
+    """Distance of a table's first entry; what is no call is refused later, by name."""
+    try:
+        offset = offset if isinstance(offset, int) else operator.index(offset)
+    except TypeError:
+        return None
+    return 1 - q.shape[2] - offset if len(getattr(q, "shape", ())) == 4 else None
+
+
+_calls.declare(
+    "toeplitz", toeplitz_attention, lambda *_: ["bias"],
+    lambda q, offset, bias, *_: {"first": _first_distance(q, offset), "shape": tuple(bias.shape[1:])},
+)  # fmt: skip

@@ -100,26 +100,28 @@ def attend(
     where = route(call, tensors, initial_state, with_state)
     if where is not Route.KERNELS and (listener := LISTENER.get()) is not None:
         listener(_back_end(where, call, tensors))
-    if where is not Route.KERNELS and _triton.serves(tensors[0]):
-        tensors = (*of_every_head(mechanism, *tensors[:3]), *tensors[2:])
-        check_shapes(mechanism, tensors[0], tensors[1], tensors[2], key_padding_mask)
+    if where is Route.TORCH or (where is not Route.KERNELS and _triton.serves(tensors[0])):
+        q, k = of_every_head(mechanism, *tensors[:3])
+        v = tensors[2]
+        tensors = (q, k, *tensors[2:])
+        check_shapes(mechanism, q, k, v, key_padding_mask)
         if cu_seqlens is not None and key_padding_mask is not None:
             raise ValueError(f"{operation}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
                              "got both")  # fmt: skip
         if cu_seqlens is not None:
-            check_packed(mechanism, _boundaries(operation, cu_seqlens), tensors[0], tensors[1])
-    if with_state:
-        if where is not Route.KERNELS:
-            return _attend_with_states(where, call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)
-        initial_state = _calls.plain_state(operation, "initial_state", initial_state)
+            check_packed(mechanism, _calls.boundaries(operation, cu_seqlens), q, k)
+    if with_state and where is not Route.KERNELS:
+        return _attend_with_states(where, call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)
     if where is Route.OPERATOR:
         queries, keys = _operators.as_boundaries(operation, cu_seqlens)
-        return _operators.attention(*tensors[:3], tensors[3:], key_padding_mask, queries, keys, *call)[0]
-    packed = None if cu_seqlens is None else _boundaries(operation, cu_seqlens)
+        return _operators.attention(*tensors[:3], tensors[3:], key_padding_mask, queries, keys, None, "", "", None, *call)[0]
+    packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     if where is Route.TORCH:
         return in_torch(call, tensors, key_padding_mask, packed)
     if where is Route.AUTOGRAD:
-        return _operators.Eager.apply(key_padding_mask, packed, call, None, None, False, *tensors)
+        return _operators.Eager.apply(key_padding_mask, packed, call, None, None, *tensors)
+    if initial_state is not None:
+        initial_state = _calls.plain_state(operation, "initial_state", initial_state)
     arrays = [as_array(tensor) for tensor in tensors]
     parameters = tuple(arrays[3:])
     native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
@@ -156,73 +158,62 @@ def step(
     return _operators.as_tensor(out[:, :, None] if with_token else out), state
 
 
-def step_together(
-    operation: str, mechanism: str, options: str, together: Tensor, heads: tuple[int, int, int], widths: tuple[int, int, int],
-    parameters: tuple[Tensor, ...], state: Any,
-) -> tuple[Tensor, State] | None:  # fmt: skip
-    """One token whose queries, keys and values lie side by side, cut apart as an array: cutting a tensor and handing over three
-    takes several times as long as the kernel. ``None`` where the step has to be one of tensors."""
-    call = Request(mechanism, options, operation, True, 0)
-    if not (state is None or type(state) is State) or _autocast(together.device):
-        return None
-    if route(call, (together, *parameters), state, True) is not Route.KERNELS:
-        return None
-    # Nobody else holds it, so nobody resizes its storage; `as_array` is for those of others.
-    array = as_array(together) if together.dtype is torch.bfloat16 else together.numpy()
-    start, token = 0, []
-    for count, width in zip(heads, widths):
-        token.append(array[:, start : start + width].reshape(len(array), count, width // count))
-        start += width
-    arrays = tuple([as_array(parameter) for parameter in parameters])
-    native = _calls.mechanism(mechanism, options, operation, arrays)
-    out, state = named(mechanism, "step", native.step)(token[0], token[1], token[2], arrays, state)
-    return _operators.as_tensor(out.reshape(len(array), heads[0] * out.shape[2])), state
-
-
 def _attend_with_states(
     where: Route, call: Request, tensors: Sequence[Any], key_padding_mask: Any, cu_seqlens: Any, initial_state: Any,
     output_final_state: bool,
 ) -> Any:  # fmt: skip
+    """A call whose states' numbers are tensors like all others."""
     if cu_seqlens is not None:
         raise ValueError(f"{call.operation}: cu_seqlens: expected None with a state, because each sequence has its own; give "
                          "each its own batch entry")  # fmt: skip
-    if where is Route.TORCH or _triton.serves(tensors[0]):
-        return _states_on_a_device(where, call, tensors, key_padding_mask, initial_state, output_final_state)
-    if where is Route.OPERATOR:
-        return _attend_compiled(call, tensors, key_padding_mask, initial_state, output_final_state)
-    initial_state = _as_tensors(call, initial_state)
-    shape = None if initial_state is None else (initial_state.mechanism, initial_state.options, initial_state.parts)
-    initial = None if initial_state is None else initial_state.numbers
-    out, numbers, final = _operators.Eager.apply(key_padding_mask, None, call, shape, initial, True, *tensors)
-    return (out, TensorState(final[0], final[1], final[2], numbers)) if output_final_state else out
-
-
-def _as_tensors(call: Request, state: Any) -> TensorState | None:
-    """A state with numbers that are a tensor."""
-    if state is None or isinstance(state, TensorState):
-        return state
-    plain = _calls.plain_state(call.operation, "initial_state", state)
-    return None if plain is None else TensorState.of(plain)
-
-
-def _attend_compiled(
-    call: Request, tensors: Sequence[Any], key_padding_mask: Any, initial_state: Any, output_final_state: bool
-) -> Any:
-    if isinstance(initial_state, State) and not torch.compiler.is_compiling():
-        initial_state = TensorState.of(initial_state)
-    if initial_state is not None and not isinstance(initial_state, TensorState):
+    q, k, v, *parameters = tensors
+    if torch.compiler.is_compiling() and not (initial_state is None or isinstance(initial_state, TensorState)):
         raise TypeError(f"{call.operation}: state: expected a longspan.torch.TensorState in a compiled function, got another; give "
                         "TensorState.of(state)")  # fmt: skip
-    q, k, v, *parameters = tensors
-    held, state, parts = shape_of_states(call, tensors)
-    if initial_state is not None:
+    if initial_state is not None and not isinstance(initial_state, TensorState):
+        plain = _calls.plain_state(call.operation, "initial_state", initial_state)
+        assert plain is not None
+        initial_state = TensorState.of(plain)
+    if where is Route.TORCH or _triton.serves(q):
+        shape, numbers = _on_a_device(call, tensors, initial_state)
+    elif initial_state is None:
+        shape, numbers = shape_of_states(call, tensors), None
+    else:
         # What does not fit is refused by the kernel, as everywhere.
-        held, state, parts = initial_state.mechanism, initial_state.options, initial_state.parts
-    numbers = None if initial_state is None else initial_state.numbers
-    out, _, numbers = _operators.attention_with_state(
-        q, k, v, parameters, key_padding_mask, numbers, held, state, list(parts), *call
-    )
-    return (out, TensorState(held, state, parts, numbers)) if output_final_state else out
+        shape = (initial_state.mechanism, initial_state.options, tuple(initial_state.parts))
+        numbers = initial_state.numbers
+    if where is Route.TORCH:
+        out, numbers = in_torch_with_states(call, tensors, key_padding_mask, shape[2], numbers)
+    elif where is Route.OPERATOR:
+        held, options, parts = shape
+        out, _, numbers = _operators.attention(
+            q, k, v, parameters, key_padding_mask, None, None, numbers, held, options, list(parts), *call
+        )  # fmt: skip
+    else:
+        out, numbers = _operators.Eager.apply(key_padding_mask, None, call, shape, numbers, *tensors)
+    return (out, TensorState(*shape, numbers)) if output_final_state else out
+
+
+def _on_a_device(
+    call: Request, tensors: Sequence[Any], initial_state: TensorState | None
+) -> tuple[_operators.Shape, Tensor | None]:
+    """What a call's states are like, and the numbers of the initial one, where no kernel of the CPU's checks it."""
+    q, k = tensors[:2]
+    # A short convolution looks back under every mask.
+    causal = call.is_causal or call.mechanism == "short-convolution"
+    if not causal or (initial_state is not None and call.offset < 0):
+        raise ValueError(f"{call.operation}: states: expected a causal mask and an offset from 0 on, got others")
+    shape = shape_of_states(call, tensors)
+    if initial_state is None:
+        return shape, None
+    given = (initial_state.mechanism, initial_state.options, tuple(initial_state.parts))
+    if given != shape or tuple(initial_state.numbers.shape[:2]) != (q.shape[0], k.shape[1]):
+        raise ValueError(f"{call.operation}: initial_state: expected a state of {shape[0]} with the call's options, batch "
+                         f"{q.shape[0]}, key/value heads {k.shape[1]}, parts {shape[2]}, got one of {given[0]}, batch "
+                         f"{initial_state.batch}, key/value heads {initial_state.kv_heads}, parts {given[2]}, or one that was "
+                         "made with other options: another feature map, decay or table of positions")  # fmt: skip
+    # From the CPU, too: the layout is the same.
+    return shape, initial_state.numbers.to(device=q.device, dtype=torch.promote_types(torch.float32, q.dtype))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -249,46 +240,6 @@ def shape_of_states(call: Request, tensors: Sequence[Any]) -> tuple[str, str, tu
     sharing = _operators.sharing(k, v)
     sizes = (int(q.shape[1]) * sharing, int(k.shape[1]) * sharing, int(q.shape[3]), int(v.shape[3]))
     return _state_shape(call.mechanism, call.options, call.operation, _calls.shaped(call.mechanism, parameters), sizes)
-
-
-def _states_on_a_device(
-    where: Route, call: Request, tensors: Sequence[Any], key_padding_mask: Any, initial_state: Any, output_final_state: bool
-) -> Any:
-    """By Triton, or by torch's own operations, to which a state's numbers are a tensor like all others."""
-    q, k, v, *parameters = tensors
-    q, k = of_every_head(call.mechanism, q, k, v)
-    tensors = (q, k, v, *parameters)
-    check_shapes(call.mechanism, q, k, v, key_padding_mask)
-    # A short convolution looks back under every mask.
-    causal = call.is_causal or call.mechanism == "short-convolution"
-    if not causal or (initial_state is not None and call.offset < 0):
-        raise ValueError(f"{call.operation}: states: expected a causal mask and an offset from 0 on, got others")
-    shape = shape_of_states(call, tensors)
-    numbers, initial_state = None, _as_tensors(call, initial_state)
-    if initial_state is not None:
-        given = (initial_state.mechanism, initial_state.options, tuple(initial_state.parts))
-        if given != shape or tuple(initial_state.numbers.shape[:2]) != (q.shape[0], k.shape[1]):
-            raise ValueError(f"{call.operation}: initial_state: expected a state of {shape[0]} with the call's options, batch "
-                             f"{q.shape[0]}, key/value heads {k.shape[1]}, parts {shape[2]}, got one of {given[0]}, batch "
-                             f"{initial_state.batch}, key/value heads {initial_state.kv_heads}, parts {given[2]}, or one that was "
-                             "made with other options: another feature map, decay or table of positions")  # fmt: skip
-        # From the CPU, too: the layout is the same.
-        numbers = initial_state.numbers.to(device=q.device, dtype=torch.promote_types(torch.float32, q.dtype))
-    if where is Route.TORCH:
-        out, numbers = in_torch_with_states(call, tensors, key_padding_mask, shape[2], numbers)
-    elif where is Route.OPERATOR:
-        out, _, numbers = _operators.attention_with_state(
-            q, k, v, parameters, key_padding_mask, numbers, shape[0], shape[1], list(shape[2]), *call
-        )
-    else:
-        out, numbers, _ = _operators.Eager.apply(key_padding_mask, None, call, shape, numbers, True, *tensors)
-    return (out, TensorState(*shape, numbers)) if output_final_state else out
-
-
-def _boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]]:
-    packed = _calls.boundaries(operation, cu_seqlens)
-    assert packed is not None
-    return packed
 
 
 def _transformed(tensors: Sequence[Tensor], state: Any = None) -> bool:
@@ -334,7 +285,7 @@ def check(call: Request, tensors: Sequence[Any], key_padding_mask: Any) -> None:
     for place, tensor in enumerate(tensors):
         # What most are, in as few questions as it takes.
         if type(tensor) in _PLAIN_TYPES and tensor.is_cpu and tensor.dtype is dtype and dtype in _FLOATS and q.is_cpu:
-            if tensor.layout is torch.strided:
+            if tensor.layout is torch.strided and not tensor.is_nested:
                 continue
         name = _calls.names(call.mechanism, call.options, tensors[3:])[place]
         if not isinstance(tensor, Tensor):
@@ -347,8 +298,8 @@ def check(call: Request, tensors: Sequence[Any], key_padding_mask: Any) -> None:
         fine = q.dtype in _HALVES and tensor.dtype is torch.float32 and name.endswith("_positions")
         if tensor.dtype != q.dtype and not fine and not _autocast(q.device):
             raise TypeError(f"{operation}: {name}: expected {q.dtype} like q, got {tensor.dtype}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{operation}: {name}: expected a dense tensor, got {tensor.layout}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(f"{operation}: {name}: expected a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout}")
     if key_padding_mask is not None:
         if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
             got = getattr(key_padding_mask, "dtype", type(key_padding_mask).__name__)

@@ -5,7 +5,7 @@ One operator serves every mechanism: its name and its options (JSON) are text, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -15,7 +15,6 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from .. import _calls
 from .._calls import Request
-from .._native import State
 from . import _triton
 from ._chunked import in_torch, in_torch_with_states
 from ._profile import named
@@ -140,17 +139,26 @@ def _of_shared_heads(gradient: Tensor, like: Tensor, transposed: bool) -> Tensor
     return gradient
 
 
-def _differentiable_gradients(
-    function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], d_out: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Gradients in torch's own operations, which torch can differentiate again and batch; the kernels' it cannot."""
+def _gradients_in_torch(
+    call: Request, tensors: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed, shape: Shape | None,
+    initial: Tensor | None, d_out: Tensor, d_final: Tensor | None,
+) -> list[Any]:  # fmt: skip
+    """Gradients of tensors, and of the initial state's numbers if there were any, in torch's own operations, which torch can
+    differentiate again and batch; the kernels' it cannot."""
+    given = tensors if initial is None else (*tensors, initial)
     with torch.enable_grad():
         # Views, so that tensors that are given twice have a gradient each.
-        seen = [tensor.view_as(tensor) for tensor in tensors]
-        out = [(ours, d) for ours, d in zip(function(*seen), d_out) if ours.requires_grad]
+        seen = [tensor.view_as(tensor) for tensor in given]
+        own, before = seen[: len(tensors)], None if initial is None else seen[-1]
+        if shape is None:
+            outputs: Sequence[Tensor] = [in_torch(call, own, key_padding_mask, packed)]
+        else:
+            outputs = in_torch_with_states(call, own, key_padding_mask, shape[2], before)
+        reached = [(out, d) for out, d in zip(outputs, (d_out, d_final)) if d is not None and out.requires_grad]
         wanted = [tensor for tensor in seen if tensor.requires_grad]
-        ours, theirs = [ours for ours, _ in out], [d for _, d in out]
-        found = iter(torch.autograd.grad(ours, wanted, theirs, create_graph=torch.is_grad_enabled(), allow_unused=True))
+        found = iter(torch.autograd.grad(
+            [out for out, _ in reached], wanted, [d for _, d in reached], create_graph=torch.is_grad_enabled(), allow_unused=True
+        ))  # fmt: skip
         return [next(found) if tensor.requires_grad else None for tensor in seen]
 
 
@@ -178,10 +186,8 @@ def as_boundaries(operation: str, cu_seqlens: Any) -> tuple[Tensor | None, Tenso
                 raise TypeError(f"{operation}: cu_seqlens: expected integers, or a pair of such lists, got a tensor of "
                                 f"{bounds.dtype} and {bounds.dim()} axes")  # fmt: skip
         return pair
-    packed = _calls.boundaries(operation, cu_seqlens)
-    assert packed is not None
     # Not on the default device: they are read here.
-    first, second = (torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in packed)
+    first, second = (torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in _calls.boundaries(operation, cu_seqlens))
     return first, second
 
 
@@ -196,26 +202,37 @@ def _refuse_onnx(operation: str, mechanism: str) -> None:
                            "operators that ONNX has")  # fmt: skip
 
 
-# Arguments of the operators, as torch writes them: those before and after what each of them has of its own.
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor[] parameters, Tensor? key_padding_mask"
-_PACKED = "Tensor? cu_queries, Tensor? cu_keys"
-_STATE = "str state_of, str state_options, SymInt[] parts"
-_CALL = "str mechanism, str options, str operation, bool is_causal, SymInt offset"
+# Arguments of both operators, as torch writes them. Without states there are no ``parts``.
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor[] parameters, Tensor? key_padding_mask, Tensor? cu_queries, Tensor? cu_keys, Tensor? initial"
+_CALL = "str state_of, str state_options, SymInt[]? parts, str mechanism, str options, str operation, bool is_causal, SymInt offset"
 
 
 def _operator(name: str, schema: str) -> Any:
     return torch.library.custom_op(f"longspan::{name}", mutates_args=(), device_types=("cpu", "cuda"), schema=schema)
 
 
-@_operator("attention", f"({_TENSORS}, {_PACKED}, {_CALL}) -> (Tensor, Tensor)")  # type: ignore[untyped-decorator]
+@_operator("attention", f"({_TENSORS}, {_CALL}) -> (Tensor, Tensor, Tensor)")  # type: ignore[untyped-decorator]
 def attention(
     q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None, cu_queries: Tensor | None,
-    cu_keys: Tensor | None, *rest: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and denominators. The output lies as ``[batch, token, head, feature]`` and is seen transposed, which the
-    projection after it reads without a copy."""
-    call = Request(*rest)
-    return _forward(q, k, v, parameters, key_padding_mask, _packed(call.operation, cu_queries, cu_keys), call)[:2]
+    cu_keys: Tensor | None, initial: Tensor | None, *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, denominators, and the numbers of the final state, from those of an ``initial`` one of the same kind. The output lies as
+    ``[batch, token, head, feature]`` and is seen transposed, which the projection after it reads without a copy."""
+    shape, call = _asked(rest)
+    packed = _packed(call.operation, cu_queries, cu_keys)
+    before = _plain(shape, initial)
+    out, denominators, after = _forward(q, k, v, parameters, key_padding_mask, packed, call, before, shape is not None)
+    return out, denominators, _empty_state(v, denominators, None) if after is None else _numbers(after)
+
+
+def _asked(rest: Sequence[Any]) -> tuple[Shape | None, Request]:
+    """What an operator was asked for beside its tensors."""
+    mechanism, options, parts, *call = rest
+    return (mechanism, options, tuple(parts)) if parts else None, Request(*call)
+
+
+def _empty_state(v: Tensor, denominators: Tensor, parts: Sequence[int] | None) -> Tensor:
+    return denominators.new_empty((v.shape[0], v.shape[1], sum(parts or ())))
 
 
 def _output_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -245,57 +262,55 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, call: Request) -> tuple[Tensor, Ten
 
 
 @attention.register_fake  # type: ignore[untyped-decorator]
-def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _shapes(q, k, v, Request(*rest[-5:]))
+def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, denominators = _shapes(q, k, v, Request(*rest[-5:]))
+    return out, denominators, _empty_state(v, denominators, rest[-6])
 
 
-@_operator(
-    "attention_backward", f"(Tensor d_out, {_TENSORS}, Tensor out, Tensor denominators, {_PACKED}, {_CALL}) -> Tensor[]"
-)  # type: ignore[untyped-decorator]
+@_operator("attention_backward", f"(Tensor d_out, Tensor d_final, {_TENSORS}, Tensor out, Tensor denominators, {_CALL}) -> Tensor[]")  # type: ignore[untyped-decorator]
 def attention_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None, out: Tensor,
-    denominators: Tensor, cu_queries: Tensor | None, cu_keys: Tensor | None, *rest: Any,
+    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None,
+    cu_queries: Tensor | None, cu_keys: Tensor | None, initial: Tensor | None, out: Tensor, denominators: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v and the parameters."""
-    call = Request(*rest)
-    packed = _packed(call.operation, cu_queries, cu_keys)
-    return _backward(
-        d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators, call, as_the_tensors=False
-    )[0]  # fmt: skip
+    """Gradients of q, k, v, the parameters, and the initial state's numbers if there were any."""
+    shape, call = _asked(rest)
+    gradients, d_initial = _backward(
+        d_out, q, k, v, parameters, key_padding_mask, _packed(call.operation, cu_queries, cu_keys), out, denominators, call,
+        _plain(shape, initial), _plain(shape, d_final), as_the_tensors=False,
+    )  # fmt: skip
+    return gradients if d_initial is None else [*gradients, _numbers(d_initial)]
 
 
 @attention_backward.register_fake  # type: ignore[untyped-decorator]
 def _gradient_shapes(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], *rest: Any
-) -> list[Tensor]:
-    gradients = [_token_major(tensor, *tensor.shape) for tensor in (q, k, v)]
-    return gradients + [parameter.new_empty(parameter.shape) for parameter in parameters]
+    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None,
+    cu_queries: Tensor | None, cu_keys: Tensor | None, initial: Tensor | None, *rest: Any,
+) -> list[Tensor]:  # fmt: skip
+    others = parameters if initial is None else [*parameters, initial]
+    return [_token_major(x, *x.shape) for x in (q, k, v)] + [x.new_empty(x.shape) for x in others]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, parameters, *rest = inputs
-    # The mask, and boundaries or a state.
-    others = [x for x in rest if x is None or isinstance(x, Tensor)]
-    out, denominators = output[:2]
+    q, k, v, parameters, key_padding_mask, cu_queries, cu_keys, initial, *ctx.rest = inputs
+    out, denominators, _ = output
     ctx.mark_non_differentiable(denominators)
-    ctx.save_for_backward(q, k, v, *others, out, denominators, *parameters)
-    ctx.rest = rest[len(others) :]
+    ctx.save_for_backward(q, k, v, key_padding_mask, cu_queries, cu_keys, initial, out, denominators, *parameters)
 
 
-def _gradient(ctx: Any, d_out: Tensor, _d_denominators: Tensor) -> tuple[Any, ...]:
-    q, k, v, key_padding_mask, cu_queries, cu_keys, out, denominators, *parameters = ctx.saved_tensors
+def _gradient(ctx: Any, d_out: Tensor, _d_denominators: Tensor, d_final: Tensor) -> tuple[Any, ...]:
+    q, k, v, key_padding_mask, cu_queries, cu_keys, initial, out, denominators, *parameters = ctx.saved_tensors
+    gradients: list[Any]
     if _differentiated_again(d_out):
-        call = Request(*ctx.rest)
+        shape, call = _asked(ctx.rest)
         packed = _packed(call.operation, cu_queries, cu_keys)
-        gradients = _differentiable_gradients(
-            lambda *tensors: [in_torch(call, tensors, key_padding_mask, packed)], (q, k, v, *parameters), [d_out]
-        )  # fmt: skip
+        gradients = _gradients_in_torch(call, (q, k, v, *parameters), key_padding_mask, packed, shape, initial, d_out, d_final)
     else:
         gradients = attention_backward(
-            d_out, q, k, v, parameters, key_padding_mask, out, denominators, cu_queries, cu_keys, *ctx.rest
+            d_out, d_final, q, k, v, parameters, key_padding_mask, cu_queries, cu_keys, initial, out, denominators, *ctx.rest
         )  # fmt: skip
+    d_initial = None if initial is None else gradients.pop()
     dq, dk, dv, *d_parameters = gradients
-    return dq, dk, dv, d_parameters, *(None,) * 8
+    return dq, dk, dv, d_parameters, None, None, None, d_initial, *(None,) * 8
 
 
 attention.register_autograd(_gradient, setup_context=_save)
@@ -305,9 +320,9 @@ attention.register_autocast("cpu", torch.float32)
 
 def _plain(shape: Shape | None, numbers: Tensor | None) -> Any:
     """A state of ``shape``, its mechanism, options and parts, without a gradient, as `_forward` takes it."""
-    if numbers is not None and _triton.serves(numbers):
-        return numbers.detach()
-    return None if shape is None or numbers is None else TensorState(*shape, numbers).detach()
+    if shape is None or numbers is None:
+        return None
+    return numbers.detach() if _triton.serves(numbers) else TensorState(*shape, numbers).detach()
 
 
 def _numbers(state: Any) -> Tensor:
@@ -315,105 +330,38 @@ def _numbers(state: Any) -> Tensor:
 
 
 class Eager(torch.autograd.Function):
-    """The same, and from a state and to one, without the operators' overhead, a tenth of a millisecond a call: where no compiler and no
-    transform intercepts calls.
+    """The same without the operators' overhead, a tenth of a millisecond a call: where no compiler and no transform intercepts calls.
 
-    ``initial`` holds the numbers of a state of ``shape``, its mechanism, options and parts, or ``None``. Returns the output, and with
-    ``with_state`` the numbers and the shape of the final state.
+    ``initial`` holds the numbers of a state of ``shape``, its mechanism, options and parts, or is ``None``. Returns the output, and with a
+    shape the numbers of the final state.
     """
 
     @staticmethod
     def forward(
         ctx: Any, key_padding_mask: Tensor | None, packed: Packed, call: Request, shape: Shape | None, initial: Tensor | None,
-        with_state: bool, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor,
+        q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor,
     ) -> Any:  # fmt: skip
         before = _plain(shape, initial)
-        out, denominators, state = _forward(q, k, v, parameters, key_padding_mask, packed, call, before, with_state)
+        out, denominators, state = _forward(q, k, v, parameters, key_padding_mask, packed, call, before, shape is not None)
         ctx.save_for_backward(initial, q, k, v, key_padding_mask, out, denominators, *parameters)
-        ctx.packed, ctx.call, ctx.shape, ctx.with_state = packed, call, shape, with_state
+        ctx.packed, ctx.call, ctx.shape = packed, call, shape
         ctx.set_materialize_grads(False)
-        if not with_state:
-            return out
-        if shape is None and isinstance(state, State):
-            ctx.shape = (state.mechanism, state.options, tuple(state.parts))
-        return out, _numbers(state), ctx.shape
+        return out if shape is None else (out, _numbers(state))
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None = None, _shape: None = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None = None) -> tuple[Any, ...]:
         initial, q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
+        packed, call, shape = ctx.packed, ctx.call, ctx.shape
         d_out = torch.zeros_like(out) if d_out is None else d_out
+        d_initial: Any
         if _differentiated_again(d_out):
-            begun = [] if initial is None else [initial]
-
-            def attend(*tensors: Tensor) -> Sequence[Tensor]:
-                own = tensors[len(begun) :]
-                if not ctx.with_state:
-                    return [in_torch(ctx.call, own, key_padding_mask, ctx.packed)]
-                both = in_torch_with_states(ctx.call, own, key_padding_mask, ctx.shape[2], tensors[0] if begun else None)
-                return both[: 1 if d_final is None else 2]
-
-            found = _differentiable_gradients(attend, (*begun, q, k, v, *parameters), [d_out] if d_final is None else [d_out, d_final])
-            return *(None,) * 4, found.pop(0) if begun else None, None, *found
-        gradients, d_initial = _backward(
-            d_out, q, k, v, parameters, key_padding_mask, ctx.packed, out, denominators, ctx.call,
-            _plain(ctx.shape, initial), _plain(ctx.shape, d_final),
-        )  # fmt: skip
-        return *(None,) * 4, None if d_initial is None else _numbers(d_initial), None, *gradients
-
-
-@_operator("attention_with_state", f"({_TENSORS}, Tensor? initial, {_STATE}, {_CALL}) -> (Tensor, Tensor, Tensor)")  # type: ignore[untyped-decorator]
-def attention_with_state(
-    q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None, initial: Tensor | None,
-    state_of: str, state_options: str, parts: list[int], *call: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, denominators and the numbers of the final state, from those of an ``initial`` one of the same kind."""
-    before = _plain((state_of, state_options, tuple(parts)), initial)
-    out, denominators, after = _forward(q, k, v, parameters, key_padding_mask, None, Request(*call), before, True)
-    assert after is not None
-    return out, denominators, _numbers(after)
-
-
-@attention_with_state.register_fake  # type: ignore[untyped-decorator]
-def _with_state_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, parts, mechanism, options, operation, is_causal, offset = rest
-    out, denominators = _shapes(q, k, v, Request(mechanism, options, operation, is_causal, offset))
-    return out, denominators, denominators.new_empty((q.shape[0], v.shape[1], sum(parts)))
-
-
-@_operator(
-    "attention_with_state_backward",
-    f"(Tensor d_out, Tensor d_final, {_TENSORS}, Tensor? initial, Tensor out, Tensor denominators, {_STATE}, {_CALL}) -> Tensor[]",
-)  # type: ignore[untyped-decorator]
-def attention_with_state_backward(
-    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None,
-    initial: Tensor | None, out: Tensor, denominators: Tensor, state_of: str, state_options: str, parts: list[int], *call: Any,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, the parameters, and the initial state's numbers if there were any."""
-    first, last = (_plain((state_of, state_options, tuple(parts)), numbers) for numbers in (initial, d_final))
-    gradients, d_initial = _backward(
-        d_out, q, k, v, parameters, key_padding_mask, None, out, denominators, Request(*call), first, last, as_the_tensors=False
-    )
-    return gradients if d_initial is None else [*gradients, _numbers(d_initial)]
-
-
-@attention_with_state_backward.register_fake  # type: ignore[untyped-decorator]
-def _gradient_with_state_shapes(
-    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: list[Tensor], key_padding_mask: Tensor | None,
-    initial: Tensor | None, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
-    gradients = _gradient_shapes(d_out, q, k, v, parameters)
-    return gradients if initial is None else [*gradients, initial.new_empty(initial.shape)]
-
-
-def _gradient_with_state(ctx: Any, d_out: Tensor, _d_denominators: Tensor, d_final: Tensor) -> tuple[Any, ...]:
-    q, k, v, key_padding_mask, initial, out, denominators, *parameters = ctx.saved_tensors
-    gradients = attention_with_state_backward(
-        d_out, d_final, q, k, v, parameters, key_padding_mask, initial, out, denominators, *ctx.rest
-    )  # fmt: skip
-    d_initial = None if initial is None else gradients.pop()
-    dq, dk, dv, *d_parameters = gradients
-    return dq, dk, dv, d_parameters, None, d_initial, *(None,) * 8
-
-
-attention_with_state.register_autograd(_gradient_with_state, setup_context=_save)
-attention_with_state.register_autocast("cpu", torch.float32)
+            tensors = (q, k, v, *parameters)
+            gradients = _gradients_in_torch(call, tensors, key_padding_mask, packed, shape, initial, d_out, d_final)
+            d_initial = None if initial is None else gradients.pop()
+        else:
+            before, after = _plain(shape, initial), _plain(shape, d_final)
+            gradients, d_initial = _backward(
+                d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators, call, before, after
+            )  # fmt: skip
+            d_initial = None if d_initial is None else _numbers(d_initial)
+        return None, None, None, None, d_initial, *gradients

@@ -59,12 +59,10 @@ def _by_position(settings: Settings) -> dict[str, Any]:
     return {"length": max(1024, settings["positions"]), **settings.get("attention_options", {})}
 
 
-#: How the options of each mechanism's module follow from a run's settings.
+#: How the options of a mechanism's module follow from a run's settings, where these do not have them as they are.
 _OPTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "kernelized": _kernel, "shaw": _shaw, "fourier": _fourier, "toeplitz": _toeplitz, "aft-full": _by_position,
-    "aft-local": _by_position, "aft-simple": _as_they_are, "aft-conv": _as_they_are, "short-convolution": _as_they_are,
-    "gated": _as_they_are, "delta": _as_they_are, "gated-delta": _as_they_are,
-    "softmax": _softmax, "softmax-window": lambda settings: {"window": 256, **_as_they_are(settings)},
+    "aft-local": _by_position, "softmax": _softmax, "softmax-window": lambda settings: {"window": 256, **_as_they_are(settings)},
 }  # fmt: skip
 
 
@@ -74,8 +72,9 @@ def names(settings: Settings) -> list[str]:
 
 
 def attention(settings: Settings, name: str) -> Attention:
-    if name not in _OPTIONS:
-        raise ValueError(f"config.json: attention: expected one of {', '.join(_OPTIONS)}, got {name!r}")
+    known = (*MODULES, "softmax-window")
+    if name not in known:
+        raise ValueError(f"config.json: attention: expected one of {', '.join(known)}, got {name!r}")
     if settings["d_model"] % settings["heads"]:
         raise ValueError(f"config.json: d_model: expected a multiple of heads = {settings['heads']}, got {settings['d_model']}")
     module: Callable[..., Attention] = MODULES[name.removesuffix("-window")]
@@ -83,6 +82,6 @@ def attention(settings: Settings, name: str) -> Attention:
         # Where layers differ the options of each stand under its name.
         settings = {**settings, "attention_options": settings.get("attention_options", {}).get(name, {})}
     try:
-        return module(settings["heads"], settings["d_model"] // settings["heads"], **_OPTIONS[name](settings))
+        return module(settings["heads"], settings["d_model"] // settings["heads"], **_OPTIONS.get(name, _as_they_are)(settings))
     except TypeError as error:
         raise ValueError(f"config.json: attention_options: {error}") from error

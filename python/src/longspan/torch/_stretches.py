@@ -92,12 +92,14 @@ class Attention:
 
 
 class Sums:
-    """Stretches of kernelized attention, with Shaw's positions, with Fourier's, or with neither: a stretch's numbers are those of its
-    state."""
+    """Stretches of kernelized attention, with Shaw's positions, with Fourier's, or with neither, and of short convolutions: a stretch's
+    numbers are those of its state."""
 
     def __init__(self, attention: Attention, q: Tensor, keys: Tokens, is_causal: bool) -> None:
         self.attention = self.original = attention
-        self.is_causal = is_causal
+        # A short convolution looks back under every mask, and its ignored tokens count as 0.
+        self.counts_ignored = attention.name == "short-convolution"
+        self.is_causal = is_causal = is_causal or self.counts_ignored
         self.normalize = True
         # Both directions of Shaw's positions are two passes, whose numerators and denominators are added.
         self.two_passes = attention.name == "shaw" and not is_causal
@@ -124,6 +126,9 @@ class Sums:
         """The numbers of a stretch of its own."""
         if self.two_passes:
             keys = self._weighed(keys)
+        if self.counts_ignored and keys.ignored is not None:
+            ignored = keys.ignored[:, None, :, None]
+            keys = Tokens(keys.k.masked_fill(ignored, 0), keys.v.masked_fill(ignored, 0), None)
         numbers = self._state(keys).numbers
         if keys.ignored is not None and keys.count:
             # A state ends at the last key that is not ignored, a stretch at its last key: as many tokens follow that leave nothing.
@@ -177,45 +182,6 @@ class Sums:
             one.call(q[:, :, :1], keys.part(0, 0), True, initial=after),
             rest.call(q[:, :, 1:], keys.part(0, max(keys.count - 1, 0)), True, initial=after),
         ], 2)  # fmt: skip
-
-
-class Latest:
-    """Stretches of a short convolution: the last products ``k * v`` and how many of them are there, as in its states."""
-
-    two_passes = False
-
-    def __init__(self, attention: Attention, q: Tensor, keys: Tokens, is_causal: bool) -> None:
-        self.original = attention
-        # It looks back under every mask.
-        self.sides = [self]
-        _, state = attention.call(q[:, :, :0].detach(), keys.part(0, 0), True, final=True)
-        self.shape = (state.mechanism, state.options, state.parts)
-        self.before = attention.parameters[0].shape[1] - 1
-        self.blank = keys.k.new_zeros((*keys.k.shape[:2], sum(state.parts)))
-
-    def form(self, keys: Tokens) -> Tensor:
-        """The numbers of a stretch of its own."""
-        last = keys.part(max(keys.count - self.before, 0), keys.count)
-        products = last.k * last.v
-        if last.ignored is not None:
-            products = products.masked_fill(last.ignored[:, None, :, None], 0)
-        missing = products.new_zeros((*products.shape[:2], self.before - last.count, products.shape[3]))
-        count = products.new_full((*products.shape[:2], 1), last.count)
-        return torch.cat([torch.cat([missing, products], 2).flatten(2), count], 2)
-
-    def join(self, first: Tensor, second: Tensor) -> Tensor:
-        """The numbers of two stretches, one after the other."""
-        new = int(second[:1, :1, -1:].sum())
-        width = (first.shape[2] - 1) // max(self.before, 1)
-        count = (first[..., -1:] + second[..., -1:]).clamp(max=self.before)
-        return torch.cat([first[..., new * width : -1], second[..., (self.before - new) * width : -1], count], 2)
-
-    def read(
-        self, q: Tensor, keys: Tokens, before: Tensor, after: Tensor | None, positions: Tensor | None, _start: int
-    ) -> Tensor:
-        """Outputs of a stretch after what is before it."""
-        out: Tensor = self.original.call(q, keys, True, initial=TensorState(*self.shape, before))
-        return out
 
 
 class Windows:

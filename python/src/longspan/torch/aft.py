@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import _options
+from ..ops._aft import aft_conv_options, aft_local_options
 from .attention import Attention
 
 
@@ -25,15 +26,6 @@ class AftFull(Attention):
         Of the biases; ``None`` for one number for each pair of positions.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import AftFull
-    >>> attention = AftFull(4, 8, length=200, rank=16)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "aft-full"
@@ -67,15 +59,6 @@ class AftLocal(Attention):
         Tokens of the longest sequence.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import AftLocal
-    >>> attention = AftLocal(4, 8, window=16, length=200)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "aft-local"
@@ -89,7 +72,7 @@ class AftLocal(Attention):
         _options.expect_integer("AftLocal", "length", length, 1, _options.MOST)
         place = {"device": device, "dtype": dtype}
         w = torch.empty((length, 2 * window - 1), **place)
-        super().__init__(num_heads, head_dim, _options.aft_local("AftLocal", w, True), num_kv_heads)
+        super().__init__(num_heads, head_dim, aft_local_options("AftLocal", w, True), num_kv_heads)
         self._learn({"w": w}, place)
 
     def _draw(self) -> None:
@@ -103,15 +86,6 @@ class AftSimple(Attention):
     ----------
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import AftSimple
-    >>> attention = AftSimple(4, 8)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "aft-simple"
@@ -169,7 +143,7 @@ class AftConv(Attention):
         place = {"device": device, "dtype": dtype}
         w = torch.empty((num_heads, taps) if image is None else (num_heads, tap_rows, taps), **place)
         scale = torch.empty(num_heads) if normalized else None
-        _, _, options = _options.aft_conv("AftConv", torch.empty(1, 1, 1), w, scale, scale, 3, image)
+        _, _, options = aft_conv_options("AftConv", torch.empty(1, 1, 1), w, scale, scale, 3, image)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         names = ("gamma", "beta") if normalized else ()
         self._learn({"w": w, **{name: torch.empty(num_heads, **place) for name in names}}, place)

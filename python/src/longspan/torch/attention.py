@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from .. import _calls, _options
 from .._native import State
 from . import _combine, _dispatch, _operators
-from ._modules import refuse_hooks
 from ._states import TensorState
 
 def log_decays(rate: Tensor, bias: Tensor, x: Tensor) -> Tensor:
@@ -25,6 +24,15 @@ def draw_gates(rate: Tensor, bias: Tensor) -> None:
     """As Mamba-2: e^rate from 1 to 16, the softplus of the bias from 0.001 to 0.1."""
     nn.init.uniform_(rate, 0.0, math.log(16.0))
     nn.init.uniform_(bias, math.log(1e-3), math.log(1e-1))
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """A step is no call of the module, so hooks of its calls would be passed over. Those of `longspan.torch.distributed` concern whole
+    sequences."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if any(not getattr(hook, "__module__", "").startswith("longspan.") for hook in hooks):
+        raise RuntimeError(f"{type(module).__name__}.step: forward hooks: expected none, because a step is no call of forward, got "
+                           "some; remove them, or call the module on the whole sequence")  # fmt: skip
 
 
 #: Mechanisms that do not see the order of tokens by themselves.
@@ -227,23 +235,6 @@ class Attention(nn.Module):
         learned = self._like(q, (*self._parameters_at(q_positions, k_positions), *gates))
         out: tuple[Tensor, State | TensorState] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
         return out
-
-    def step_together(
-        self, together: Tensor, heads: tuple[int, int, int], widths: tuple[int, int, int], state: Any
-    ) -> tuple[Tensor, State] | None:
-        """`step` of queries, keys and values that lie side by side, ``[batch, sum(widths)]``: the output ``[batch, width]``
-        and the state. ``None`` where somebody has to see the step itself: autograd, a compiler, a class or a hook of the
-        user's own."""
-        if not self._steps_unseen():
-            return None
-        learned = self._parameters_at(None, None)
-        name = type(self).__name__
-        return _dispatch.step_together(name, self.mechanism, self._options, together, heads, widths, learned, state)
-
-    def _steps_unseen(self) -> bool:
-        kind = type(self)
-        own = kind.step is Attention.step and "step" not in self.__dict__ and kind._gates is Attention._gates and not self._gate
-        return own and not self._forward_hooks and not self._forward_pre_hooks
 
     def combine(self, earlier: Any, later: Any) -> Any:
         """The state after two segments of tokens from the state of each; see `longspan.combine`.

@@ -21,7 +21,7 @@ from .. import ops as _ops
 from .._calls import Request
 from . import _dispatch
 from ._exchange import Exchange, agree, refuse
-from ._stretches import Attention, Latest, Sums, Tokens, WindowsBetween
+from ._stretches import Attention, Sums, Tokens, WindowsBetween
 from .attention import Attention as AttentionModule
 from .multi_head import MultiheadAttention
 
@@ -41,7 +41,7 @@ __all__ = [
 _FORMS: dict[str, Any] = {
     "kernelized": Sums, "shaw": Sums, "fourier": Sums,
     "aft-simple": WindowsBetween, "aft-local": WindowsBetween, "aft-conv": WindowsBetween,
-    "short-convolution": Latest,
+    "short-convolution": Sums,
 }  # fmt: skip
 
 #: Why a mechanism needs the whole sequence on every rank.

@@ -1,4 +1,4 @@
-"""Formulas for `torch.utils.flop_counter`: once this module is imported it counts calls without states, and their backward.
+"""Formulas for `torch.utils.flop_counter`: once this module is imported it counts calls and their backward.
 
 Not part of ``import longspan.torch``, because torch's counter takes longer to import than all of that.
 """
@@ -30,14 +30,12 @@ def _flops(
 
 @register_flop_formula(torch.ops.longspan.attention, get_raw=True)
 def _forward(q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], *rest: Any, **others: Any) -> int:
-    _, _, _, *call = rest
-    return _flops((q, k, v, *parameters), *call)
+    return _flops((q, k, v, *parameters), *rest[-5:])
 
 
 @register_flop_formula(torch.ops.longspan.attention_backward, get_raw=True)
 def _backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], *rest: Any, **others: Any
+    d_out: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], *rest: Any, **others: Any
 ) -> int:
     """As two forwards: as torch counts a linear layer's."""
-    _, _, _, _, _, *call = rest
-    return 2 * _flops((q, k, v, *parameters), *call)
+    return 2 * _flops((q, k, v, *parameters), *rest[-5:])

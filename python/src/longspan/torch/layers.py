@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
-from ._modules import call, drop
 from ._states import TensorState
 from .multi_head import MultiheadAttention
 
@@ -53,11 +52,10 @@ class _Layer(nn.Module):
         self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
     def _residual(self, x: Tensor, index: int, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        modules = self._modules
-        norm = modules[f"norm{index}"]
-        y = branch(call(norm, x) if self.norm_first else x)
-        y = x + drop(modules[f"dropout{index}"], y)
-        return y if self.norm_first else call(norm, y)
+        norm: Callable[[Tensor], Tensor]
+        norm, dropout = getattr(self, f"norm{index}"), getattr(self, f"dropout{index}")
+        y = x + dropout(branch(norm(x) if self.norm_first else x))
+        return y if self.norm_first else norm(y)
 
     def _attending(self, kept: list[Any], **options: Any) -> Callable[[Tensor], Tensor]:
         """The attention of tokens to themselves, whose state goes to ``kept`` if one is asked for."""
@@ -73,7 +71,7 @@ class _Layer(nn.Module):
 
     def _stepping(self, kept: list[Any], state: Any, positions: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         """The same for one token."""
-        attention: Any = self._modules["self_attn"]
+        attention: Any = self.self_attn
 
         def attend(x: Tensor) -> Tensor:
             out, new = attention.step(x, state, positions=positions)
@@ -83,9 +81,8 @@ class _Layer(nn.Module):
         return attend
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        modules = self._modules
-        y = self.activation(call(modules["linear1"], x))
-        return call(modules["linear2"], drop(modules["dropout"], y))
+        out: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return out
 
 
 class TransformerEncoderLayer(_Layer, _Encoder):
@@ -149,16 +146,10 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         ----------
         src : Tensor
             ``[batch, token, d_model]`` with ``batch_first``, else ``[token, batch, d_model]``; or ``[token, d_model]``.
-        src_mask : Tensor ``[token, token]``, optional
-            Only a causal mask, or one that ignores the same keys for all queries: True, or -inf, is ignored.
-        src_key_padding_mask : Tensor ``[batch, token]``, optional
-            True, or -inf, is ignored.
-        is_causal : bool
-            A token sees those before it, and itself; it needs no ``src_mask``.
+        src_mask, src_key_padding_mask, is_causal, cu_seqlens, initial_state, output_final_state
+            As in `MultiheadAttention.forward`, masks without ``src_``.
         positions : Tensor ``[batch, token, n]``, optional
             Where tokens are, with ``attention="fourier"`` and ``axes=n``.
-        cu_seqlens, initial_state, output_final_state
-            As in `MultiheadAttention.forward`.
 
         Returns
         -------
@@ -180,12 +171,8 @@ class TransformerEncoderLayer(_Layer, _Encoder):
 
         Parameters
         ----------
-        token : Tensor ``[batch, d_model]``
-            The token, without an axis of tokens.
-        state : State or `TensorState`, optional
-            What a call or the last step returned; ``None`` starts a sequence. Under ``torch.no_grad()`` it is changed in place.
-        positions : Tensor ``[batch, 1, n]``, optional
-            Where the token is, with ``attention="fourier"`` and ``axes=n``.
+        token, state, positions
+            As in `MultiheadAttention.step`, without an axis of tokens.
 
         Returns
         -------
@@ -262,14 +249,10 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         ----------
         tgt, memory : Tensor
             ``[batch, token, d_model]`` with ``batch_first``, else ``[token, batch, d_model]``; or ``[token, d_model]``.
-        tgt_mask, memory_mask : Tensor ``[queries, keys]``, optional
-            Only a causal mask, or one that ignores the same keys for all queries: True, or -inf, is ignored.
-        tgt_key_padding_mask, memory_key_padding_mask : Tensor ``[batch, keys]``, optional
-            True, or -inf, is ignored.
-        tgt_is_causal, memory_is_causal : bool
-            Query ``i`` sees the keys ``j <= i``; it needs no mask.
-        initial_state, output_final_state : State or `TensorState`, bool
-            Of the self-attention: the tokens before; whether to return the state, too.
+        tgt_mask, tgt_key_padding_mask, tgt_is_causal, initial_state, output_final_state
+            Of the self-attention, as in `MultiheadAttention.forward`.
+        memory_mask, memory_key_padding_mask, memory_is_causal
+            Of the attention to the memory.
 
         Returns
         -------

@@ -1,8 +1,8 @@
 """One module for each mechanism: attention over heads, with what it learns.
 
 All are made from ``(num_heads, head_dim)`` and options by name, and called with ``q``, ``k``, ``v`` as
-``[batch, head, token, feature]``; see `longspan.ops` for formulas and arguments. `Attention.step`, of their base
-class, goes on token by token. Projections are `MultiheadAttention`'s.
+``[batch, head, token, feature]``; see `longspan.ops` for formulas and arguments, and their base class `Attention` for examples of calls
+and steps. Projections are `MultiheadAttention`'s.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import _calls, _options
+from ..ops._convolution import short_convolution_options
+from ..ops._fourier import FREE, fourier_options
+from ..ops._shaw import shaw_options
+from ..ops._softmax import softmax_options
+from ..ops._toeplitz import toeplitz_options
 from .aft import AftConv, AftFull, AftLocal, AftSimple
 from .attention import Attention
 from .gated import DeltaAttention, GatedAttention, GatedDeltaAttention
@@ -40,15 +45,6 @@ class KernelizedAttention(Attention):
         ``rate``, ``[num_kv_heads]``, and ``bias``, ``[num_kv_heads, 1]``, are learned, too, and start as Mamba-2's. Causal calls only.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import KernelizedAttention
-    >>> attention = KernelizedAttention(4, 8, feature_map="prf:32", decay=0.99)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "kernelized"
@@ -83,17 +79,6 @@ class ShawAttention(Attention):
         As in `KernelizedAttention`.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import ShawAttention
-    >>> attention = ShawAttention(4, 8, radius=16)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
-    >>> attention.rel.shape
-    torch.Size([4, 33, 8])
     """
 
     mechanism = "shaw"
@@ -111,7 +96,7 @@ class ShawAttention(Attention):
         width = head_dim if rel_feature_map == "same" else _calls.features(feature_map, head_dim)
         place = {"device": device, "dtype": dtype}
         rel = torch.empty((2 * radius + 1, width) if shared else (num_heads, 2 * radius + 1, width), **place)
-        options = _options.shaw(
+        options = shaw_options(
             name, None, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm, **_options.gate(name, gate, decay)
         )  # fmt: skip
         super().__init__(num_heads, head_dim, options, num_kv_heads)
@@ -164,7 +149,7 @@ class FourierAttention(Attention):
         algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         place = {"device": device, "dtype": dtype}
-        names = () if wave == "pairs" else ("b", *_options.FREE.get(normalizer, ()))
+        names = () if wave == "pairs" else ("b", *FREE.get(normalizer, ()))
         features = _calls.features(feature_map, head_dim)
         angles = features // 2 if wave == "pairs" else features
         each = {name: torch.empty((num_heads, features), **place) for name in names}
@@ -173,7 +158,7 @@ class FourierAttention(Attention):
         a = torch.empty((num_kv_heads or num_heads, angles, axes or 1), **place)
         # Any positions: what they are does not matter to the options.
         at = None if axes is None else a
-        options, _ = _options.fourier(
+        options, _ = fourier_options(
             type(self).__name__, None, a, each.get("b"), each.get("c"), each.get("beta"), at, at, normalizer, wave,
             feature_map, _of_heads(decay, num_kv_heads or num_heads), algorithm, **_options.gate(type(self).__name__, gate, decay),
         )  # fmt: skip
@@ -225,17 +210,6 @@ class ToeplitzAttention(Attention):
         As in `longspan.ops.toeplitz_attention`.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import ToeplitzAttention
-    >>> attention = ToeplitzAttention(4, 8, kind="buckets")
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
-    >>> attention.bias.shape
-    torch.Size([4, 32])
     """
 
     mechanism = "toeplitz"
@@ -255,7 +229,7 @@ class ToeplitzAttention(Attention):
                   "grid": (2 * height - 1, 2 * width - 1)}  # fmt: skip
         place = {"device": device, "dtype": dtype}
         bias = torch.empty((num_heads, *shapes.get(kind, (1,))), **place)
-        options = _options.toeplitz(name, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, True)
+        options = toeplitz_options(name, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, True)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         self._learn({"bias": bias}, place, feature_map)
 
@@ -274,15 +248,6 @@ class ShortConvolution(Attention):
         Whether the sum of the taps goes through SiLU before the query gates it.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import ShortConvolution
-    >>> convolution = ShortConvolution(4, 8)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> convolution(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "short-convolution"
@@ -295,7 +260,7 @@ class ShortConvolution(Attention):
         _options.expect_integer("ShortConvolution", "width", width, 1, 64)
         place = {"device": device, "dtype": dtype}
         taps = torch.empty((num_heads if num_kv_heads is None else num_kv_heads, width, head_dim), **place)
-        super().__init__(num_heads, head_dim, _options.short_convolution("ShortConvolution", taps, silu), num_kv_heads)
+        super().__init__(num_heads, head_dim, short_convolution_options("ShortConvolution", taps, silu), num_kv_heads)
         self._learn({"taps": taps}, place)
 
     def _draw(self) -> None:
@@ -312,15 +277,6 @@ class SoftmaxAttention(Attention):
         As in `longspan.ops.softmax_attention`.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import SoftmaxAttention
-    >>> attention = SoftmaxAttention(4, 8)
-    >>> q, k, v = torch.randn(3, 2, 4, 100, 8)
-    >>> attention(q, k, v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "softmax"
@@ -329,7 +285,7 @@ class SoftmaxAttention(Attention):
         self, num_heads: int, head_dim: int, *, scale: float | None = None, capacity: int = 4096, window: int | None = None,
         num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        options = _options.softmax("SoftmaxAttention", scale, capacity, window)
+        options = softmax_options("SoftmaxAttention", scale, capacity, window)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         self._learn({}, {})
 

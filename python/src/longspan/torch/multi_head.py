@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._native import State
-from ._modules import call, refuse_hooks
 from ._states import TensorState
-from .attention import Attention
+from .attention import refuse_hooks
 from .gated_norm import GatedRMSNorm, before_norm
 from .mechanisms import build
 
@@ -161,14 +160,8 @@ class MultiheadAttention(nn.Module):
             Only a causal mask, or one that ignores the same keys for all queries: True, or -inf, is ignored.
         is_causal : bool
             Query ``i`` sees the keys ``j <= i + offset``. It needs no ``attn_mask``, and one beside it is not looked at.
-        offset : int
-            Where query 0 stands among the keys.
-        cu_seqlens : sequence of int, Tensor, or a pair of them, optional
-            Boundaries of packed sequences, ``[0, end of the first, ..., L]``, with a batch of 1.
-        initial_state, output_final_state : State or `TensorState`, bool
-            The tokens before; whether to return the state, too. Causal only.
-        q_positions, k_positions : Tensor ``[batch, queries, n]``, ``[batch, keys, n]``, optional
-            With ``attention="fourier"`` and ``axes=n``.
+        offset, cu_seqlens, initial_state, output_final_state, q_positions, k_positions
+            As in `longspan.torch.attention.Attention.forward`.
 
         Returns
         -------
@@ -249,32 +242,16 @@ class MultiheadAttention(nn.Module):
             token = token[:, 0]
         if token.dim() != 2 or token.shape[1] != self.embed_dim:
             raise ValueError(f"{type(self).__name__}.step: token: expected shape (batch, {self.embed_dim}), got shape {tuple(token.shape)}")
-        # Asked of the dictionaries: `nn.Module.__getattr__` takes as long as a small product.
-        modules, learned = self._modules, self._parameters
-        attention: Any = modules["attention"]
-        weight = learned.get("in_proj_weight")
-        if positions is None and weight is not None and "in_proj_bias" in learned:
-            together = F.linear(token, weight, learned["in_proj_bias"])
-            if isinstance(attention, Attention) and not (self.gated_attention and together.dtype is torch.float16):
-                done = attention.step_together(together, self._head_counts, self._widths, state)
-                if done is not None:
-                    out, after = done
-                    if self.gated_attention:
-                        out = self.gated_norm(out, call(modules["gate_proj"], token))
-                    return call(modules["out_proj"], out), after
-            projected: Sequence[Tensor] = together.split(self._widths, dim=-1)
-        else:
-            projected = self._project(token, token, token)
-        sizes = zip(projected, self._head_counts, self._widths)
-        q, k, v = (x.reshape(len(token), heads, width // heads) for x, heads, width in sizes)
+        q, k, v = (x.unflatten(1, (heads, -1)) for x, heads in zip(self._project(token, token, token), self._head_counts))
         more = {} if positions is None else {"q_positions": positions, "k_positions": positions}
         if self.gated_attention:
             q, k, v = before_norm(q, k, v)
+        attention: Any = self.attention
         out, after = attention.step(q, k, v, state, **more)
         out = out.flatten(1)
         if self.gated_attention:
-            out = self.gated_norm(out, call(modules["gate_proj"], token).reshape(out.shape))
-        return call(modules["out_proj"], out), after
+            out = self.gated_norm(out, self.gate_proj(token))
+        return self.out_proj(F.dropout(out, self.dropout, self.training)), after
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         biases: Sequence[Tensor | None] = (None, None, None)

@@ -21,7 +21,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 #: What some models ask of an attention beside a mask, and linear attention has no meaning for.
-_REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
+_REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def register(name: str = "longspan", mechanism: str = "kernelized", **options: Any) -> None:
@@ -69,7 +69,7 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
     ) -> tuple[Tensor, None]:  # fmt: skip
         for asked in _REFUSED:
             if others.get(asked) is not None:
-                raise ValueError(f"{name}: {asked}: expected None, because the weights are never formed, "
+                raise ValueError(f"{name}: {asked}: expected None, because the weights are never formed and sequences not packed here, "
                                  f"got {others[asked]!r}")  # fmt: skip
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"{name}: attention_mask: expected shape (batch, tokens), 1 or True where a token counts, "

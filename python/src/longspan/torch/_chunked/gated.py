@@ -52,7 +52,10 @@ def gated(call: Call) -> tuple[Tensor, list[Tensor]]:
         beta_of = None if beta is None else beta[:, :, part]
         out, state = _chunk(q[:, :, :, part], k[:, :, part], v[:, :, part], g[:, :, part], beta_of, state)
         outs.append(out.flatten(1, 2))
-    out = torch.cat(outs, 2) if outs else q.new_zeros((*call.q.shape[:3], v.shape[3]))
+    if not outs:
+        # Sums of no tokens, so that autograd still reaches all tensors.
+        outs = [call.q @ state.repeat_interleave(call.group, 1) + sum(x.sum() for x in (k, v, g, beta) if x is not None)]
+    out = torch.cat(outs, 2)
     none = passed.new_zeros((*passed.shape[:2], 0))
     return out, [state.flatten(2), none if gate == "none" else passed, none, none, none, none]
 

@@ -82,7 +82,7 @@ def toeplitz(call: Call) -> Tensor:
     normalize = settings.get("normalize", True)
     keys = _Keys.of(call, normalize).grouped(call.group)
     bias, ends, near, buckets = table.flatten(1), _ends(table, settings), _near(table, settings), _buckets(table, settings)
-    if not call.is_causal and not _covered(table, settings, call):
+    if not (call.is_causal and settings.get("kind", "table") == "table") and not _covered(table, settings, call):
         raise ValueError(f"toeplitz: bias: expected an entry for every distance of the call, got shape {tuple(table.shape)}")
     passed = None if call.initial is None else call.initial[2][:, :1, _TOKENS].detach().long()
     extended = replace(call, k=keys.features, offset=call.offset + keys.past)
