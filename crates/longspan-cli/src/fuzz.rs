@@ -39,7 +39,6 @@ fn below(random: &mut Random, limit: usize) -> usize {
     (random.next() % limit.max(1) as u64) as usize
 }
 
-/// One of them.
 fn piece(random: &mut Random) -> &'static [u8] {
     let pieces: Vec<&[u8]> = WORDS.split(' ').map(str::as_bytes).chain(BYTES).collect();
     pieces[below(random, pieces.len())]
@@ -167,7 +166,6 @@ fn series() {
     }
 }
 
-/// Uses a tokenizer as a run would.
 fn try_tokenizer(tokenizer: &Tokenizer) {
     let _ = (tokenizer.len(), tokenizer.to_json());
     for text in ["", "a b", "cat ab üñ猫\u{0}", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab"] {

@@ -1,6 +1,5 @@
 //! How a command ends.
 
-/// How a command ended, if not by an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     Done,

@@ -52,7 +52,6 @@ pub struct Arguments {
     json: bool,
 }
 
-/// Answers every line in order, each as soon as it can be.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let (folder, config) = arguments.search.open(&arguments.columns)?;
     for_predicting!(config, answer(arguments, folder), _ => {
@@ -242,10 +241,8 @@ fn next_batch(questions: &Questions, most: usize) -> Option<(Vec<Asked>, Option<
     }
 }
 
-/// Pieces that are named one by one.
 const NAMED: usize = 5;
 
-/// Says which pieces did not occur in training.
 pub fn say_unknown(pieces: &BTreeSet<String>) {
     let named: Vec<String> = pieces.iter().take(NAMED).map(|piece| format!("{piece:?}")).collect();
     let rest = pieces.len() - named.len();

@@ -30,7 +30,6 @@ pub fn tokenizer(side: &str) -> String {
     format!("{side}_tokenizer.json")
 }
 
-/// The file that is locked, within a run folder.
 pub const LOCK: &str = ".lock";
 
 /// Keeps other processes from training in the same folder. The system releases it when the process ends.
@@ -113,7 +112,6 @@ impl RunFolder {
         seal::seal(&self.path)
     }
 
-    /// Replaces files: each is a name and its new contents.
     pub fn replace(&self, files: &[(&str, &[u8])]) -> Result<()> {
         seal::replace(&self.path, files)
     }

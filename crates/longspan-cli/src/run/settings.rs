@@ -17,7 +17,6 @@ struct Given {
     origin: String,
 }
 
-/// Settings that a person gave, the strongest last.
 #[derive(Default)]
 pub struct Settings(Vec<Given>);
 
@@ -33,7 +32,6 @@ impl Settings {
         Ok(())
     }
 
-    /// Takes the columns that flags name, if they name any.
     pub fn name_columns(&mut self, columns: &Columns) -> Result<()> {
         if *columns == Columns::default() {
             return Ok(());
@@ -120,7 +118,6 @@ impl Settings {
 }
 
 impl Given {
-    /// Columns are added to those that are there.
     fn put(&self, values: &mut Map<String, Value>) {
         match (values.get_mut(self.key), &self.value) {
             (Some(Value::Object(old)), Value::Object(new)) if self.key == "columns" => old.extend(new.clone()),

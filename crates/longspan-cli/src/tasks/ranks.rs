@@ -122,7 +122,6 @@ impl Ranks {
         self.0.world().size() as usize
     }
 
-    /// Tells all others, from rank 0.
     pub fn announce(&self, message: &[u8]) {
         for rank in 1..self.count() {
             self.0.world().process_at_rank(rank as i32).send(message);

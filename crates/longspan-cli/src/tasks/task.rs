@@ -35,15 +35,12 @@ pub trait Task: Sized + Sync {
 
     /// The settings that it has beside those of all models.
     type Settings: TaskSettings;
-    /// A training example as ids.
     type Example: Sync;
-    /// Where the training examples come from.
     type Feed: Feed<Example = Self::Example>;
     /// What a batch leaves to the next one, such as states; `()` where batches are independent.
     type Carried: Send;
     /// An example as text, with what counts as right.
     type Text: Clone;
-    /// The model.
     type Model: Module + Sync;
     /// How well texts were answered, for people and for programs.
     type Scores: Display + Serialize;
@@ -69,7 +66,6 @@ pub trait Task: Sized + Sync {
     /// How many tokens the model predicts for an example, and how many it reads beside them. Batches are of similar sizes.
     fn size(example: &Self::Example) -> (usize, usize);
 
-    /// The loss of a batch.
     fn loss(&self, model: &Self::Model, batch: &[&Self::Example], smoothing: f64, device: &Device) -> Result<Loss>;
 
     /// As [`loss`](Self::loss), of a part of a training batch, and what it leaves to the next batch.
@@ -106,12 +102,10 @@ pub trait Task: Sized + Sync {
         1.0
     }
 
-    /// How many steps a run takes if nobody says.
     fn usual_steps(per_epoch: usize) -> usize {
         8000.min((60 * per_epoch).max(1000))
     }
 
-    /// What the loss is counted in.
     fn measure(&self) -> &'static str {
         "nats per token"
     }
@@ -211,7 +205,6 @@ pub fn answered(
     Ok(texts.into_iter().zip(answers).map(one).collect())
 }
 
-/// The likeliest answer, as a cell.
 pub fn likeliest(answers: &[Answer]) -> Vec<String> {
     vec![answers.first().map_or_else(String::new, |best| best.target.clone())]
 }
@@ -237,7 +230,6 @@ pub fn sampled(
     Ok(Shown { text: samples::table(&samples), next, picture: None })
 }
 
-/// A question: a text, or a series.
 #[derive(Debug, Clone)]
 pub struct Asked {
     pub line: usize,
@@ -246,18 +238,15 @@ pub struct Asked {
     pub series: Option<Series>,
 }
 
-/// The answer to a question.
 pub struct Told {
     /// Rows of cells, as [`Titles`] names them.
     pub rows: Vec<Vec<String>>,
     pub json: Value,
     /// Whether it was cut at the limit.
     pub cut: bool,
-    /// A forecast to draw.
     pub picture: Option<Forecasts>,
 }
 
-/// Names of the columns of answers.
 pub struct Titles {
     /// Of what is asked, which is not repeated where a line is answered by a line,
     pub key: Vec<String>,
@@ -267,19 +256,15 @@ pub struct Titles {
     pub always: bool,
 }
 
-/// What a run that has ended shows.
 pub struct Shown {
     /// Lines of samples; may be empty.
     pub text: String,
-    /// A command to try.
     pub next: String,
-    /// Forecasts of what was held out.
     pub picture: Option<Forecasts>,
 }
 
 /// All that a run learns from and is measured on.
 pub struct Data<T: Task> {
-    /// What the model learns from.
     pub train: T::Feed,
     /// For the second loss curve, and for choosing settings.
     pub development: Vec<T::Example>,
@@ -308,13 +293,10 @@ pub struct Loss {
     pub smoothed: Tensor<1>,
 }
 
-/// One vocabulary of a task.
 pub struct Vocabulary {
     /// What it is of, such as `source`.
     pub side: &'static str,
-    /// The kind of its tokenizer.
     pub kind: &'static str,
-    /// Number of ids.
     pub size: usize,
 }
 
@@ -329,10 +311,8 @@ impl Display for Vocabulary {
     }
 }
 
-/// How texts are answered.
 pub struct Answering<'a, S> {
     pub config: &'a Config<S>,
-    /// Prefixes that are kept while searching.
     pub beam: usize,
     pub workers: &'a Workers,
     /// Where the texts come from, and the line in which each stands: for errors.
@@ -340,7 +320,6 @@ pub struct Answering<'a, S> {
     pub line: &'a (dyn Fn(usize) -> usize + Sync),
 }
 
-/// One answer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Answer {
     pub target: String,

@@ -15,6 +15,7 @@ use super::Outcome;
 use crate::run::columns::Columns;
 use crate::run::config::Config;
 use crate::run::folder::RunFolder;
+use crate::tasks::scores::decimals;
 use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::progress::duration;
 use crate::terminal::shell;
@@ -37,7 +38,6 @@ pub struct Arguments {
     json: bool,
 }
 
-/// Describes a run after reading and verifying all of it.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let is_file = arguments.run.as_ref().is_some_and(|run| run.is_file() || lines::is_standard_input(run));
     if is_file && arguments.accept_changes {
@@ -135,7 +135,8 @@ fn describe<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder:
             let [rate, low, high] = ["rate", "low", "high"].map(|part| number(key, part).map(|share| 100.0 * share));
             Some(format!("{:.1} % ({:.1} … {:.1} %)", rate?, low?, high?))
         };
-        let decimal = |key: &str, decimals: usize, unit: &str| {
+        let decimal = |key: &str, usual: usize, unit: &str| {
+            let decimals = if usual < 4 { usual } else { decimals(number(key, "rate")?) };
             let interval = number(key, "low").zip(number(key, "high"));
             let interval = interval.map(|(low, high)| format!(" ({low:.decimals$} … {high:.decimals$})"));
             Some(format!("{:.decimals$}{unit}{}", number(key, "rate")?, interval.unwrap_or_default()))

@@ -39,7 +39,6 @@ pub struct Found<C> {
 /// The examples of a batch that are this process's.
 pub struct Share<'a, E> {
     examples: &'a [&'a E],
-    /// Tokens predicted in the whole batch.
     tokens: usize,
     rank: usize,
     ranks: usize,

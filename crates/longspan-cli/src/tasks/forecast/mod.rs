@@ -20,6 +20,7 @@ use sha2::{Digest, Sha256};
 
 use super::labels::{self, shown};
 use super::lines;
+use super::scores::decimals;
 use super::series::file::{self, Found, Point, Reading, Series};
 use super::series::scaling::{Scaling, usual_gap};
 use super::series::{next, padded, settle, times};
@@ -212,7 +213,7 @@ impl Task for Forecast {
             } else {
                 "a way chosen for each channel".into()
             };
-            Simple { name, shown: format!("mean absolute error {found:.4}"), score: found }
+            Simple { name, shown: format!("mean absolute error {found:.0$}", decimals(found)), score: found }
         };
         let each = |way: &Smoothing| vec![way.clone(); self.scaling.channels()];
         let mut all: Vec<Simple> = ways.iter().map(|way| of(each(way))).collect();
@@ -245,7 +246,7 @@ impl Task for Forecast {
         let several = self.scaling.channels() > 1;
         let mut by_series: BTreeMap<(&str, usize), Vec<Sums>> = BTreeMap::new();
         for ((window, seen), told) in windows.iter().zip(&seen).zip(told) {
-            let mut sums = Sums { windows: 1, ..Sums::default() };
+            let mut sums = Sums::default();
             for (n, (y, row)) in
                 window.truth(&self.scaling).iter().zip(told).enumerate().filter(|(_, (y, _))| !y.is_nan())
             {
@@ -256,15 +257,12 @@ impl Task for Forecast {
                     (q * above).max((q - 1.0) * above)
                 });
                 let (mean, last) = (seen.measures[channel].0, window.last(channel).unwrap_or(seen.measures[channel].0));
-                sums = sums.plus(&Sums {
-                    windows: 0,
-                    values: 1.0,
-                    errors: (y - row[MEDIAN]).abs() / unit,
-                    of_last: (y - last).abs() / unit,
-                    of_mean: (y - mean).abs() / unit,
-                    pinball: losses.sum::<f64>() / QUANTILES.len() as f64 / unit,
-                    inside: f64::from(u8::from((row[0]..=row[QUANTILES.len() - 1]).contains(y))),
-                });
+                sums.values += 1.0;
+                sums.errors += (y - row[MEDIAN]).abs() / unit;
+                sums.of_last += (y - last).abs() / unit;
+                sums.of_mean += (y - mean).abs() / unit;
+                sums.pinball += losses.sum::<f64>() / QUANTILES.len() as f64 / unit;
+                sums.inside += f64::from(u8::from((row[0]..=row[QUANTILES.len() - 1]).contains(y)));
             }
             by_series.entry((window.series.key.as_str(), window.series.line)).or_default().push(sums);
         }
@@ -370,7 +368,6 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
     (0..scaling.channels()).map(of).collect()
 }
 
-/// What is told of a value, in the order of [`QUANTILES`].
 type Quantiles = [f64; QUANTILES.len()];
 
 /// With the digits that they have beside a unit, or beside their interval where it is narrower.
@@ -381,7 +378,7 @@ fn rounded(row: &Quantiles, unit: f64) -> Quantiles {
     row.map(|value| shown(value, unit))
 }
 
-fn decimals() -> Vec<f64> {
+fn levels() -> Vec<f64> {
     QUANTILES.iter().map(|q| (f64::from(*q) * 100.0).round() / 100.0).collect()
 }
 
@@ -472,7 +469,7 @@ impl Predict for Forecast {
         let several = self.predicted().count() > 1;
         let quantiles = self.predicted().flat_map(|channel| {
             let name = if several { format!("{} ", names[channel]) } else { String::new() };
-            decimals().into_iter().map(move |q| format!("{name}{q}"))
+            levels().into_iter().map(move |q| format!("{name}{q}"))
         });
         Titles { key: Vec::new(), answer: [id, time].into_iter().chain(quantiles).collect(), always: true }
     }
@@ -533,7 +530,7 @@ impl Predict for Forecast {
                     None => json!(times),
                 },
                 "channels": self.predicted().map(|n| &names[n]).collect::<Vec<_>>(),
-                "quantiles": decimals(),
+                "quantiles": levels(),
                 "values": points,
             });
             let rows = points.iter().zip(&written).map(|(point, time)| {

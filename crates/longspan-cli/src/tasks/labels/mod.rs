@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::batches::{micro_batches, values};
-use super::scores::likeliest;
+use super::scores::{decimals, likeliest};
 use super::simple::Simple;
 use super::table::value;
 use super::task::{Answer, Answering, Loss, Titles, Vocabulary};
@@ -30,7 +30,6 @@ use numbers::Errors;
 
 const FILE: &str = "labels.json";
 
-/// Examples answered together.
 const BATCH: usize = 64;
 
 /// So many different numbers are labels still, if nobody says what they are.
@@ -70,7 +69,6 @@ impl Goal {
     }
 }
 
-/// A finite number.
 pub fn number(text: &str) -> Option<f64> {
     value(text).filter(|number| !number.is_nan())
 }
@@ -251,7 +249,7 @@ impl Target {
         let (score, shown) = match self.score(labels, rows, unit)? {
             Scores::Number(found) => {
                 let error = found.mean_absolute_error.rate;
-                (error, format!("mean absolute error {error:.4}"))
+                (error, format!("mean absolute error {error:.0$}", decimals(error)))
             }
             Scores::Labels(found) => {
                 let accuracy = found.accuracy.rate;
@@ -309,7 +307,6 @@ impl Target {
         }
     }
 
-    /// What these cells are called, after what was asked.
     pub fn titles(&self, key: &str, columns: &Columns) -> Titles {
         let label = columns.label.clone().unwrap_or("label".into());
         let answer = match self {
@@ -350,7 +347,10 @@ impl Target {
         let labels = match self {
             Self::Labels(labels) => labels,
             Self::Number { mean, deviation } => {
-                return format!("numbers of mean {mean:.4} and standard deviation {deviation:.4}");
+                return format!(
+                    "numbers of mean {mean:.0$} and standard deviation {deviation:.0$}",
+                    decimals(*deviation)
+                );
             }
         };
         let mut counts = vec![0usize; labels.len()];

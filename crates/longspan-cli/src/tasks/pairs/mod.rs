@@ -40,7 +40,6 @@ pub struct Pairs {
     target: Tokenizer,
 }
 
-/// The names that tokenizers have in a run folder.
 const SIDES: [&str; 2] = ["source", "target"];
 
 impl Task for Pairs {
@@ -163,7 +162,6 @@ impl Predict for Pairs {
     }
 }
 
-/// Reads the examples that the settings name, by use.
 fn read_split(config: &Config) -> Result<Split<Example>> {
     let examples = match config.first() {
         Some(path) => file::read(path, &config.task.files.columns)?,
@@ -180,7 +178,6 @@ fn read_split(config: &Config) -> Result<Split<Example>> {
 }
 
 impl Pairs {
-    /// Up to a beam of answers to each text, the likeliest first.
     fn answer(&self, model: &Seq2Seq, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
         let hypotheses = answers::search(model, [&self.source, &self.target], texts, how)?;
         hypotheses.iter().map(|beam| answers::to_texts(&self.target, beam)).collect()
@@ -199,7 +196,6 @@ impl Pairs {
 
     /// Says it where the target's tokenizer does not give targets back as they are: answers cannot print them.
     fn say_lost(&self, split: &Split<Example>) -> Result<()> {
-        /// Enough to tell.
         const TRIED: usize = 1000;
         let Tokenizer::Json { .. } = self.target else { return Ok(()) };
         let all: Vec<&String> = split.train.iter().chain(&split.held_out).flat_map(|one| &one.targets).collect();

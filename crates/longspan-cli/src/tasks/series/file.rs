@@ -23,7 +23,6 @@ use crate::tasks::task::Asked;
 use crate::terminal::notes::note;
 use crate::terminal::samples::counted;
 
-/// A series: points in the order of their times.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Series {
     pub times: Vec<f64>,
@@ -68,19 +67,15 @@ pub struct Reading<'a> {
     pub columns: Option<&'a Columns>,
     /// The dates that the run learned from, on whose calendar times count.
     pub dates: Option<&'a Dates>,
-    /// Whether series are to have labels.
     pub labels: bool,
-    /// Whether a run reads it that has learned already.
     pub learned: bool,
 }
 
 impl<'a> Reading<'a> {
-    /// By a run that has learned.
     pub fn learned(files: &'a Files, dates: Option<&'a Dates>, labels: bool) -> Self {
         Self { columns: Some(&files.columns), dates, labels, learned: true }
     }
 
-    /// The series of a question.
     pub fn of(&self, asked: &Asked, name: &str) -> Result<Series> {
         let read = || from_json(&asked.text, asked.line, self).map_err(lines::in_line(name, asked.line));
         asked.series.clone().map_or_else(read, Ok)
@@ -309,7 +304,6 @@ fn from_lines(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
     Ok(Found { series, ..Found::default() })
 }
 
-/// A series from a line of JSON.
 pub fn from_json(text: &str, line: usize, reading: &Reading<'_>) -> Result<Series, String> {
     let value = json::line(text).map_err(|problem| format!("{problem}; {EXAMPLE}"))?;
     if reading.labels && !value["forecast"].is_null() {
@@ -399,7 +393,6 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
     Ok(Series { id: text("id")?, dates, ..one })
 }
 
-/// Series from a table: a point a row, or a series.
 fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     let none = Columns::default();
     let columns = reading.columns.unwrap_or(&none);
@@ -523,7 +516,6 @@ fn with_values(name: &str, all: impl Iterator<Item = (usize, Result<Series, Stri
     Ok(found)
 }
 
-/// The most different texts of a column that become channels.
 const CATEGORIES: usize = 20;
 
 /// The table with a channel of 0 and 1, `column=text`, for each text of columns of categories, if there are some: those that a run learned
@@ -955,6 +947,11 @@ mod tests {
                 "date,store,dept,x\n0,1,1,0.5\n0,1,2,0.5\n0,2,1,0.5\n0,2,2,1.5\n1,1,1,0.5\n1,1,2,0.5\n1,2,1,0.5\n1,2,2,1.5\n",
                 none(),
                 "`dept` may say which series each is of: say so with --id 'store,dept'",
+            ),
+            (
+                "time,income,size\n0,1,1\n0,1,2\n1,2,1\n1,3,1\n2,4,1\n2,2,2\n3,3,2\n3,4,2\n4,1,1\n4,2,2\n5,1,2\n5,3,1\n6,2,1\n6,4,2\n7,3,2\n7,4,1\n",
+                none(),
+                "16 of 16 rows share the time `time` with another row; name all columns",
             ),
             (
                 "shop,time,x\n1,0,0.5\n2,0,0.5\n1,1,0.5\n2,1,0.5\n",

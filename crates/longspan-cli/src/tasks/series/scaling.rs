@@ -206,7 +206,6 @@ impl Scaling {
         self.channels() * if self.masked { 2 } else { 1 } + waves
     }
 
-    /// Refuses a series that has other channels.
     pub fn check(&self, one: &Series) -> Result<()> {
         let (width, names) = (self.channels(), self.names.join(", "));
         if one.width != width {

@@ -13,7 +13,6 @@ use crate::run::folder::RunFolder;
 use crate::tasks::labels::Goal;
 use crate::tasks::split;
 
-/// Penalties of errors that are tried.
 const PENALTIES: [f64; 3] = [1.0, 8.0, 64.0];
 
 /// Products of a number and a weight in one pass of all fits; beyond it one penalty is tried.
@@ -149,7 +148,6 @@ impl Bag {
         row
     }
 
-    /// What it tells of a text.
     pub fn predict(&self, text: &str) -> Vec<f32> {
         let of = |place: usize| &self.weights[place * self.outputs..(place + 1) * self.outputs];
         let mut found = of(self.rarity.len()).to_vec();
@@ -159,12 +157,10 @@ impl Bag {
         found
     }
 
-    /// Words and pairs that are known.
     pub fn len(&self) -> usize {
         self.rarity.len()
     }
 
-    /// Writes it into a file.
     pub fn store(&self, path: &Path) -> Result<()> {
         let mut hashes: Vec<(u32, u32)> = self.places.iter().map(|(hash, place)| (*place, *hash)).collect();
         hashes.sort_unstable();

@@ -190,12 +190,10 @@ impl Kernels {
         sums.into_iter().map(|sum| sum as f32).collect()
     }
 
-    /// What it tells of each series.
     pub fn predict(&self, all: &[Grid]) -> Vec<Vec<f32>> {
         all.par_iter().map(|one| self.told(&self.features(one))).collect()
     }
 
-    /// Writes it into a file.
     pub fn store(&self, path: &Path) -> Result<()> {
         let sizes = bytes(&[self.channels as f32, self.length as f32]);
         let arrays = [("sizes", sizes), ("biases", bytes(&self.biases)), ("weights", bytes(&self.weights))];

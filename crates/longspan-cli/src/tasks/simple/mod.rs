@@ -14,7 +14,6 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 use crate::run::folder::RunFolder;
 use crate::run::write::write_atomic;
 
-/// What a simple method gives on held-out data.
 pub struct Simple {
     pub name: String,
     /// As a person reads it, such as `93.1 %`.
@@ -59,7 +58,6 @@ pub fn store(path: &Path, arrays: &[(&str, Dtype, Vec<u8>)]) -> Result<()> {
     write_atomic(path, &serialize(views.collect::<Result<Vec<_>>>()?, None)?)
 }
 
-/// The bytes of numbers.
 pub fn bytes(numbers: &[f32]) -> Vec<u8> {
     numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
@@ -91,7 +89,6 @@ fn damaged(folder: &RunFolder, file: &str) -> anyhow::Error {
     anyhow!("{}: not what a run writes; the file is damaged: restore it or train again", path.display())
 }
 
-/// Numbers of words.
 pub fn numbers(words: &[[u8; 4]]) -> Vec<f32> {
     words.iter().map(|word| f32::from_le_bytes(*word)).collect()
 }

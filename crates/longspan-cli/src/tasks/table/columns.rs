@@ -251,7 +251,6 @@ impl Roles {
 }
 
 impl Table {
-    /// What each column holds, in words.
     pub fn summary(&self) -> Vec<String> {
         (0..self.header.len()).map(|place| self.held(place)).collect()
     }
@@ -547,7 +546,13 @@ fn guessed_id(
         return Ok(texts);
     }
     let whole = |place: &usize| table.numbers(*place).is_ok_and(|all| all.iter().all(|number| number.fract() == 0.0));
-    let tells_apart = |places: &Vec<usize>| is_repeated(&[named, places].concat()) && apart(places);
+    // Series are there at most times; measures that tell rows apart by chance are not.
+    let times = counts(table, &[time]).len();
+    let lasts = |places: &[usize]| counts(table, &[places]).len() * times <= 2 * table.rows.len();
+    let tells_apart = |places: &Vec<usize>| {
+        let all = [named, places].concat();
+        is_repeated(&all) && lasts(&all) && apart(places)
+    };
     let numbers: Vec<usize> = numbers.into_iter().filter(whole).filter(|place| is_repeated(&[*place])).collect();
     let all = [&texts[..], &numbers].concat();
     let pairs = all.iter().enumerate().flat_map(|(n, a)| all[..n].iter().map(|b| vec![*b, *a]));
@@ -581,7 +586,6 @@ fn sharing(table: &Table, places: &[&[usize]]) -> usize {
     counts(table, places).into_values().filter(|count| *count > 1).sum()
 }
 
-/// The names of columns as errors have them.
 fn names(table: &Table, places: &[usize], between: &str) -> String {
     places.iter().map(|place| format!("`{}`", table.header[*place])).collect::<Vec<_>>().join(between)
 }

@@ -24,7 +24,6 @@ const BEFORE: u64 = 64;
 /// Bytes at the beginning of a file that tell what it is.
 const HEAD: usize = 8 * 1024;
 
-/// Texts, one after the other.
 #[derive(Debug)]
 pub struct Corpus {
     documents: Vec<Document>,
@@ -38,7 +37,6 @@ pub struct Corpus {
     sha256: OnceLock<String>,
 }
 
-/// One text.
 #[derive(Debug)]
 struct Document {
     name: String,
@@ -84,12 +82,10 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Number of bytes.
     pub fn len(&self) -> u64 {
         self.bounds[self.documents.len()]
     }
 
-    /// Number of texts.
     pub fn documents(&self) -> usize {
         self.documents.len()
     }
@@ -164,7 +160,6 @@ impl Corpus {
         Ok(())
     }
 
-    /// The document that holds a position.
     fn document(&self, at: u64) -> usize {
         self.bounds.partition_point(|&bound| bound <= at).saturating_sub(1).min(self.documents.len() - 1)
     }
@@ -349,7 +344,6 @@ fn other_task(path: &Path, head: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// The first bytes of a file.
 fn head(path: &Path) -> Result<Vec<u8>> {
     let failed = |error| cannot_read(path, &error);
     let mut bytes = Vec::new();

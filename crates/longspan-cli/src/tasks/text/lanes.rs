@@ -20,7 +20,6 @@ use crate::tasks::tokens::{END, START, Tokenizer};
 /// Tokens to learn from, each predicted from those before it.
 #[derive(Debug, Clone)]
 pub struct Segment {
-    /// The first is read only.
     pub tokens: Vec<u32>,
     /// The state before them; `None` at a beginning.
     pub state: Option<LanguageState>,
@@ -72,7 +71,6 @@ impl Reader {
         Ok(())
     }
 
-    /// Adds the next `count` tokens to a list.
     pub fn take(&mut self, count: usize, into: &mut Vec<u32>) -> Result<()> {
         let wanted = into.len() + count;
         while into.len() < wanted {
@@ -87,11 +85,9 @@ impl Reader {
     }
 }
 
-/// One of the places at which the text is read.
 #[derive(Debug, Clone)]
 struct Lane {
     reader: Reader,
-    /// The last token that was given.
     last: u32,
 }
 
@@ -110,7 +106,6 @@ pub struct Lanes {
     segment: usize,
     /// Steps after which states begin anew.
     carry: usize,
-    /// Of all lanes, about.
     tokens: f64,
 }
 
