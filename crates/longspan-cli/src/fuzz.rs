@@ -259,14 +259,7 @@ fn weights_and_checkpoints() {
 
     let optimizer = || optimizer(&with::<PairsSettings>(serde_json::json!({})).training);
     let best = Some(Best { step: 2, loss: 1.5 });
-    let saved = Saved {
-        step: 3,
-        seconds: 0.5,
-        best,
-        start: Vec::new(),
-        data_sha256: "0".repeat(64),
-        place: serde_json::Value::Null,
-    };
+    let saved = Saved { step: 3, seconds: 0.5, best, data_sha256: "0".repeat(64), ..Saved::default() };
     checkpoint::save_training(file.path(), &tiny(), &optimizer(), &saved, Vec::new()).unwrap();
     let made = with_and_without_checksum(fs::read(file.path()).unwrap());
     fuzz("checkpoint", made, |path, _| checkpoint::load_training::<_, Saved>(path, tiny(), optimizer()).is_ok());

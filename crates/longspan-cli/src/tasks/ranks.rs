@@ -171,12 +171,4 @@ impl Ranks {
     pub fn abort(&self) -> ! {
         self.0.world().abort(1)
     }
-
-    pub fn give(&self, numbers: &[f32]) {
-        self.0.world().process_at_rank(0).send(numbers);
-    }
-
-    pub fn take(&self, rank: usize, numbers: &mut [f32]) {
-        self.0.world().process_at_rank(rank as i32).receive_into(numbers);
-    }
 }

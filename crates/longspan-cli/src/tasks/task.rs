@@ -16,9 +16,9 @@ use super::series::file::Series;
 use super::simple::Simple;
 use super::split::evenly;
 use super::workers::Workers;
-use crate::run::checkpoint::Place;
+use crate::run::checkpoint::{Place, Saved, optimizer};
 use crate::run::config::{Config, TaskSettings};
-use crate::run::folder::RunFolder;
+use crate::run::folder::{CHECKPOINT, RunFolder};
 use crate::terminal::forecasts::Forecasts;
 use crate::terminal::plot::Matrix;
 use crate::terminal::samples::{self, Sample, visible};
@@ -111,12 +111,7 @@ pub trait Task: Sized + Sync {
     }
 
     /// Answers texts and scores the likeliest answer to each.
-    fn score(
-        &self,
-        model: &Self::Model,
-        texts: &[Self::Text],
-        how: &Answering<'_, Self::Settings>,
-    ) -> Result<Self::Scores>;
+    fn score(&self, model: &Self::Model, texts: &[Self::Text], how: &How<'_, Self>) -> Result<Self::Scores>;
 
     /// How many times as long as the development loss, about, the scores of all that is held out take.
     fn scoring(data: &Data<Self>, config: &Config<Self::Settings>) -> Result<f64> {
@@ -125,12 +120,7 @@ pub trait Task: Sized + Sync {
     }
 
     /// What simple methods give on held-out texts.
-    fn simple(
-        &self,
-        _data: &Data<Self>,
-        _texts: &[Self::Text],
-        _config: &Config<Self::Settings>,
-    ) -> Result<Vec<Simple>> {
+    fn simple(&self, _: &Data<Self>, _: &[Self::Text], _: &Config<Self::Settings>) -> Result<Vec<Simple>> {
         Ok(Vec::new())
     }
 
@@ -140,7 +130,7 @@ pub trait Task: Sized + Sync {
     }
 
     /// Scores a person's file.
-    fn evaluate(&self, model: &Self::Model, path: &Path, how: &Answering<'_, Self::Settings>) -> Result<Self::Scores>;
+    fn evaluate(&self, model: &Self::Model, path: &Path, how: &How<'_, Self>) -> Result<Self::Scores>;
 
     /// The picture that shows scores, if there is one.
     fn picture(_scores: &Self::Scores) -> Option<Matrix> {
@@ -148,13 +138,7 @@ pub trait Task: Sized + Sync {
     }
 
     /// What a run that has ended shows of itself, and what a person may try next, as arguments after `folder`.
-    fn show(
-        &self,
-        model: &Self::Model,
-        held_out: &[Self::Text],
-        how: &Answering<'_, Self::Settings>,
-        folder: &str,
-    ) -> Result<Shown>;
+    fn show(&self, model: &Self::Model, held_out: &[Self::Text], how: &How<'_, Self>, folder: &str) -> Result<Shown>;
 
     /// The data in a line, for the beginning of training.
     fn introduce(&self, config: &Config<Self::Settings>, data: &Data<Self>) -> String;
@@ -183,7 +167,7 @@ pub trait Predict: Task {
     }
 
     /// What is printed of each question.
-    fn predict(&self, model: &Self::Model, asked: &[Asked], how: &Answering<'_, Self::Settings>) -> Result<Vec<Told>>;
+    fn predict(&self, model: &Self::Model, asked: &[Asked], how: &How<'_, Self>) -> Result<Vec<Told>>;
 }
 
 /// What is printed of texts: up to a beam of answers to each, the likeliest first, of which `cells` go into a row.
@@ -285,6 +269,33 @@ impl<T: Task> Data<T> {
     }
 }
 
+/// A run that has been read back, ready to answer.
+pub struct Trained<T: Task> {
+    pub config: Config<T::Settings>,
+    pub task: T,
+    pub model: T::Model,
+    pub folder: RunFolder,
+}
+
+impl<T: Task> Trained<T> {
+    pub fn load(folder: RunFolder, config: Config<T::Settings>) -> Result<Self> {
+        let task = T::load(&folder, &config)?;
+        let model = folder.load_weights(task.model(&config, &Device::flex())?)?;
+        Ok(Self { config, task, model, folder })
+    }
+
+    /// How far the training has come; reads and verifies the checkpoint. `None` if the run was written without one, which the
+    /// Python package does.
+    pub fn load_saved(&self) -> Result<Option<Saved>> {
+        self.folder.verify(|name| name == CHECKPOINT)?;
+        if !self.folder.file(CHECKPOINT).exists() {
+            return Ok(None);
+        }
+        let model = self.task.model(&self.config, &Device::flex())?;
+        Ok(Some(self.folder.load_checkpoint(model, optimizer(&self.config.training))?.saved))
+    }
+}
+
 /// Sums over the predicted tokens of a batch.
 pub struct Loss {
     /// `Σ −log p(token)`.
@@ -310,6 +321,9 @@ impl Display for Vocabulary {
         write!(f, "{} ({} tokens)", self.kind, self.size)
     }
 }
+
+/// As a task answers.
+pub type How<'a, T> = Answering<'a, <T as Task>::Settings>;
 
 pub struct Answering<'a, S> {
     pub config: &'a Config<S>,

@@ -133,7 +133,11 @@ impl Tokenizer {
     }
 
     pub fn load(folder: &RunFolder, side: &str) -> Result<Self> {
-        Self::stored(&folder.tokenizer(side), &folder.read(&tokenizer(side))?)
+        Self::stored(&folder.file(&tokenizer(side)), &folder.read(&tokenizer(side))?)
+    }
+
+    pub fn store(&self, folder: &RunFolder, side: &str) -> Result<()> {
+        folder.write(&tokenizer(side), self.to_json()?.as_bytes())
     }
 
     pub fn stored(path: &Path, bytes: &[u8]) -> Result<Self> {

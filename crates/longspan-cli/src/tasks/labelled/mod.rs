@@ -20,7 +20,6 @@ use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Titles,
 use super::tokens::{END, Kind, Tokenizer};
 use crate::run::config::{self, LabelledSettings};
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
 use crate::terminal::plot::Matrix;
 use file::Labelled;
 
@@ -73,8 +72,8 @@ impl Task for Labels {
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
-        write_atomic(&folder.tokenizer(SIDE), self.tokenizer.to_json()?.as_bytes())?;
-        self.bag.iter().try_for_each(|bag| bag.store(&folder.path().join(BAG)))?;
+        self.tokenizer.store(folder, SIDE)?;
+        self.bag.iter().try_for_each(|bag| bag.store(folder, BAG))?;
         self.target.store(folder)
     }
 

@@ -6,9 +6,8 @@ mod numbers;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::{self, Display};
-use std::path::PathBuf;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Tensor, TensorData};
 use serde::{Deserialize, Serialize};
@@ -22,7 +21,6 @@ use super::task::{Answer, Answering, Loss, Titles, Vocabulary};
 use crate::run::columns::Columns;
 use crate::run::config::LabelKind;
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
 use crate::terminal::notes::note;
 use crate::terminal::plot::Matrix;
 use confusion::Confusion;
@@ -152,16 +150,12 @@ impl Target {
     }
 
     pub fn load(folder: &RunFolder) -> Result<Self> {
-        serde_json::from_slice(&folder.read(FILE)?).map_err(|_| {
-            anyhow!(
-                "{}: neither a list of labels nor a mean and a deviation; the file is damaged: restore it or train again",
-                path(folder).display()
-            )
-        })
+        let what = "neither a list of labels nor a mean and a deviation";
+        serde_json::from_slice(&folder.read(FILE)?).map_err(|_| folder.damaged(FILE, what))
     }
 
     pub fn store(&self, folder: &RunFolder) -> Result<()> {
-        write_atomic(&path(folder), serde_json::to_string_pretty(self)?.as_bytes())
+        folder.write(FILE, serde_json::to_string_pretty(self)?.as_bytes())
     }
 
     pub fn outputs(&self) -> usize {
@@ -403,7 +397,7 @@ pub fn stored_base<B>(
     corrects: bool,
     load: impl FnOnce() -> Result<B>,
 ) -> Result<Option<B>> {
-    let path = folder.path().join(name);
+    let path = folder.file(name);
     if path.exists() {
         return load().map(Some);
     }
@@ -417,10 +411,6 @@ pub fn stored_base<B>(
 pub fn joined(mut rows: Vec<Vec<f32>>, base: impl Iterator<Item = Vec<f32>>) -> Vec<Vec<f32>> {
     rows.iter_mut().zip(base).for_each(|(row, base)| row.iter_mut().zip(base).for_each(|(x, y)| *x += y));
     rows
-}
-
-fn path(folder: &RunFolder) -> PathBuf {
-    folder.path().join(FILE)
 }
 
 /// A number with the digits that it has beside a unit.

@@ -4,16 +4,17 @@ mod answers;
 mod cmudict;
 mod example;
 pub mod file;
-mod loss;
 mod model;
 
 use std::path::Path;
 
 use anyhow::Result;
 use burn::tensor::Device;
+use longspan::layers::CrossEntropyLoss;
 use longspan::models::Seq2Seq;
 use sha2::Digest;
 
+use super::batches::padded;
 use super::feed::{self, DEVELOPMENT, Shuffled};
 use super::lines;
 use super::memory;
@@ -21,13 +22,12 @@ use super::scores::ErrorRates;
 use super::split::{self, Split, evenly};
 use super::table::columns::TextColumn;
 use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
-use super::tokens::{Kind, Tokenizer};
+use super::tokens::{END, Kind, START, Tokenizer};
 use super::workers::Workers;
 use crate::run::config::{self, PairsSettings};
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
 use crate::terminal::notes::note;
-use example::{Example, Pair};
+use example::{Example, Pair, source_ids};
 
 type Config = config::Config<PairsSettings>;
 type Answering<'a> = task::Answering<'a, PairsSettings>;
@@ -69,10 +69,7 @@ impl Task for Pairs {
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
-        for (side, tokenizer) in SIDES.into_iter().zip([&self.source, &self.target]) {
-            write_atomic(&folder.tokenizer(side), tokenizer.to_json()?.as_bytes())?;
-        }
-        Ok(())
+        SIDES.into_iter().zip([&self.source, &self.target]).try_for_each(|(side, one)| one.store(folder, side))
     }
 
     fn data(&self, config: &Config) -> Result<Data<Self>> {
@@ -93,7 +90,15 @@ impl Task for Pairs {
     }
 
     fn loss(&self, model: &Seq2Seq, batch: &[&Pair], smoothing: f64, device: &Device) -> Result<Loss> {
-        loss::loss(model, batch, smoothing, device)
+        let sources: Vec<Vec<u32>> = batch.iter().map(|pair| source_ids(&pair.source)).collect();
+        let inputs: Vec<Vec<u32>> = batch.iter().map(|pair| [&[START], pair.target.as_slice()].concat()).collect();
+        let labels: Vec<Vec<u32>> = batch.iter().map(|pair| [pair.target.as_slice(), &[END]].concat()).collect();
+        let (source, source_lengths) = padded(&sources, device);
+        let (input, lengths) = padded(&inputs, device);
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let next: Vec<_> = labels.iter().flat_map(|labels| (0..longest).map(|at| labels.get(at).copied())).collect();
+        let CrossEntropyLoss { plain, smoothed } = model.loss(source, &source_lengths, input, next, smoothing)?;
+        Ok(Loss { plain, smoothed })
     }
 
     fn score(&self, model: &Seq2Seq, examples: &[Example], how: &Answering<'_>) -> Result<ErrorRates> {

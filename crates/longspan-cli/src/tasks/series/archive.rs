@@ -76,31 +76,29 @@ impl Head {
     fn fields<'a>(&self, text: &'a str) -> Result<(Vec<&'a str>, Option<&'a str>), String> {
         // A colon within brackets is one of a time.
         let mut depth = 0usize;
-        let mut cuts: Vec<usize> = Vec::new();
-        for (place, c) in text.char_indices() {
+        let is_cut = |c: char| {
             match c {
                 '(' if self.timed => depth += 1,
                 ')' if self.timed => depth = depth.saturating_sub(1),
-                ':' if depth == 0 => cuts.push(place),
                 _ => {}
             }
-        }
+            c == ':' && depth == 0
+        };
+        // What comes after the last channel is the label, with any colons.
+        let mut fields: Vec<&str> = match self.channels {
+            Some(count) => text.splitn(count + 1, is_cut).collect(),
+            None => text.split(is_cut).collect(),
+        };
         if let Some(count) = self.channels {
-            // What comes after the last channel is the label, with any colons.
-            cuts.truncate(count);
-            let labelled = self.labelled.unwrap_or(cuts.len() == count);
-            let expected = if labelled { count } else { count - 1 };
-            if cuts.len() != expected {
+            let labelled = self.labelled.unwrap_or(fields.len() > count);
+            if fields.len() != count + usize::from(labelled) {
                 let label = if labelled { " and a label" } else { "" };
                 return Err(format!(
                     "{} fields, and the head says {count} channels{label}, with colons between them",
-                    cuts.len() + 1
+                    fields.len()
                 ));
             }
         }
-        let starts = std::iter::once(0).chain(cuts.iter().map(|cut| cut + 1));
-        let ends = cuts.iter().copied().chain([text.len()]);
-        let mut fields: Vec<&str> = starts.zip(ends).map(|(start, end)| &text[start..end]).collect();
         // Of a file that does not say, the last field is a label where it is no list of numbers.
         let is_list = |text: &str| text.contains(',') && text.split(',').all(|one| value(one).is_some());
         let last = fields.last().is_some_and(|last| !is_list(last) && !last.starts_with('('));

@@ -104,7 +104,7 @@ impl Task for SeriesTask {
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
         self.scaling.store(folder)?;
-        self.kernels.iter().try_for_each(|kernels| kernels.store(&folder.path().join(KERNELS)))?;
+        self.kernels.iter().try_for_each(|kernels| kernels.store(folder, KERNELS))?;
         self.target.store(folder)
     }
 

@@ -45,12 +45,14 @@ pub struct End {
 }
 
 impl End {
+    /// A value in this measure.
     pub fn measured(&self, value: f64) -> f64 {
         // A value that has no logarithm is far below all that have.
         let value = if self.log { value.max(f64::MIN_POSITIVE).ln() } else { value };
         (value - self.centre) / self.unit
     }
 
+    /// The value of a number in this measure.
     pub fn value(&self, number: f64) -> f64 {
         let value = self.centre + self.unit * number;
         if self.log { value.exp() } else { value }

@@ -268,12 +268,8 @@ impl Corpus {
         self.boundary_below(at, u64::MAX)
     }
 
-    /// The same where something is left after it.
-    pub fn boundary_inside(&self, at: u64) -> Result<u64> {
-        self.boundary_below(at, self.len())
-    }
-
-    fn boundary_below(&self, at: u64, below: u64) -> Result<u64> {
+    /// The same, and a line only where it begins before `below`.
+    pub fn boundary_below(&self, at: u64, below: u64) -> Result<u64> {
         let n = self.document(at);
         if at == self.bounds[n] || at >= self.len() {
             return Ok(at);
@@ -401,7 +397,7 @@ mod tests {
         let line = place.path().join("line.txt");
         fs::write(&line, format!("{}\n", "abcdef ".repeat(200))).unwrap();
         let one = Corpus::open(std::slice::from_ref(&line), true).unwrap();
-        assert_eq!((one.boundary(1300).unwrap(), one.boundary_inside(1300).unwrap()), (one.len(), 1300));
+        assert_eq!((one.boundary(1300).unwrap(), one.boundary_below(1300, one.len()).unwrap()), (one.len(), 1300));
         fs::remove_file(line).unwrap();
         fs::write(place.path().join("1.txt"), "shorT").unwrap();
         assert_ne!(Corpus::open(&[place.path().into()], true).unwrap().scan(|_, _| ()).unwrap(), sha);

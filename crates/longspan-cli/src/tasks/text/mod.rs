@@ -30,7 +30,6 @@ use super::tokens::{END, Kind, SPECIALS, Tokenizer};
 use crate::run::checkpoint::Place;
 use crate::run::config::{self, TextSettings};
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
 use crate::terminal::notes::note;
 use crate::terminal::samples::{counted, visible};
 use crate::terminal::shell;
@@ -118,7 +117,7 @@ impl Task for Text {
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
-        write_atomic(&folder.tokenizer(SIDE), self.tokenizer.to_json()?.as_bytes())
+        self.tokenizer.store(folder, SIDE)
     }
 
     fn data(&self, config: &Config) -> Result<Data<Self>> {
@@ -479,7 +478,8 @@ impl Parts {
         if all < LEAST {
             bail!("{}: {all} bytes are too little to learn from; give at least {LEAST}", config.data_name());
         }
-        let [first, second] = [corpus.boundary_inside(all - all / 10)?, corpus.boundary_inside(all - all / 20)?];
+        let [first, second] = [all - all / 10, all - all / 20].map(|at| corpus.boundary_below(at, all));
+        let (first, second) = (first?, second?);
         Ok(Self { train: 0..first, development: first..second, held_out: second..all })
     }
 }
