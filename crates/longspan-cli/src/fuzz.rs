@@ -39,7 +39,6 @@ fn below(random: &mut Random, limit: usize) -> usize {
     (random.next() % limit.max(1) as u64) as usize
 }
 
-/// One of them.
 fn piece(random: &mut Random) -> &'static [u8] {
     let pieces: Vec<&[u8]> = WORDS.split(' ').map(str::as_bytes).chain(BYTES).collect();
     pieces[below(random, pieces.len())]
@@ -167,7 +166,6 @@ fn series() {
     }
 }
 
-/// Uses a tokenizer as a run would.
 fn try_tokenizer(tokenizer: &Tokenizer) {
     let _ = (tokenizer.len(), tokenizer.to_json());
     for text in ["", "a b", "cat ab üñ猫\u{0}", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaab"] {
@@ -261,14 +259,7 @@ fn weights_and_checkpoints() {
 
     let optimizer = || optimizer(&with::<PairsSettings>(serde_json::json!({})).training);
     let best = Some(Best { step: 2, loss: 1.5 });
-    let saved = Saved {
-        step: 3,
-        seconds: 0.5,
-        best,
-        start: Vec::new(),
-        data_sha256: "0".repeat(64),
-        place: serde_json::Value::Null,
-    };
+    let saved = Saved { step: 3, seconds: 0.5, best, data_sha256: "0".repeat(64), ..Saved::default() };
     checkpoint::save_training(file.path(), &tiny(), &optimizer(), &saved, Vec::new()).unwrap();
     let made = with_and_without_checksum(fs::read(file.path()).unwrap());
     fuzz("checkpoint", made, |path, _| checkpoint::load_training::<_, Saved>(path, tiny(), optimizer()).is_ok());

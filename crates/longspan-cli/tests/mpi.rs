@@ -38,6 +38,12 @@ fn error(output: &Output) -> String {
     errors[0].to_string()
 }
 
+/// The last process that an `mpirun` started.
+fn last_of(mpirun: u32) -> u32 {
+    let found = Command::new("pgrep").args(["-P", &mpirun.to_string()]).output().expect("pgrep").stdout;
+    text(&found).lines().last().expect("a process of mpirun").parse().expect("its number")
+}
+
 /// Arguments of a run on any data. Three processes take 2, 2 and 1 of a text's lanes, whose states begin anew after seven
 /// segments: amid the steps at which runs are resumed.
 fn train_on<'a>(data: &[&'a str], out: &'a str, steps: &'a str) -> Vec<&'a str> {
@@ -139,6 +145,17 @@ fn split_sequences_learn_what_whole_ones_do() {
 }
 
 #[test]
+fn a_run_that_diverges_is_named_as_one_process_names_it() {
+    let place = place();
+    for more in [&["--text", "novel.txt", "--split-sequence"][..], &["--text", "novel.txt"]] {
+        let far = ["--set", "learning_rate=1e30", "--set", "warmup_steps=1"];
+        let said = error(&run(&place, 2, &[&train_on(more, "run", "50")[..], &far].concat()));
+        assert!(said.contains(" became ") && said.contains("train again with a lower --learning-rate"), "{said}");
+        std::fs::remove_dir_all(place.path("run")).expect("a run");
+    }
+}
+
+#[test]
 fn wrong_starts_are_one_line() {
     let place = place();
     for (arguments, parts) in [
@@ -208,11 +225,8 @@ fn a_rank_that_is_killed_ends_all_and_the_run_goes_on() {
     let running =
         mpirun(&place, 3, "", &train).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("mpirun starts");
     place.wait_for_lines("run/metrics.jsonl", 45);
-    let processes =
-        text(&Command::new("pgrep").args(["-P", &running.id().to_string()]).output().expect("pgrep").stdout);
-    let last = processes.lines().last().expect("a process of mpirun");
     let started = Instant::now();
-    assert!(Command::new("kill").args(["-9", last]).status().expect("kill").success());
+    signal("KILL", last_of(running.id()));
     let output = running.wait_with_output().expect("an end");
     assert!(started.elapsed() < Duration::from_secs(30) && !output.status.success());
     assert!(text(&output.stderr).contains("rank"), "{}", text(&output.stderr));
@@ -238,16 +252,18 @@ fn a_full_disk_on_rank_0_ends_all_and_the_run_goes_on() {
     assert_eq!(place.info("run")["step"], 6);
 }
 
+/// To all, or to one of them alone.
 #[test]
 fn an_interrupt_saves_and_ends_all() {
-    for more in [&["--pairs", "pairs.tsv"][..], &["--text", "novel.txt", "--split-sequence", "--set", "segment=64"]] {
+    let split: &[&str] = &["--text", "novel.txt", "--split-sequence", "--set", "segment=64"];
+    for (more, one) in [(&["--pairs", "pairs.tsv"][..], false), (split, false), (split, true)] {
         let place = place();
         let train = train_on(more, "run", "100000");
         let running =
             mpirun(&place, 3, "", &train).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("mpirun starts");
         place.wait_for_lines("run/metrics.jsonl", 25);
         let started = Instant::now();
-        signal("INT", running.id());
+        signal("INT", if one { last_of(running.id()) } else { running.id() });
         let output = running.wait_with_output().expect("an end");
         assert!(started.elapsed() < Duration::from_secs(30) && !output.status.success());
         let said = text(&output.stderr);

@@ -189,6 +189,8 @@ fn going_on_keeps_what_the_run_fixed() {
     let place = Place::new();
     place.trained("run");
     place.fails(&["train", "--resume", "run", "--set", "d_model=32"], &["`d_model` is fixed by the run", "--out"]);
+    place.ok(&["train", "--resume", "run", "--set", "workers=3"]);
+    assert_eq!(place.info("run")["config"]["workers"], 3, "another machine has other cores");
     place.fails(&["train", "--resume", "run", "--attention", "softmax"], &["`attention` is fixed by the run"]);
     place.fails(&["train", "--resume", "nowhere"], &["cannot open the run folder nowhere"]);
     place.ok(&["train", "--resume", "run", "--steps", "15"]);

@@ -5,12 +5,9 @@ pub mod eval;
 pub mod generate;
 pub mod info;
 pub mod man;
-mod outcome;
 pub mod predict;
 mod search;
 pub mod train;
-
-pub use outcome::Outcome;
 
 use std::path::Path;
 
@@ -18,6 +15,13 @@ use anyhow::{Result, bail};
 
 use crate::run::write::write_atomic;
 use crate::terminal::plot::Picture;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    Done,
+    /// A signal asked to stop; the work until then is saved.
+    Interrupted,
+}
 
 /// Draws a picture into the file of `--picture`, whose name says how.
 fn draw(picture: &impl Picture, path: &Path) -> Result<()> {

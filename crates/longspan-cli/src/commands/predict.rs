@@ -52,7 +52,6 @@ pub struct Arguments {
     json: bool,
 }
 
-/// Answers every line in order, each as soon as it can be.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let (folder, config) = arguments.search.open(&arguments.columns)?;
     for_predicting!(config, answer(arguments, folder), _ => {
@@ -95,7 +94,7 @@ fn answer<T: Predict>(config: Config<T::Settings>, arguments: &Arguments, folder
             pictures
                 .extend(told.picture.filter(|_| arguments.picture.is_some()).into_iter().flat_map(|picture| picture.0));
         }
-        out.flush()?;
+        out.out.flush()?;
         most = if started.elapsed() < WAIT { 2 * most } else { most / 2 }.clamp(FIRST, MOST);
         if let Some(error) = failure {
             return Err(error);
@@ -130,46 +129,39 @@ struct Answers {
 
 impl Answers {
     fn new(arguments: &Arguments, titles: Titles) -> io::Result<Self> {
-        let Titles { key, answer, always } = &titles;
-        let mut out = io::stdout().lock();
-        if arguments.csv {
-            let mut writer = csv::Writer::from_writer(&mut out);
-            writer.write_record(key.iter().chain(answer))?;
-            writer.flush()?;
-            drop(writer);
-        } else if *always && !arguments.json {
-            writeln!(out, "{}", line(answer))?;
+        let mut answers = Self { out: io::stdout().lock(), titles, json: arguments.json, csv: arguments.csv };
+        let Titles { key, answer, always } = &answers.titles;
+        if answers.csv {
+            let titles = [&key[..], answer].concat();
+            answers.record(titles.iter().map(String::as_str))?;
+        } else if *always && !answers.json {
+            writeln!(answers.out, "{}", line(answer))?;
         }
-        Ok(Self { out, titles, json: arguments.json, csv: arguments.csv })
+        Ok(answers)
+    }
+
+    /// A row of CSV.
+    fn record<'a>(&mut self, cells: impl Iterator<Item = &'a str>) -> io::Result<()> {
+        let mut writer = csv::Writer::from_writer(&mut self.out);
+        writer.write_record(cells)?;
+        writer.flush()
     }
 
     fn write(&mut self, told: &Told) -> io::Result<()> {
         if self.json {
             return writeln!(self.out, "{}", told.json);
         }
-        let Titles { key, answer, .. } = &self.titles;
-        if self.csv {
-            let mut writer = csv::Writer::from_writer(&mut self.out);
-            for row in &told.rows {
-                // What was empty has no answer, and every row as many cells.
-                let cells = row.iter().map(String::as_str).chain(std::iter::repeat(""));
-                writer.write_record(cells.take(key.len() + answer.len()))?;
-            }
-            return writer.flush();
-        }
+        let (key, width) = (self.titles.key.len(), self.titles.key.len() + self.titles.answer.len());
         for row in &told.rows {
-            writeln!(
-                self.out,
-                "{}{}",
-                line(row.get(key.len()..).unwrap_or_default()),
-                if told.cut { CUT } else { "" }
-            )?;
+            if self.csv {
+                // What was empty has no answer, and every row as many cells.
+                self.record(row.iter().map(String::as_str).chain(std::iter::repeat("")).take(width))?;
+            } else {
+                let cut = if told.cut { CUT } else { "" };
+                writeln!(self.out, "{}{cut}", line(row.get(key..).unwrap_or_default()))?;
+            }
         }
         Ok(())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.out.flush()
     }
 }
 
@@ -242,10 +234,8 @@ fn next_batch(questions: &Questions, most: usize) -> Option<(Vec<Asked>, Option<
     }
 }
 
-/// Pieces that are named one by one.
 const NAMED: usize = 5;
 
-/// Says which pieces did not occur in training.
 pub fn say_unknown(pieces: &BTreeSet<String>) {
     let named: Vec<String> = pieces.iter().take(NAMED).map(|piece| format!("{piece:?}")).collect();
     let rest = pieces.len() - named.len();

@@ -10,7 +10,6 @@ use crate::run::config::{RunConfig, TaskKind};
 use crate::run::folder::RunFolder;
 use crate::run::settings::Settings;
 
-/// Which run answers, and how.
 #[derive(Args)]
 pub struct Search {
     /// The folder of a run

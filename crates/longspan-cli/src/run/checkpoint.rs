@@ -15,7 +15,7 @@ use super::seal;
 use crate::terminal::shell;
 
 /// How far a run has come: stored with its weights.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Saved {
     pub step: usize,
     pub seconds: f64,
@@ -68,10 +68,10 @@ impl RunFolder {
         saved: &Saved,
         place: Vec<TensorData>,
     ) -> Result<()> {
-        let training = checkpoint::training_to_bytes(self.checkpoint(), model, optimizer, saved, place)?;
+        let training = checkpoint::training_to_bytes(self.file(CHECKPOINT), model, optimizer, saved, place)?;
         let mut files = vec![(CHECKPOINT, training.as_slice())];
         let are_best = saved.best.is_none_or(|best| best.step == saved.step);
-        let weights = are_best.then(|| checkpoint::weights_to_bytes(self.model(), model)).transpose()?;
+        let weights = are_best.then(|| checkpoint::weights_to_bytes(self.file(MODEL), model)).transpose()?;
         files.extend(weights.as_deref().map(|weights| (MODEL, weights)));
         self.replace(&files)
     }
@@ -81,19 +81,19 @@ impl RunFolder {
         let anew = |error: anyhow::Error| {
             anyhow!("{error}; `longspan train --resume {name}` writes it anew from the checkpoint")
         };
-        let model = checkpoint::load_weights(self.model(), model).map_err(|error| anew(error.into()))?;
+        let model = checkpoint::load_weights(self.file(MODEL), model).map_err(|error| anew(error.into()))?;
         self.verify(|name| name == MODEL).map_err(anew)?;
         Ok(model)
     }
 
     pub fn load_checkpoint<M: Module>(&self, model: M, optimizer: ModuleOptimizer) -> Result<Checkpoint<M>> {
-        if !self.checkpoint().exists() {
+        if !self.file(CHECKPOINT).exists() {
             self.verify(|name| name == CHECKPOINT)?;
             let name = self.path().display();
             bail!("{name} has no checkpoint, so its training cannot be resumed; train a new run with --out");
         }
         let (model, optimizer, saved, tensors) =
-            checkpoint::load_training::<M, Saved>(self.checkpoint(), model, optimizer)?;
+            checkpoint::load_training::<M, Saved>(self.file(CHECKPOINT), model, optimizer)?;
         self.verify(|name| name == CHECKPOINT)?;
         let place = Place { note: saved.place.clone(), tensors };
         Ok(Checkpoint { model, optimizer, saved, place })
@@ -105,7 +105,7 @@ impl RunFolder {
         let are_best = saved.best.is_none_or(|best| best.step == saved.step);
         let damaged = self.verify(|name| name == MODEL).is_err();
         if are_best || damaged {
-            self.replace(&[(MODEL, &checkpoint::weights_to_bytes(self.model(), model)?)])?;
+            self.replace(&[(MODEL, &checkpoint::weights_to_bytes(self.file(MODEL), model)?)])?;
         }
         if damaged && !are_best {
             saved.best = None;

@@ -25,7 +25,6 @@ pub struct Config<S> {
     pub training: TrainingSettings,
 }
 
-/// Files of examples, and which of them are for what.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Files {
     pub columns: Columns,
@@ -35,7 +34,6 @@ pub struct Files {
     pub max_tokens: usize,
 }
 
-/// A stack of blocks that may correct a simple method.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Stack {
     pub base: bool,
@@ -202,7 +200,6 @@ pub struct Common<'a> {
     pub base: bool,
     /// Tokens of sequences of which each process takes a stretch.
     pub split_sequence: Option<usize>,
-    /// Tokens after which an answer is cut.
     pub longest_answer: Option<usize>,
 }
 
@@ -283,7 +280,6 @@ impl TaskSettings for SyntheticSettings {
     }
 }
 
-/// The synthetic task that has a model of its own.
 pub const COMPRESSION: &str = "compression";
 
 /// Whether a model is to compress what is drawn.

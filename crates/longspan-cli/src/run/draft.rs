@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow, bail};
 
 use super::folder::{LOCK, Lock, RunFolder};
+use super::seal::seal;
 use super::write::{help, sync};
 use crate::terminal::shell;
 
@@ -33,7 +34,7 @@ impl Draft {
                 Ok(None) => return Ok(None),
                 // The lock is on an open file inside the folder, so it outlasts the renaming. It counts only if the folder
                 // is still there: another process may just have given it its name.
-                Ok(Some(lock)) if folder.path().join(LOCK).exists() => {
+                Ok(Some(lock)) if folder.file(LOCK).exists() => {
                     return Ok(Some(Self { folder, path: path.to_path_buf(), lock: Some(lock) }));
                 }
                 Ok(Some(_)) => {}
@@ -50,7 +51,7 @@ impl Draft {
         clear(draft)
             .map_err(failed)
             .and_then(|()| fill(&self.folder))
-            .and_then(|()| self.folder.seal())
+            .and_then(|()| seal(draft))
             .and_then(|()| sync(draft).map_err(failed))
             .and_then(|()| free(path))
             .and_then(|()| fs::rename(draft, path).map_err(failed))
@@ -112,15 +113,15 @@ fn parent_of(path: &Path) -> &Path {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::run::write::write_atomic;
+    use crate::run::folder::CONFIG;
 
     #[test]
     fn a_failed_draft_leaves_nothing() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("run");
         let result = Draft::claim(&path).unwrap().unwrap().finish(|folder| {
-            write_atomic(&folder.config(), b"{}")?;
-            bail!("cannot write {}", folder.config().display())
+            folder.write(CONFIG, b"{}")?;
+            bail!("cannot write {}", folder.file(CONFIG).display())
         });
         let expected = format!("cannot write {}", path.join("config.json").display());
         assert_eq!(result.unwrap_err().to_string(), expected);
@@ -138,7 +139,7 @@ mod tests {
         fs::write(place.path().join(".run.draft/half"), b"").unwrap();
         let draft = Draft::claim(&path).unwrap().unwrap();
         assert!(Draft::claim(&path).unwrap().is_none());
-        let (folder, lock) = draft.finish(|folder| write_atomic(&folder.config(), b"{}")).unwrap();
+        let (folder, lock) = draft.finish(|folder| folder.write(CONFIG, b"{}")).unwrap();
         assert!(path.join("seal.json").exists() && !path.join("half").exists());
         assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);
         assert!(Draft::claim(&path).err().unwrap().to_string().contains("--resume"));

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::config::{Config, RunConfig, TaskKind, TaskSettings, compresses};
 use super::keys::{self, KEYS, Key};
 use super::seal::{self, LOG};
-use super::write::help;
+use super::write::{help, write_atomic};
 
 /// A folder that holds a run, or is about to.
 #[derive(Debug, Clone)]
@@ -26,11 +26,14 @@ pub const MODEL: &str = "model.safetensors";
 pub const CHECKPOINT: &str = "checkpoint.safetensors";
 pub const CONFIG: &str = "config.json";
 
+/// The loss curve; beside it is a `.png`.
+pub const CURVE: &str = "loss.svg";
+
+/// The file of a tokenizer; `side` is what it reads, such as `source`.
 pub fn tokenizer(side: &str) -> String {
     format!("{side}_tokenizer.json")
 }
 
-/// The file that is locked, within a run folder.
 pub const LOCK: &str = ".lock";
 
 /// Keeps other processes from training in the same folder. The system releases it when the process ends.
@@ -59,7 +62,7 @@ impl RunFolder {
             Ok(_) => {}
         }
         let folder = Self::at(path, false);
-        if !folder.config().exists() {
+        if !folder.file(CONFIG).exists() {
             bail!("{name} is not a run folder: it has no config.json; give the folder that `longspan train` made");
         }
         Ok(folder)
@@ -69,14 +72,23 @@ impl RunFolder {
         &self.path
     }
 
-    pub fn config(&self) -> PathBuf {
-        self.path.join(CONFIG)
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    pub fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        write_atomic(&self.file(name), bytes)
+    }
+
+    /// That a file holds something else than a run writes into it.
+    pub fn damaged(&self, name: &str, what: &str) -> anyhow::Error {
+        anyhow!("{}: {what}; the file is damaged: restore it or train again", self.file(name).display())
     }
 
     /// Reads all settings, once they and the tokenizers are what the seal says.
     pub fn load_config(&self) -> Result<RunConfig> {
         self.verify(|name| ![MODEL, CHECKPOINT, LOG].contains(&name))?;
-        RunConfig::parse(&self.config(), &self.read(CONFIG)?)
+        RunConfig::parse(&self.file(CONFIG), &self.read(CONFIG)?)
     }
 
     pub fn save_config<S: TaskSettings>(&self, config: &Config<S>) -> Result<()> {
@@ -100,44 +112,13 @@ impl RunFolder {
             seal::verify(&self.path, |name| name == LOG)?.unwrap_or_default()
         } else {
             // A person may have removed it: nothing but the curves depends on it.
-            fs::read(self.metrics()).unwrap_or_default()
+            fs::read(self.file(LOG)).unwrap_or_default()
         };
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 
-    pub fn seal_metrics(&self) -> Result<()> {
-        self.replace(&[])
-    }
-
-    pub fn seal(&self) -> Result<()> {
-        seal::seal(&self.path)
-    }
-
-    /// Replaces files: each is a name and its new contents.
     pub fn replace(&self, files: &[(&str, &[u8])]) -> Result<()> {
         seal::replace(&self.path, files)
-    }
-
-    /// The file of a tokenizer; `side` is what it reads, such as `source`.
-    pub fn tokenizer(&self, side: &str) -> PathBuf {
-        self.path.join(tokenizer(side))
-    }
-
-    pub fn metrics(&self) -> PathBuf {
-        self.path.join(LOG)
-    }
-
-    /// The loss curve; beside it is a `.png`.
-    pub fn loss_curve(&self) -> PathBuf {
-        self.path.join("loss.svg")
-    }
-
-    pub fn model(&self) -> PathBuf {
-        self.path.join(MODEL)
-    }
-
-    pub fn checkpoint(&self) -> PathBuf {
-        self.path.join(CHECKPOINT)
     }
 
     pub fn lock(&self) -> Result<Lock> {
@@ -202,7 +183,7 @@ mod tests {
         config.training.steps = Some(1);
         folder.save_config(&config).unwrap();
         assert_eq!(folder.load_config().unwrap().to_map().unwrap(), config.to_map().unwrap());
-        let text = fs::read_to_string(folder.config()).unwrap();
+        let text = fs::read_to_string(folder.file(CONFIG)).unwrap();
         let stored: Value = serde_json::from_str(&text).unwrap();
         // In the order of the table.
         let places: Vec<usize> =

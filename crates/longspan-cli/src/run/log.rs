@@ -6,7 +6,7 @@ use std::io::Write;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::folder::RunFolder;
+use super::folder::{CURVE, RunFolder};
 use super::seal::LOG;
 use super::write::{cannot_write, write_pictures};
 use crate::terminal::plot::{LossCurve, Point};
@@ -21,7 +21,7 @@ pub struct MetricsLog {
 impl MetricsLog {
     /// Opens the log at a checkpoint: lines beyond `step` and a line cut short are removed.
     pub fn open(folder: &RunFolder, step: usize) -> Result<Self> {
-        let path = folder.metrics();
+        let path = folder.file(LOG);
         // A damaged line beyond the checkpoint is dropped with the others there.
         let text = String::from_utf8_lossy(&fs::read(&path).unwrap_or_default()).into_owned();
         let lines: Vec<(&str, Value)> = text
@@ -43,7 +43,7 @@ impl MetricsLog {
 
     pub fn write(&mut self, value: &Value) -> Result<()> {
         let line = format!("{value}\n");
-        self.file.write_all(line.as_bytes()).map_err(|error| cannot_write(&self.folder.metrics(), error))
+        self.file.write_all(line.as_bytes()).map_err(|error| cannot_write(&self.folder.file(LOG), error))
     }
 
     pub fn step(&mut self, step: usize, loss: f64, learning_rate: f64, gradient_norm: f64, seconds: f64) -> Result<()> {
@@ -61,6 +61,6 @@ impl MetricsLog {
 
     pub fn draw(&self, title: &str, measure: &str) -> Result<()> {
         let curve = LossCurve { training: &self.training, development: &self.development, title, measure };
-        write_pictures(&self.folder.loss_curve(), &curve)
+        write_pictures(&self.folder.file(CURVE), &curve)
     }
 }

@@ -17,7 +17,6 @@ struct Given {
     origin: String,
 }
 
-/// Settings that a person gave, the strongest last.
 #[derive(Default)]
 pub struct Settings(Vec<Given>);
 
@@ -33,7 +32,6 @@ impl Settings {
         Ok(())
     }
 
-    /// Takes the columns that flags name, if they name any.
     pub fn name_columns(&mut self, columns: &Columns) -> Result<()> {
         if *columns == Columns::default() {
             return Ok(());
@@ -66,17 +64,14 @@ impl Settings {
             bail!("--set {assignment}: no `=` in it; write --set key=value");
         };
         let (key, value) = (key.trim(), value.trim());
-        let value = match format!("value = {value}").parse::<toml::Table>() {
-            Ok(mut table) => match table.remove("value") {
-                Some(toml::Value::Float(number)) if !number.is_finite() => {
-                    bail!("--set {key}={value}: expected a finite number")
-                }
-                // A name, as all texts that look like a date are here.
-                Some(toml::Value::Datetime(_)) => Value::String(value.to_string()),
-                Some(value) => serde_json::to_value(value)?,
-                None => Value::String(value.to_string()),
-            },
-            Err(_) => Value::String(value.to_string()),
+        let table = format!("value = {value}").parse::<toml::Table>();
+        let value = match table.ok().and_then(|mut table| table.remove("value")) {
+            Some(toml::Value::Float(number)) if !number.is_finite() => {
+                bail!("--set {key}={value}: expected a finite number")
+            }
+            // A name, as all texts that look like a date are here.
+            Some(toml::Value::Datetime(_)) | None => Value::String(value.to_string()),
+            Some(value) => serde_json::to_value(value)?,
         };
         self.set(key, value, "--set")
     }
@@ -120,7 +115,6 @@ impl Settings {
 }
 
 impl Given {
-    /// Columns are added to those that are there.
     fn put(&self, values: &mut Map<String, Value>) {
         match (values.get_mut(self.key), &self.value) {
             (Some(Value::Object(old)), Value::Object(new)) if self.key == "columns" => old.extend(new.clone()),

@@ -39,10 +39,8 @@ pub struct Batches {
     lengths: Vec<(usize, usize)>,
     batch_size: usize,
     seed: u64,
-    /// The epoch that `order` belongs to.
     epoch: Option<usize>,
     order: Vec<usize>,
-    /// Bounds of the batches in `order`, themselves in random order.
     bounds: Vec<(usize, usize)>,
 }
 

@@ -27,11 +27,9 @@ pub mod task;
 pub mod text;
 pub mod tokenizer_file;
 pub mod tokens;
-pub mod trained;
 pub mod workers;
 
-pub use task::Task;
-pub use trained::Trained;
+pub use task::{Task, Trained};
 
 /// Calls a function for the task of a configuration, with the settings of that task and more arguments.
 macro_rules! for_task {

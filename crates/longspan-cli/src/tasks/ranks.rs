@@ -122,7 +122,6 @@ impl Ranks {
         self.0.world().size() as usize
     }
 
-    /// Tells all others, from rank 0.
     pub fn announce(&self, message: &[u8]) {
         for rank in 1..self.count() {
             self.0.world().process_at_rank(rank as i32).send(message);
@@ -171,13 +170,5 @@ impl Ranks {
     /// Ends all processes: what else they wait for does not come.
     pub fn abort(&self) -> ! {
         self.0.world().abort(1)
-    }
-
-    pub fn give(&self, numbers: &[f32]) {
-        self.0.world().process_at_rank(0).send(numbers);
-    }
-
-    pub fn take(&self, rank: usize, numbers: &mut [f32]) {
-        self.0.world().process_at_rank(rank as i32).receive_into(numbers);
     }
 }

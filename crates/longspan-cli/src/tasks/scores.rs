@@ -11,7 +11,7 @@ use serde::Serialize;
 use strsim::generic_levenshtein;
 
 /// The 97.5 % quantile of the normal distribution: two-sided 95 %.
-pub const Z: f64 = 1.959_963_984_540_054;
+const Z: f64 = 1.959_963_984_540_054;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Score {
@@ -25,6 +25,11 @@ pub fn score<T: PartialEq>(answer: &Vec<T>, targets: &[Vec<T>]) -> Option<Score>
         .iter()
         .map(|target| Score { edits: generic_levenshtein(answer, target), tokens: target.len() })
         .min_by_key(|score| (score.edits, std::cmp::Reverse(score.tokens)))
+}
+
+/// Decimals that show a number near 0 with four digits, and any other with four decimals.
+pub fn decimals(number: f64) -> usize {
+    if number == 0.0 { 4 } else { (3.0 - number.abs().log10().floor()).clamp(4.0, 330.0) as usize }
 }
 
 /// The place of the largest number, of equal ones the first.
@@ -83,11 +88,16 @@ impl Interval {
         Self { low: self.low.map(|low| low.max(least)), high: self.high.map(|high| high.min(most)), ..self }
     }
 
-    /// A share and its interval in percent.
     pub fn in_percent(&self) -> String {
         let percent = |x: f64| 100.0 * x;
         let whole = Self { rate: percent(self.rate), low: self.low.map(percent), high: self.high.map(percent) };
         format!("{:.1} %{}", whole.rate, whole.with_unit(1, " %"))
+    }
+
+    /// A number and its interval, in the unit of the data.
+    pub fn in_digits(&self) -> String {
+        let decimals = decimals(self.rate);
+        format!("{:.decimals$}{}", self.rate, self.confidence(decimals))
     }
 
     /// The interval in words, with so many decimals; nothing where it is not known.

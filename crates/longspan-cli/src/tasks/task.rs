@@ -16,9 +16,9 @@ use super::series::file::Series;
 use super::simple::Simple;
 use super::split::evenly;
 use super::workers::Workers;
-use crate::run::checkpoint::Place;
+use crate::run::checkpoint::{Place, Saved, optimizer};
 use crate::run::config::{Config, TaskSettings};
-use crate::run::folder::RunFolder;
+use crate::run::folder::{CHECKPOINT, RunFolder};
 use crate::terminal::forecasts::Forecasts;
 use crate::terminal::plot::Matrix;
 use crate::terminal::samples::{self, Sample, visible};
@@ -35,15 +35,12 @@ pub trait Task: Sized + Sync {
 
     /// The settings that it has beside those of all models.
     type Settings: TaskSettings;
-    /// A training example as ids.
     type Example: Sync;
-    /// Where the training examples come from.
     type Feed: Feed<Example = Self::Example>;
     /// What a batch leaves to the next one, such as states; `()` where batches are independent.
     type Carried: Send;
     /// An example as text, with what counts as right.
     type Text: Clone;
-    /// The model.
     type Model: Module + Sync;
     /// How well texts were answered, for people and for programs.
     type Scores: Display + Serialize;
@@ -69,7 +66,6 @@ pub trait Task: Sized + Sync {
     /// How many tokens the model predicts for an example, and how many it reads beside them. Batches are of similar sizes.
     fn size(example: &Self::Example) -> (usize, usize);
 
-    /// The loss of a batch.
     fn loss(&self, model: &Self::Model, batch: &[&Self::Example], smoothing: f64, device: &Device) -> Result<Loss>;
 
     /// As [`loss`](Self::loss), of a part of a training batch, and what it leaves to the next batch.
@@ -106,23 +102,16 @@ pub trait Task: Sized + Sync {
         1.0
     }
 
-    /// How many steps a run takes if nobody says.
     fn usual_steps(per_epoch: usize) -> usize {
         8000.min((60 * per_epoch).max(1000))
     }
 
-    /// What the loss is counted in.
     fn measure(&self) -> &'static str {
         "nats per token"
     }
 
     /// Answers texts and scores the likeliest answer to each.
-    fn score(
-        &self,
-        model: &Self::Model,
-        texts: &[Self::Text],
-        how: &Answering<'_, Self::Settings>,
-    ) -> Result<Self::Scores>;
+    fn score(&self, model: &Self::Model, texts: &[Self::Text], how: &How<'_, Self>) -> Result<Self::Scores>;
 
     /// How many times as long as the development loss, about, the scores of all that is held out take.
     fn scoring(data: &Data<Self>, config: &Config<Self::Settings>) -> Result<f64> {
@@ -131,12 +120,7 @@ pub trait Task: Sized + Sync {
     }
 
     /// What simple methods give on held-out texts.
-    fn simple(
-        &self,
-        _data: &Data<Self>,
-        _texts: &[Self::Text],
-        _config: &Config<Self::Settings>,
-    ) -> Result<Vec<Simple>> {
+    fn simple(&self, _: &Data<Self>, _: &[Self::Text], _: &Config<Self::Settings>) -> Result<Vec<Simple>> {
         Ok(Vec::new())
     }
 
@@ -146,7 +130,7 @@ pub trait Task: Sized + Sync {
     }
 
     /// Scores a person's file.
-    fn evaluate(&self, model: &Self::Model, path: &Path, how: &Answering<'_, Self::Settings>) -> Result<Self::Scores>;
+    fn evaluate(&self, model: &Self::Model, path: &Path, how: &How<'_, Self>) -> Result<Self::Scores>;
 
     /// The picture that shows scores, if there is one.
     fn picture(_scores: &Self::Scores) -> Option<Matrix> {
@@ -154,13 +138,7 @@ pub trait Task: Sized + Sync {
     }
 
     /// What a run that has ended shows of itself, and what a person may try next, as arguments after `folder`.
-    fn show(
-        &self,
-        model: &Self::Model,
-        held_out: &[Self::Text],
-        how: &Answering<'_, Self::Settings>,
-        folder: &str,
-    ) -> Result<Shown>;
+    fn show(&self, model: &Self::Model, held_out: &[Self::Text], how: &How<'_, Self>, folder: &str) -> Result<Shown>;
 
     /// The data in a line, for the beginning of training.
     fn introduce(&self, config: &Config<Self::Settings>, data: &Data<Self>) -> String;
@@ -189,7 +167,7 @@ pub trait Predict: Task {
     }
 
     /// What is printed of each question.
-    fn predict(&self, model: &Self::Model, asked: &[Asked], how: &Answering<'_, Self::Settings>) -> Result<Vec<Told>>;
+    fn predict(&self, model: &Self::Model, asked: &[Asked], how: &How<'_, Self>) -> Result<Vec<Told>>;
 }
 
 /// What is printed of texts: up to a beam of answers to each, the likeliest first, of which `cells` go into a row.
@@ -211,7 +189,6 @@ pub fn answered(
     Ok(texts.into_iter().zip(answers).map(one).collect())
 }
 
-/// The likeliest answer, as a cell.
 pub fn likeliest(answers: &[Answer]) -> Vec<String> {
     vec![answers.first().map_or_else(String::new, |best| best.target.clone())]
 }
@@ -237,7 +214,6 @@ pub fn sampled(
     Ok(Shown { text: samples::table(&samples), next, picture: None })
 }
 
-/// A question: a text, or a series.
 #[derive(Debug, Clone)]
 pub struct Asked {
     pub line: usize,
@@ -246,18 +222,15 @@ pub struct Asked {
     pub series: Option<Series>,
 }
 
-/// The answer to a question.
 pub struct Told {
     /// Rows of cells, as [`Titles`] names them.
     pub rows: Vec<Vec<String>>,
     pub json: Value,
     /// Whether it was cut at the limit.
     pub cut: bool,
-    /// A forecast to draw.
     pub picture: Option<Forecasts>,
 }
 
-/// Names of the columns of answers.
 pub struct Titles {
     /// Of what is asked, which is not repeated where a line is answered by a line,
     pub key: Vec<String>,
@@ -267,19 +240,15 @@ pub struct Titles {
     pub always: bool,
 }
 
-/// What a run that has ended shows.
 pub struct Shown {
     /// Lines of samples; may be empty.
     pub text: String,
-    /// A command to try.
     pub next: String,
-    /// Forecasts of what was held out.
     pub picture: Option<Forecasts>,
 }
 
 /// All that a run learns from and is measured on.
 pub struct Data<T: Task> {
-    /// What the model learns from.
     pub train: T::Feed,
     /// For the second loss curve, and for choosing settings.
     pub development: Vec<T::Example>,
@@ -300,6 +269,33 @@ impl<T: Task> Data<T> {
     }
 }
 
+/// A run that has been read back, ready to answer.
+pub struct Trained<T: Task> {
+    pub config: Config<T::Settings>,
+    pub task: T,
+    pub model: T::Model,
+    pub folder: RunFolder,
+}
+
+impl<T: Task> Trained<T> {
+    pub fn load(folder: RunFolder, config: Config<T::Settings>) -> Result<Self> {
+        let task = T::load(&folder, &config)?;
+        let model = folder.load_weights(task.model(&config, &Device::flex())?)?;
+        Ok(Self { config, task, model, folder })
+    }
+
+    /// How far the training has come; reads and verifies the checkpoint. `None` if the run was written without one, which the
+    /// Python package does.
+    pub fn load_saved(&self) -> Result<Option<Saved>> {
+        self.folder.verify(|name| name == CHECKPOINT)?;
+        if !self.folder.file(CHECKPOINT).exists() {
+            return Ok(None);
+        }
+        let model = self.task.model(&self.config, &Device::flex())?;
+        Ok(Some(self.folder.load_checkpoint(model, optimizer(&self.config.training))?.saved))
+    }
+}
+
 /// Sums over the predicted tokens of a batch.
 pub struct Loss {
     /// `Σ −log p(token)`.
@@ -308,13 +304,10 @@ pub struct Loss {
     pub smoothed: Tensor<1>,
 }
 
-/// One vocabulary of a task.
 pub struct Vocabulary {
     /// What it is of, such as `source`.
     pub side: &'static str,
-    /// The kind of its tokenizer.
     pub kind: &'static str,
-    /// Number of ids.
     pub size: usize,
 }
 
@@ -329,10 +322,11 @@ impl Display for Vocabulary {
     }
 }
 
-/// How texts are answered.
+/// As a task answers.
+pub type How<'a, T> = Answering<'a, <T as Task>::Settings>;
+
 pub struct Answering<'a, S> {
     pub config: &'a Config<S>,
-    /// Prefixes that are kept while searching.
     pub beam: usize,
     pub workers: &'a Workers,
     /// Where the texts come from, and the line in which each stands: for errors.
@@ -340,7 +334,6 @@ pub struct Answering<'a, S> {
     pub line: &'a (dyn Fn(usize) -> usize + Sync),
 }
 
-/// One answer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Answer {
     pub target: String,

@@ -19,13 +19,10 @@ use crate::run::words::plain;
 #[serde(try_from = "tokenizers::Tokenizer", into = "tokenizers::Tokenizer")]
 pub struct Foreign {
     inner: tokenizers::Tokenizer,
-    /// The id that it gives to what it does not know.
     unknown: Option<u32>,
-    /// The largest id.
     last: u32,
     /// How many times as long a text may be after the normalizer.
     growth: f64,
-    /// Ids that are never printed.
     special: HashSet<u32>,
     /// Whether tokens such as `<0xE6>` are bytes of characters.
     byte_fallback: bool,
@@ -208,7 +205,6 @@ fn decoded<R>(call: impl FnOnce() -> tokenizers::Result<R>) -> Result<R> {
 }
 
 impl Foreign {
-    /// Reads the text of a tokenizer.json.
     pub fn parse(text: &str) -> Result<Self> {
         let invalid =
             |error: &dyn Display| anyhow!("not a tokenizer.json: {}; save it with `tokenizers` again", plain(error));
@@ -222,12 +218,10 @@ impl Foreign {
         .unwrap_or_else(|| Err(invalid(&"what it holds breaks its reader")))
     }
 
-    /// The largest of its ids.
     pub fn last_id(&self) -> u32 {
         self.last
     }
 
-    /// The id that it gives to what it does not know.
     pub fn unknown(&self) -> Option<u32> {
         self.unknown
     }
@@ -264,7 +258,6 @@ impl Foreign {
         self.encode(text)
     }
 
-    /// Its own ids to text.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         if !self.byte_fallback {
             return self.decode_all(ids);
@@ -279,7 +272,6 @@ impl Foreign {
         decoded(|| self.inner.decode(ids, true))
     }
 
-    /// Turns its own ids to text as they come.
     pub fn stream(&self) -> Stream<'_> {
         Stream { tokenizer: self, before: Vec::new(), held: Vec::new(), bytes: Default::default() }
     }
@@ -291,7 +283,6 @@ impl Foreign {
         (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?
     }
 
-    /// Whether an id is never printed.
     pub fn is_special(&self, own: u32) -> bool {
         self.special.contains(&own)
     }

@@ -19,7 +19,6 @@ use crate::run::words::plain;
 
 /// Fills the ends of short sequences in a batch.
 pub const PAD: u32 = 0;
-/// Begins every target.
 pub const START: u32 = 1;
 /// Ends every source and target.
 pub const END: u32 = 2;
@@ -28,16 +27,12 @@ pub const UNKNOWN: u32 = 3;
 /// Ids below this are the special ones.
 pub const SPECIALS: u32 = 4;
 
-/// How text is cut, by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
-    /// Unicode scalar values.
     Characters,
     /// Pieces between white space; joined by single spaces.
     Words,
-    /// UTF-8 bytes.
     Bytes,
-    /// A `tokenizer.json`.
     File(std::path::PathBuf),
 }
 
@@ -61,13 +56,9 @@ impl FromStr for Kind {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Tokenizer {
-    /// A vocabulary of single characters.
     Characters { vocabulary: Vocabulary },
-    /// A vocabulary of words.
     Words { vocabulary: Vocabulary },
-    /// All 256 bytes.
     Bytes,
-    /// A `tokenizer.json`, whole.
     Json { tokenizer: Box<Foreign> },
 }
 
@@ -127,7 +118,6 @@ impl<'de> Deserialize<'de> for Vocabulary {
 }
 
 impl Tokenizer {
-    /// A tokenizer of this kind that knows all of `texts`.
     pub fn build<'a>(kind: &Kind, texts: impl Iterator<Item = &'a str>) -> Result<Self> {
         Ok(match kind {
             Kind::Characters => Self::Characters { vocabulary: Vocabulary::of(texts.flat_map(str::chars)) },
@@ -142,12 +132,14 @@ impl Tokenizer {
         })
     }
 
-    /// The tokenizer that a run folder holds for a side.
     pub fn load(folder: &RunFolder, side: &str) -> Result<Self> {
-        Self::stored(&folder.tokenizer(side), &folder.read(&tokenizer(side))?)
+        Self::stored(&folder.file(&tokenizer(side)), &folder.read(&tokenizer(side))?)
     }
 
-    /// A stored tokenizer in the contents of a file.
+    pub fn store(&self, folder: &RunFolder, side: &str) -> Result<()> {
+        folder.write(&tokenizer(side), self.to_json()?.as_bytes())
+    }
+
     pub fn stored(path: &Path, bytes: &[u8]) -> Result<Self> {
         guarded(|| serde_json::from_slice(bytes))
             .ok_or_else(|| anyhow!("what it holds breaks its reader"))
@@ -157,12 +149,10 @@ impl Tokenizer {
             })
     }
 
-    /// What goes into the run folder.
     pub fn to_json(&self) -> Result<String> {
         Ok(serde_json::to_string_pretty(self)?)
     }
 
-    /// The name of its kind.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Characters { .. } => "characters",
@@ -172,7 +162,6 @@ impl Tokenizer {
         }
     }
 
-    /// Number of ids, the special ones included.
     pub fn len(&self) -> usize {
         let own = match self {
             Self::Characters { vocabulary } | Self::Words { vocabulary } => vocabulary.entries.len(),
@@ -239,7 +228,6 @@ impl Tokenizer {
         Ok(Self::Json { tokenizer: Box::new(Foreign::try_from(tokenizer)?) })
     }
 
-    /// Turns ids to text as they come.
     pub fn decoder(&self) -> Decoder<'_> {
         match self {
             Self::Json { tokenizer } => Decoder::Json(tokenizer.stream()),

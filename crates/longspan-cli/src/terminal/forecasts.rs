@@ -24,7 +24,6 @@ pub struct Drawing {
 
 pub type Written = Arc<dyn Fn(f64) -> String + Send + Sync>;
 
-/// Several of them, each in its panel.
 #[derive(Clone)]
 pub struct Forecasts(pub Vec<Drawing>);
 

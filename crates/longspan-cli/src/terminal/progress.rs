@@ -20,7 +20,6 @@ pub struct Progress {
     /// Where the bar is drawn; elsewhere plain lines are written.
     terminal: Option<Term>,
     shown: Option<Instant>,
-    /// Columns that are drawn on now.
     drawn: usize,
 }
 

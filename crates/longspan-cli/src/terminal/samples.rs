@@ -4,7 +4,6 @@ use console::{Term, measure_text_width, truncate_str};
 
 const WIDTH: usize = 100;
 
-/// Columns that a source is padded to.
 const SOURCE: usize = 14;
 
 /// Ends an answer that was cut at the limit.
@@ -13,7 +12,6 @@ pub const CUT: &str = " …";
 pub struct Sample {
     pub source: String,
     pub answer: String,
-    /// Whether the answer was cut at the limit.
     pub cut: bool,
     /// What would be right, where that is known.
     pub expected: Option<String>,

@@ -34,34 +34,38 @@ fn is_ignored(signal: i32) -> bool {
     }
 }
 
-#[derive(Debug, Clone)]
-pub struct Stop(Arc<AtomicBool>);
+#[derive(Debug, Default)]
+pub struct Stop {
+    signalled: Arc<AtomicBool>,
+    /// By another process, whose signal is not the first one of this one.
+    asked: AtomicBool,
+}
 
 impl Stop {
     /// Listens for interrupt, termination and hang-up.
     pub fn listen() -> Result<Self> {
-        let stop = Self(Arc::new(AtomicBool::new(false)));
+        let stop = Self::default();
         for signal in SIGNALS.into_iter().filter(|&signal| !is_ignored(signal)) {
             // The first sets the flag; one that finds it set exits. Files are replaced in one piece, so nothing is left half-written.
-            register_conditional_shutdown(signal, 130, Arc::clone(&stop.0))
-                .and_then(|_| register(signal, Arc::clone(&stop.0)))
+            register_conditional_shutdown(signal, 130, Arc::clone(&stop.signalled))
+                .and_then(|_| register(signal, Arc::clone(&stop.signalled)))
                 .map_err(|error| anyhow!("cannot listen for Ctrl-C: {error}"))?;
         }
         Ok(stop)
     }
 
-    #[cfg(test)]
-    pub fn never() -> Self {
-        Self(Arc::new(AtomicBool::new(false)))
+    #[cfg(feature = "mpi")]
+    pub fn ask(&self) {
+        self.asked.store(true, Ordering::SeqCst);
     }
 
     /// Everything is saved: the next signal ends the process at once.
     pub fn nothing_to_save(&self) {
-        self.0.store(true, Ordering::SeqCst);
+        self.signalled.store(true, Ordering::SeqCst);
     }
 
     pub fn asked(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
+        self.signalled.load(Ordering::SeqCst) || self.asked.load(Ordering::SeqCst)
     }
 }
 

@@ -147,49 +147,39 @@ impl Facts {
             algorithms: kernel.algorithms().iter().map(|algorithm| algorithm.name()).collect(),
         })
     }
+
+    fn cells(&self) -> [(&'static str, String); 11] {
+        let mark = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
+        let learned: Vec<String> = self.learned.iter().map(|p| format!("{} {:?}", p.name, p.shape)).collect();
+        let state = match self.state_numbers_per_head {
+            None => "none".into(),
+            Some(numbers) if self.state_grows == Some(true) => format!("{numbers} a token"),
+            Some(numbers) => numbers.to_string(),
+        };
+        [
+            ("mechanism", self.name.to_owned()),
+            ("causal", mark(self.causal)),
+            ("both ways", mark(self.bidirectional)),
+            ("Lq ≠ Lk", mark(self.cross)),
+            ("packed", mark(self.packed)),
+            ("grouped", mark(self.grouped)),
+            ("state a head", state),
+            ("time, causal", self.causal_time.clone()),
+            ("both ways", self.bidirectional_time.clone()),
+            ("algorithms", self.algorithms.join(", ")),
+            ("learns", if learned.is_empty() { "nothing".into() } else { learned.join(", ") }),
+        ]
+    }
 }
 
 fn table(facts: &[Facts]) -> String {
-    let mark = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
-    let head = [
-        "mechanism",
-        "causal",
-        "both ways",
-        "Lq ≠ Lk",
-        "packed",
-        "grouped",
-        "state a head",
-        "time, causal",
-        "both ways",
-        "algorithms",
-        "learns",
-    ];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
-    rows.extend(facts.iter().map(|f| {
-        let learned: Vec<String> = f.learned.iter().map(|p| format!("{} {:?}", p.name, p.shape)).collect();
-        vec![
-            f.name.to_owned(),
-            mark(f.causal),
-            mark(f.bidirectional),
-            mark(f.cross),
-            mark(f.packed),
-            mark(f.grouped),
-            match f.state_numbers_per_head {
-                None => "none".into(),
-                Some(numbers) if f.state_grows == Some(true) => format!("{numbers} a token"),
-                Some(numbers) => numbers.to_string(),
-            },
-            f.causal_time.clone(),
-            f.bidirectional_time.clone(),
-            f.algorithms.join(", "),
-            if learned.is_empty() { "nothing".into() } else { learned.join(", ") },
-        ]
-    }));
-    let widths: Vec<usize> =
-        (0..head.len()).map(|at| rows.iter().map(|row| row[at].chars().count()).max().unwrap_or(0)).collect();
+    let cells: Vec<_> = facts.iter().map(Facts::cells).collect();
+    let head = cells.iter().take(1).map(|row| row.each_ref().map(|(title, _)| *title));
+    let rows: Vec<_> = head.chain(cells.iter().map(|row| row.each_ref().map(|(_, cell)| cell.as_str()))).collect();
+    let width = |at: usize| rows.iter().map(|row| row[at].chars().count()).max().unwrap_or(0);
     let mut text = format!("At {HEADS} heads of {HEAD_DIM}; default options. Time grows with the length as given.\n\n");
-    for row in rows {
-        let line: String = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:<width$}  ")).collect();
+    for row in &rows {
+        let line: String = row.iter().enumerate().map(|(at, cell)| format!("{cell:<0$}  ", width(at))).collect();
         text.push_str(line.trim_end());
         text.push('\n');
     }

@@ -12,9 +12,12 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::Outcome;
+use crate::run::checkpoint::{Best, Saved};
 use crate::run::columns::Columns;
-use crate::run::config::Config;
+use crate::run::config::{Config, ModelSettings};
 use crate::run::folder::RunFolder;
+use crate::run::seal;
+use crate::tasks::scores::decimals;
 use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::progress::duration;
 use crate::terminal::shell;
@@ -37,7 +40,6 @@ pub struct Arguments {
     json: bool,
 }
 
-/// Describes a run after reading and verifying all of it.
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let is_file = arguments.run.as_ref().is_some_and(|run| run.is_file() || lines::is_standard_input(run));
     if is_file && arguments.accept_changes {
@@ -62,7 +64,7 @@ fn describe<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder:
     let saved = trained.load_saved()?;
     if arguments.accept_changes {
         let _lock = trained.folder.lock()?;
-        trained.folder.seal()?;
+        seal::seal(trained.folder.path())?;
     }
     let metrics = trained.folder.sealed_metrics()?;
     let metrics: Vec<Value> = metrics.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
@@ -89,45 +91,31 @@ fn describe<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder:
         writeln!(out, "{value}")?;
         return Ok(Outcome::Done);
     }
-    let steps = config.training.known_steps();
-    writeln!(out, "run         {}", run.display())?;
-    writeln!(out, "data        {}", config.data_name())?;
     let tokens: Vec<String> = vocabularies.iter().map(ToString::to_string).collect();
-    writeln!(out, "tokens      {}", tokens.join(" → "))?;
+    let mut rows =
+        vec![("run", run.display().to_string()), ("data", config.data_name()), ("tokens", tokens.join(" → "))];
     let channels = config.common().files.map_or(&[][..], |files| &files.columns.channels);
     if !channels.is_empty() {
-        writeln!(out, "channels    {}", channels.join(", "))?;
+        rows.push(("channels", channels.join(", ")));
     }
-    writeln!(
-        out,
-        "model       {} attention, {}, width {}, {} heads: {} parameters",
-        config.model.attention,
-        T::blocks(config),
-        config.model.d_model,
-        config.model.heads,
-        trained.model.num_params()
-    )?;
-    match &saved {
-        Some(saved) => writeln!(
-            out,
-            "training    step {} of {}, {}",
-            saved.step,
-            steps.map_or("?".into(), |steps| steps.to_string()),
-            duration(saved.seconds)
-        )?,
-        None => writeln!(out, "training    cannot be resumed: the folder has weights and no checkpoint")?,
-    }
-    if let Some(best) = saved.as_ref().and_then(|saved| saved.best.filter(|best| best.step < saved.step)) {
-        writeln!(
-            out,
-            "weights     of step {}, the best on development examples ({:.3} {})",
-            best.step,
-            best.loss,
-            trained.task.measure()
-        )?;
+    let ModelSettings { attention, d_model, heads, .. } = &config.model;
+    let (blocks, parameters) = (T::blocks(config), trained.model.num_params());
+    rows.push((
+        "model",
+        format!("{attention} attention, {blocks}, width {d_model}, {heads} heads: {parameters} parameters"),
+    ));
+    let steps = config.training.known_steps();
+    let of = steps.map_or("?".into(), |steps| steps.to_string());
+    let training = |saved: &Saved| format!("step {} of {of}, {}", saved.step, duration(saved.seconds));
+    let lost = || "cannot be resumed: the folder has weights and no checkpoint".into();
+    rows.push(("training", saved.as_ref().map_or_else(lost, training)));
+    let measure = trained.task.measure();
+    if let Some(Best { step, loss }) = saved.as_ref().and_then(|saved| saved.best.filter(|best| best.step < saved.step))
+    {
+        rows.push(("weights", format!("of step {step}, the best on development examples ({loss:.3} {measure})")));
     }
     if let Some(loss) = last("development_loss").and_then(|loss| loss.as_f64()) {
-        writeln!(out, "loss        {loss:.3} {} on development examples", trained.task.measure())?;
+        rows.push(("loss", format!("{loss:.3} {measure} on development examples")));
     }
     if let Some(held_out) = last("held_out") {
         let number = |key: &str, part: &str| held_out[key][part].as_f64();
@@ -135,15 +123,15 @@ fn describe<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder:
             let [rate, low, high] = ["rate", "low", "high"].map(|part| number(key, part).map(|share| 100.0 * share));
             Some(format!("{:.1} % ({:.1} … {:.1} %)", rate?, low?, high?))
         };
-        let decimal = |key: &str, decimals: usize, unit: &str| {
+        let decimal = |key: &str, usual: usize, unit: &str| {
+            let rate = number(key, "rate")?;
+            let decimals = if usual < 4 { usual } else { decimals(rate) };
             let interval = number(key, "low").zip(number(key, "high"));
             let interval = interval.map(|(low, high)| format!(" ({low:.decimals$} … {high:.decimals$})"));
-            Some(format!("{:.decimals$}{unit}{}", number(key, "rate")?, interval.unwrap_or_default()))
+            Some(format!("{rate:.decimals$}{unit}{}", interval.unwrap_or_default()))
         };
         for (key, name) in [("token_error_rate", "token"), ("sequence_error_rate", "sequence")] {
-            if let Some(rate) = percent(key) {
-                writeln!(out, "{name:<11} error rate {rate} on held-out sources")?;
-            }
+            rows.extend(percent(key).map(|rate| (name, format!("error rate {rate} on held-out sources"))));
         }
         for (name, found) in [
             ("", decimal("bits_per_byte", 3, " bits per byte")),
@@ -154,13 +142,13 @@ fn describe<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder:
             ("recalled ", percent("recalled")),
             ("80 % interval holds ", percent("coverage")),
         ] {
-            if let Some(found) = found {
-                writeln!(out, "held out    {name}{found}")?;
-            }
+            rows.extend(found.map(|found| ("held out", format!("{name}{found}"))));
         }
     }
     if saved.is_some_and(|saved| steps.is_none_or(|steps| saved.step < steps)) {
-        writeln!(out, "unfinished  resume it with: {} train --resume {}", shell::program(), shell::path(run))?;
+        let (program, run) = (shell::program(), shell::path(run));
+        rows.push(("unfinished", format!("resume it with: {program} train --resume {run}")));
     }
+    rows.iter().try_for_each(|(name, text)| writeln!(out, "{name:<11} {text}"))?;
     Ok(Outcome::Done)
 }

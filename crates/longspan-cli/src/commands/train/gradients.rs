@@ -39,7 +39,6 @@ pub struct Found<C> {
 /// The examples of a batch that are this process's.
 pub struct Share<'a, E> {
     examples: &'a [&'a E],
-    /// Tokens predicted in the whole batch.
     tokens: usize,
     rank: usize,
     ranks: usize,
@@ -165,7 +164,7 @@ mod tests {
         let found = |workers| {
             let share = Share::of(&batch, Pairs::size, (0, 1), false);
             let workers = Workers::new(workers).unwrap();
-            let mut found = gradients(&task, &model, &share, 0.1, 0, &workers, &Stop::never()).unwrap().unwrap();
+            let mut found = gradients(&task, &model, &share, 0.1, 0, &workers, &Stop::default()).unwrap().unwrap();
             (found.loss, clip_gradients(&model, &mut found.gradients, f64::MAX).unwrap())
         };
         let (loss, norm) = found(1);
@@ -180,7 +179,7 @@ mod tests {
             let (mut sum, mut gradient) = (0.0, None);
             for rank in 0..ranks {
                 let share = Share::of(&batch, Pairs::size, (rank, ranks), false);
-                let found = gradients(&task, &model, &share, 0.1, 0, &workers, &Stop::never()).unwrap().unwrap();
+                let found = gradients(&task, &model, &share, 0.1, 0, &workers, &Stop::default()).unwrap().unwrap();
                 sum += found.loss;
                 gradient = Some(added(&model, gradient, found.gradients));
             }
@@ -204,7 +203,7 @@ mod tests {
         let batch: Vec<_> = pairs.iter().collect();
         let share = Share::of(&batch, Pairs::size, (0, 1), false);
         let mut found =
-            gradients(&task, &model, &share, 0.0, 0, &Workers::new(2).unwrap(), &Stop::never()).unwrap().unwrap();
+            gradients(&task, &model, &share, 0.0, 0, &Workers::new(2).unwrap(), &Stop::default()).unwrap().unwrap();
         let mut count = Count(0);
         model.visit(&mut count);
         assert_eq!(found.gradients.len(), count.0);

@@ -19,10 +19,11 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_pars
 use serde_json::{Map, Value, json};
 
 use super::Outcome;
+use crate::run::checkpoint::Best;
 use crate::run::columns::Columns;
 use crate::run::config::{Config, TaskKind, TaskSettings};
 use crate::run::draft::Draft;
-use crate::run::folder::{Lock, RunFolder};
+use crate::run::folder::{CURVE, Lock, RunFolder};
 use crate::run::keys::{self, Flag, KEYS, Key};
 use crate::run::settings::Settings;
 use crate::run::write::write_pictures;
@@ -121,12 +122,13 @@ impl Flags {
 }
 
 /// Settings that --resume may change. Data may have moved: that they are the same is checked by their content.
-const CHANGEABLE: [&str; 11] = [
+const CHANGEABLE: [&str; 12] = [
     "steps",
     "checkpoint_steps",
     "evaluate",
     "answer_tokens",
     "split_sequence",
+    "workers",
     "pairs",
     "text",
     "labelled",
@@ -247,18 +249,15 @@ fn check_ranks<S: TaskSettings>(config: &Config<S>, ranks: Option<&Ranks>) -> Re
 fn finish<T: Task>(mut session: Session<T>, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result<Outcome> {
     session.ranks = ranks;
     if let Some(ranks) = &session.ranks {
-        if session.config.common().split_sequence.is_some() {
+        let split = session.config.common().split_sequence.is_some();
+        if split {
             session.task.split_among(ranks.peers());
         } else {
             session.data.train.keep_share(0, ranks.count())?;
         }
         #[cfg(feature = "mpi")]
         together::invite(ranks, &session)?;
-        let what = if session.config.common().split_sequence.is_some() {
-            "stretch of every sequence"
-        } else {
-            "share of every batch"
-        };
+        let what = if split { "stretch of every sequence" } else { "share of every batch" };
         note(format_args!("{} processes take their {what}", ranks.count()));
     }
     introduce(&session);
@@ -301,23 +300,19 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     if let Some(best) = session.saved.best.filter(|best| best.step < session.step()) {
         model = session.folder.load_weights(model)?;
         let last = session.log.development.last().map_or(f64::NAN, |point| point.1);
-        // Less is the chance of a few hundred examples.
-        let overfit = last > 1.01 * best.loss;
-        let advice =
-            if overfit { "; the steps since overfit, so fewer --steps or more data would do better" } else { "" };
-        if session.config.common().base && best.step == 0 {
+        let (Best { step, loss }, now) = (best, session.step());
+        if session.config.common().base && step == 0 {
             note(format_args!(
-                "the model does not do better than the simple method that it corrects (development loss {:.3}, of step {} {last:.3}), so that \
-                 method answers alone",
-                best.loss,
-                session.step()
+                "the model does not do better than the simple method that it corrects (development loss {loss:.3}, of step {now} {last:.3}), \
+                 so that method answers alone"
             ));
         } else {
+            // Less is the chance of a few hundred examples.
+            let overfit = last > 1.01 * loss;
+            let advice =
+                if overfit { "; the steps since overfit, so fewer --steps or more data would do better" } else { "" };
             note(format_args!(
-                "the weights of step {} are kept: their development loss was {:.3}, that of step {} is {last:.3}{advice}",
-                best.step,
-                best.loss,
-                session.step()
+                "the weights of step {step} are kept: their development loss was {loss:.3}, that of step {now} is {last:.3}{advice}"
             ));
         }
     }
@@ -333,11 +328,11 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         note(format_args!("scoring {} held-out {}", held_out.len(), number_of(held_out.len(), T::EXAMPLES)));
         let scores = session.task.score(&model, &held_out, &how)?;
         if let Some(picture) = T::picture(&scores) {
-            write_pictures(&session.folder.path().join("confusion"), &picture)?;
+            write_pictures(&session.folder.file("confusion"), &picture)?;
         }
         let named: Map<String, Value> = simple.iter().map(|one| (one.name.clone(), json!(one.score))).collect();
         session.log.write(&json!({ "step": session.saved.step, "held_out": scores, "simple": named }))?;
-        session.folder.seal_metrics()?;
+        session.folder.replace(&[])?;
         text.push_str("On held-out examples:\n");
         text.extend(scores.to_string().lines().map(|line| format!("  {line}\n")));
         if !simple.is_empty() {
@@ -354,18 +349,17 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         text.push_str(&format!("\nSamples:\n{samples}"));
     }
     if let Some(picture) = &picture {
-        let path = session.folder.path().join("forecast");
+        let path = session.folder.file("forecast");
         write_pictures(&path, picture)?;
         text.push_str(&format!("\nForecasts beside what was held out: {}\n", shell::path(&path.with_extension("svg"))));
     }
-    let curve = shell::path(&session.folder.loss_curve());
+    let curve = shell::path(&session.folder.file(CURVE));
     text.push_str(&format!("\nThe run is in {folder}; its loss curve is {curve}. Next:\n  {next}\n"));
     use std::io::Write as _;
     write!(std::io::stdout(), "{text}")?;
     Ok(())
 }
 
-/// Gathers settings: flags win over --set, --set wins over the file.
 fn gather(arguments: &Arguments) -> Result<Settings> {
     let mut settings = Settings::default();
     if let Some(path) = &arguments.config {

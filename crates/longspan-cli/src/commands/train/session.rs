@@ -7,7 +7,6 @@ use anyhow::{Result, anyhow, bail};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use longspan::layers::clip_gradients;
-use serde_json::Value;
 
 use super::gradients::{Share, draw, gradients, mean_loss};
 use super::schedule::{TIMED_STEPS, relative_rate};
@@ -20,7 +19,7 @@ use crate::run::config::Config;
 use crate::run::draft::Draft;
 use crate::run::folder::{Lock, RunFolder};
 use crate::run::log::MetricsLog;
-use crate::run::write::write_atomic;
+use crate::run::seal::LOG;
 use crate::tasks::Task;
 use crate::tasks::batches::{Random, micro_batches};
 use crate::tasks::feed::Feed;
@@ -91,18 +90,11 @@ impl<T: Task> Session<T> {
         config.training.workers.get_or_insert(Workers::usual_count());
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.training.seed);
         let optimizer = optimizer(&config.training);
-        let saved = Saved {
-            step: 0,
-            seconds: 0.0,
-            best: None,
-            start: Vec::new(),
-            data_sha256: data.sha256.clone(),
-            place: Value::Null,
-        };
+        let saved = Saved { data_sha256: data.sha256.clone(), ..Saved::default() };
         let (folder, lock) = draft.finish(|folder| {
             folder.save_config(&config)?;
             task.store(folder)?;
-            write_atomic(&folder.metrics(), b"")?;
+            folder.write(LOG, b"")?;
             folder.save(&model, &optimizer, &saved, Vec::new())
         })?;
         let checkpoint = Checkpoint { model, optimizer, saved, place: Place::default() };
@@ -308,9 +300,9 @@ impl<T: Task> Session<T> {
         let found = match &self.ranks {
             None => own()?,
             #[cfg(feature = "mpi")]
-            Some(ranks) => {
-                together::of_all::<T>(ranks, &self.model, (step, rate), || together::or_abort(ranks, split, own()))?
-            }
+            Some(ranks) => together::of_all::<T>(ranks, &self.model, (step, rate), stop, || {
+                together::or_abort(ranks, split, own())
+            })?,
             #[cfg(not(feature = "mpi"))]
             Some(ranks) => match **ranks {},
         };

@@ -49,10 +49,9 @@ enum Word {
 
 #[derive(Serialize, Deserialize)]
 enum Reply {
-    /// There is a loss, and a gradient that was added.
-    Done(f64),
-    /// The feed's note, and the shapes of tensors whose numbers follow.
-    Place(Value, Vec<Vec<usize>>),
+    /// There is a loss, as bits since JSON has no NaN, and a gradient that was added; and whether a signal asks this rank to stop.
+    Done(u64, bool),
+    Place(Value, Vec<TensorData>),
     Stopped,
     Failed(String),
 }
@@ -63,7 +62,6 @@ fn program() -> Result<String> {
     Ok(format!("longspan {} with {instructions} instructions", env!("CARGO_PKG_VERSION")))
 }
 
-/// Rank 0: gets the others ready for its run.
 pub fn invite<T: Task>(ranks: &Ranks, session: &Session<T>) -> Result<()> {
     let folder = std::path::absolute(session.folder.path())?;
     let (kind, settings, data_sha256) = (session.config.kind(), session.config.to_map()?, session.data.sha256.clone());
@@ -92,17 +90,9 @@ fn answers(ranks: &Ranks) -> Result<Vec<Reply>> {
 /// Rank 0: where the feeds of the others stand after so many steps.
 pub fn places(ranks: &Ranks, step: usize) -> Result<Vec<Place>> {
     ranks.announce(&serde_json::to_vec(&Word::Place(step))?);
-    let place = |(rank, reply)| {
-        let Reply::Place(note, shapes) = reply else { bail!("rank {rank} does not say where it stands") };
-        let mut numbers = vec![0.0; shapes.iter().map(|shape| shape.iter().product::<usize>()).sum()];
-        ranks.take(rank, &mut numbers);
-        let mut rest = numbers.as_slice();
-        let mut next = |shape: Vec<usize>| {
-            let (own, others) = rest.split_at(shape.iter().product());
-            rest = others;
-            TensorData::new(own.to_vec(), shape)
-        };
-        Ok(Place { note, tensors: shapes.into_iter().map(&mut next).collect() })
+    let place = |(rank, reply)| match reply {
+        Reply::Place(note, tensors) => Ok(Place { note, tensors }),
+        _ => bail!("rank {rank} does not say where it stands"),
     };
     (1..).zip(answers(ranks)?).map(place).collect()
 }
@@ -112,6 +102,7 @@ pub fn of_all<T: Task>(
     ranks: &Ranks,
     model: &T::Model,
     (step, rate): (usize, f64),
+    stop: &Stop,
     own: impl FnOnce() -> Result<Option<Found<T::Carried>>>,
 ) -> Result<Option<Found<T::Carried>>> {
     ranks.announce(&serde_json::to_vec(&Word::Step(step, rate))?);
@@ -120,8 +111,11 @@ pub fn of_all<T: Task>(
     let others = answers(ranks);
     let Some(mut found) = own? else { return Ok(None) };
     for reply in others? {
-        let Reply::Done(loss) = reply else { return Ok(None) };
-        found.loss += loss;
+        let Reply::Done(loss, stops) = reply else { return Ok(None) };
+        found.loss += f64::from_bits(loss);
+        if stops {
+            stop.ask();
+        }
     }
     found.gradients = of_flat(model, &sum);
     Ok(Some(found))
@@ -201,7 +195,7 @@ fn helper<T: Task>(
             return Ok(Outcome::Done);
         }
     };
-    ranks.reply(&serde_json::to_vec(&Reply::Done(0.0))?);
+    ranks.reply(&serde_json::to_vec(&Reply::Done(0, false))?);
     // The last step that was found, and what it left for the next one.
     let mut left: Option<(usize, Vec<T::Carried>)> = None;
     loop {
@@ -211,7 +205,11 @@ fn helper<T: Task>(
             task.carry(&mut data.train, carried)?;
         }
         let Word::Step(_, rate) = word else {
-            tell_place(ranks, task.place(&data.train, &model, Vec::new()))?;
+            let reply = match task.place(&data.train, &model, Vec::new()) {
+                Ok(Place { note, tensors }) => Reply::Place(note, tensors),
+                Err(error) => Reply::Failed(format!("{error:#}")),
+            };
+            ranks.reply(&serde_json::to_vec(&reply)?);
             continue;
         };
         let found = data.train.batch(step).and_then(|batch| {
@@ -224,7 +222,7 @@ fn helper<T: Task>(
         let reply = match found {
             Ok(Some(found)) => {
                 left = Some((step, found.carried));
-                Reply::Done(found.loss)
+                Reply::Done(found.loss.to_bits(), stop.asked())
             }
             Ok(None) => Reply::Stopped,
             Err(error) => Reply::Failed(format!("{error:#}")),
@@ -235,22 +233,6 @@ fn helper<T: Task>(
         clip_gradients(&model, &mut gradients, config.training.clip_norm)?;
         model = optimizer.step(rate, model, gradients);
     }
-}
-
-/// The other ranks: what [`places`] takes.
-fn tell_place(ranks: &Ranks, place: Result<Place>) -> Result<()> {
-    let (reply, tensors) = match place {
-        Ok(Place { note, tensors }) => {
-            let shapes = tensors.iter().map(|tensor| tensor.shape().to_vec()).collect();
-            (Reply::Place(note, shapes), Some(tensors))
-        }
-        Err(error) => (Reply::Failed(format!("{error:#}")), None),
-    };
-    ranks.reply(&serde_json::to_vec(&reply)?);
-    if let Some(tensors) = tensors {
-        ranks.give(&tensors.iter().flat_map(|tensor| tensor.iter::<f32>()).collect::<Vec<_>>());
-    }
-    Ok(())
 }
 
 /// A gradient's numbers, in the order of the weights; 0 where there is none.

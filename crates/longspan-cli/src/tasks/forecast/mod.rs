@@ -20,6 +20,7 @@ use sha2::{Digest, Sha256};
 
 use super::labels::{self, shown};
 use super::lines;
+use super::scores::{Interval, decimals};
 use super::series::file::{self, Found, Point, Reading, Series};
 use super::series::scaling::{Scaling, usual_gap};
 use super::series::{next, padded, settle, times};
@@ -188,36 +189,28 @@ impl Task for Forecast {
 
     fn simple(&self, _: &Data<Self>, windows: &[Window], _: &Config) -> Result<Vec<Simple>> {
         let season = self.scaling.base.iter().map(|base| base.way.season).max().unwrap_or(1);
-        let several = self.scaling.channels() > 1;
         let ways = [Form::Repeated, Form::Damped].map(|form| Smoothing::new(form, season, false));
         let chosen = self.scaling.base.clone();
-        let error = |ways: &[Smoothing]| -> f64 {
-            let scaling = Scaling { base: ways.to_vec(), ..self.scaling.clone() };
-            let one = |window: &Window| -> Result<(f64, f64)> {
-                let seen = window.example(&scaling, None)?.seen;
-                let truth = window.truth(&scaling);
-                let known = truth.iter().zip(seen.ends.iter()).enumerate().filter(|(_, (value, _))| !value.is_nan());
-                Ok(known.fold((0.0, 0.0), |(sum, count), (n, (value, end))| {
-                    let unit = if several { scaling.deviations[n % scaling.channels()] } else { 1.0 };
-                    (sum + (value - end.value(0.0)).abs() / unit, count + 1.0)
-                }))
+        let of = |ways: Vec<Smoothing>| -> Result<Simple> {
+            let scaling = Scaling { base: ways.clone(), ..self.scaling.clone() };
+            let errors = |window: &Window| -> Result<Vec<(f64, f64)>> {
+                let ends = window.example(&scaling, None)?.seen.ends;
+                let known = self.known(window);
+                Ok(known.map(|(n, y, unit)| ((y - ends[n].value(0.0)).abs() / unit, 1.0)).collect())
             };
-            let sums = windows.par_iter().filter_map(|window| one(window).ok()).collect::<Vec<_>>();
-            sums.iter().map(|(sum, _)| sum).sum::<f64>() / sums.iter().map(|(_, count)| count).sum::<f64>()
-        };
-        let of = |ways: Vec<Smoothing>| -> Simple {
-            let found = error(&ways);
+            let errors = windows.par_iter().map(errors).collect::<Result<Vec<_>>>()?.concat();
+            let found = Interval::ratio(&errors).rate;
             let name = if ways.windows(2).all(|pair| pair[0].way == pair[1].way) {
                 ways[0].way.words()
             } else {
                 "a way chosen for each channel".into()
             };
-            Simple { name, shown: format!("mean absolute error {found:.4}"), score: found }
+            Ok(Simple { name, shown: format!("mean absolute error {found:.0$}", decimals(found)), score: found })
         };
         let each = |way: &Smoothing| vec![way.clone(); self.scaling.channels()];
-        let mut all: Vec<Simple> = ways.iter().map(|way| of(each(way))).collect();
+        let mut all: Vec<Simple> = ways.iter().map(|way| of(each(way))).collect::<Result<_>>()?;
         if !chosen.is_empty() && ways.iter().all(|way| chosen.iter().any(|one| one.way != way.way)) {
-            all.push(of(chosen));
+            all.push(of(chosen)?);
         }
         Ok(all)
     }
@@ -242,33 +235,26 @@ impl Task for Forecast {
         let seen: Vec<Seen> =
             windows.par_iter().map(|window| Ok(window.example(&self.scaling, None)?.seen)).collect::<Result<_>>()?;
         let told = self.quantiles(model, &seen.iter().collect::<Vec<_>>(), how)?;
-        let several = self.scaling.channels() > 1;
         let mut by_series: BTreeMap<(&str, usize), Vec<Sums>> = BTreeMap::new();
         for ((window, seen), told) in windows.iter().zip(&seen).zip(told) {
-            let mut sums = Sums { windows: 1, ..Sums::default() };
-            for (n, (y, row)) in
-                window.truth(&self.scaling).iter().zip(told).enumerate().filter(|(_, (y, _))| !y.is_nan())
-            {
-                let channel = n % self.scaling.channels();
-                let unit = if several { self.scaling.deviations[channel] } else { 1.0 };
+            let mut sums = Sums::default();
+            for (n, y, unit) in self.known(window) {
+                let (row, channel) = (&told[n], n % self.scaling.channels());
                 let losses = row.iter().zip(QUANTILES).map(|(found, q)| {
                     let (q, above) = (f64::from(q), y - found);
                     (q * above).max((q - 1.0) * above)
                 });
                 let (mean, last) = (seen.measures[channel].0, window.last(channel).unwrap_or(seen.measures[channel].0));
-                sums = sums.plus(&Sums {
-                    windows: 0,
-                    values: 1.0,
-                    errors: (y - row[MEDIAN]).abs() / unit,
-                    of_last: (y - last).abs() / unit,
-                    of_mean: (y - mean).abs() / unit,
-                    pinball: losses.sum::<f64>() / QUANTILES.len() as f64 / unit,
-                    inside: f64::from(u8::from((row[0]..=row[QUANTILES.len() - 1]).contains(y))),
-                });
+                sums.values += 1.0;
+                sums.errors += (y - row[MEDIAN]).abs() / unit;
+                sums.of_last += (y - last).abs() / unit;
+                sums.of_mean += (y - mean).abs() / unit;
+                sums.pinball += losses.sum::<f64>() / QUANTILES.len() as f64 / unit;
+                sums.inside += f64::from(u8::from((row[0]..=row[QUANTILES.len() - 1]).contains(&y)));
             }
             by_series.entry((window.series.key.as_str(), window.series.line)).or_default().push(sums);
         }
-        Ok(Scores::of(&by_series.into_values().collect::<Vec<_>>(), several))
+        Ok(Scores::of(&by_series.into_values().collect::<Vec<_>>(), self.scaling.channels() > 1))
     }
 
     fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
@@ -370,7 +356,6 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
     (0..scaling.channels()).map(of).collect()
 }
 
-/// What is told of a value, in the order of [`QUANTILES`].
 type Quantiles = [f64; QUANTILES.len()];
 
 /// With the digits that they have beside a unit, or beside their interval where it is narrower.
@@ -381,7 +366,7 @@ fn rounded(row: &Quantiles, unit: f64) -> Quantiles {
     row.map(|value| shown(value, unit))
 }
 
-fn decimals() -> Vec<f64> {
+fn levels() -> Vec<f64> {
     QUANTILES.iter().map(|q| (f64::from(*q) * 100.0).round() / 100.0).collect()
 }
 
@@ -472,7 +457,7 @@ impl Predict for Forecast {
         let several = self.predicted().count() > 1;
         let quantiles = self.predicted().flat_map(|channel| {
             let name = if several { format!("{} ", names[channel]) } else { String::new() };
-            decimals().into_iter().map(move |q| format!("{name}{q}"))
+            levels().into_iter().map(move |q| format!("{name}{q}"))
         });
         Titles { key: Vec::new(), answer: [id, time].into_iter().chain(quantiles).collect(), always: true }
     }
@@ -533,7 +518,7 @@ impl Predict for Forecast {
                     None => json!(times),
                 },
                 "channels": self.predicted().map(|n| &names[n]).collect::<Vec<_>>(),
-                "quantiles": decimals(),
+                "quantiles": levels(),
                 "values": points,
             });
             let rows = points.iter().zip(&written).map(|(point, time)| {
@@ -551,6 +536,14 @@ impl Predict for Forecast {
 impl Forecast {
     fn outputs(&self) -> usize {
         self.scaling.channels() * QUANTILES.len()
+    }
+
+    /// The values of a window that are known: the place of each, and the unit in which its error counts.
+    fn known(&self, window: &Window) -> impl Iterator<Item = (usize, f64, f64)> {
+        let channels = self.scaling.channels();
+        let unit = move |n: usize| if channels > 1 { self.scaling.deviations[n % channels] } else { 1.0 };
+        let truth = window.truth(&self.scaling).into_iter().enumerate().filter(|(_, y)| !y.is_nan());
+        truth.map(move |(n, y)| (n, y, unit(n)))
     }
 
     fn windows(&self, parts: Split<Stretch>, config: &Config) -> Result<Data<Self>> {

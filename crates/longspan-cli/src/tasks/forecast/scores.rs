@@ -26,10 +26,9 @@ pub struct Scores {
     several: bool,
 }
 
-/// Sums over the values of a window, or of several.
-#[derive(Debug, Clone, Copy, Default)]
+/// Sums over the values of a window.
+#[derive(Debug, Default)]
 pub struct Sums {
-    pub windows: usize,
     pub values: f64,
     /// Of the absolute errors of the median, of the last known value, and of the mean of the known ones.
     pub errors: f64,
@@ -39,38 +38,25 @@ pub struct Sums {
     pub inside: f64,
 }
 
-impl Sums {
-    pub fn plus(self, other: &Self) -> Self {
-        Self {
-            windows: self.windows + other.windows,
-            values: self.values + other.values,
-            errors: self.errors + other.errors,
-            of_last: self.of_last + other.of_last,
-            of_mean: self.of_mean + other.of_mean,
-            pinball: self.pinball + other.pinball,
-            inside: self.inside + other.inside,
-        }
-    }
-}
-
 impl Scores {
     /// Of the windows of each series. Errors within a series are alike, so that series are what was sampled, or the windows of a single one.
     pub fn of(series: &[Vec<Sums>], several: bool) -> Self {
-        let units: Vec<Sums> = match series {
-            [one] => one.clone(),
-            all => all.iter().map(|one| one.iter().fold(Sums::default(), Sums::plus)).collect(),
+        let units: Vec<&[Sums]> = match series {
+            [one] => one.chunks(1).collect(),
+            all => all.iter().map(Vec::as_slice).collect(),
         };
+        let total = |of: fn(&Sums) -> f64, unit: &[Sums]| unit.iter().map(of).sum::<f64>();
         let ratio = |above: fn(&Sums) -> f64, below: fn(&Sums) -> f64| {
-            let pairs: Vec<(f64, f64)> = units.iter().map(|sums| (above(sums), below(sums))).collect();
+            let pairs: Vec<(f64, f64)> = units.iter().map(|unit| (total(above, unit), total(below, unit))).collect();
             Interval::ratio(&pairs).within(0.0, f64::INFINITY)
         };
-        let over = |below: fn(&Sums) -> f64| {
-            units.iter().any(|sums| below(sums) > 0.0).then(|| ratio(|sums| sums.errors, below))
-        };
+        let all = || units.iter().copied().flatten();
+        let over =
+            |below: fn(&Sums) -> f64| all().any(|sums| below(sums) > 0.0).then(|| ratio(|sums| sums.errors, below));
         Self {
             series: series.len(),
-            windows: units.iter().map(|sums| sums.windows).sum(),
-            values: units.iter().map(|sums| sums.values).sum::<f64>() as usize,
+            windows: all().count(),
+            values: all().map(|sums| sums.values).sum::<f64>() as usize,
             mean_absolute_error: ratio(|sums| sums.errors, |sums| sums.values),
             error_over_last: over(|sums| sums.of_last),
             error_over_mean: over(|sums| sums.of_mean),
@@ -92,7 +78,7 @@ impl Display for Scores {
         )?;
         let unit = if self.several { ", in deviations of the channels" } else { "" };
         let line = |f: &mut fmt::Formatter<'_>, name: &str, found: &Interval, end: &str| {
-            writeln!(f, "{name:<27} {:.4}{}{end}", found.rate, found.confidence(4))
+            writeln!(f, "{name:<27} {}{end}", found.in_digits())
         };
         line(f, "mean absolute error", &self.mean_absolute_error, unit)?;
         for (name, found) in [("last value", &self.error_over_last), ("mean", &self.error_over_mean)] {

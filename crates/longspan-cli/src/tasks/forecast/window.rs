@@ -31,7 +31,6 @@ pub struct Window {
     pub until: usize,
 }
 
-/// A window as the model gets it.
 #[derive(Debug, Clone)]
 pub struct Seen {
     pub points: Points,
@@ -207,7 +206,6 @@ pub struct Drawn {
     told: HashMap<(usize, usize), Arc<Vec<End>>>,
 }
 
-/// Points after which such is kept.
 const KEPT: usize = 100_000;
 
 #[derive(Debug, Clone, Copy)]
@@ -251,7 +249,6 @@ impl Drawn {
         (told as f64).min((development * told) as f64 / self.development.max(1) as f64).max(1.0)
     }
 
-    /// The series, each with the points that are told.
     pub fn stretches(&self) -> &[Stretch] {
         &self.stretches
     }

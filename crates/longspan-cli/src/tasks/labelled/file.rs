@@ -27,7 +27,6 @@ pub struct Labelled {
     pub label: String,
 }
 
-/// Reads labelled texts. Empty lines are passed over.
 pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
     let (all, again) = parse(&bytes, &lines::ending(path), &name, columns)?;

@@ -20,20 +20,16 @@ use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Titles,
 use super::tokens::{END, Kind, Tokenizer};
 use crate::run::config::{self, LabelledSettings};
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
 use crate::terminal::plot::Matrix;
 use file::Labelled;
 
 type Config = config::Config<LabelledSettings>;
 type Answering<'a> = task::Answering<'a, LabelledSettings>;
 
-/// The side that the tokenizer's file is named for.
 const SIDE: &str = "text";
 
-/// The file of the bag of words in a run folder.
 const BAG: &str = "bag.safetensors";
 
-/// The tokenizer of a run, and what it tells of a text.
 pub struct Labels {
     tokenizer: Tokenizer,
     target: Target,
@@ -41,7 +37,6 @@ pub struct Labels {
     bag: Option<Bag>,
 }
 
-/// A text as ids, and what is to be told of it.
 type Example = labels::Example<Vec<u32>>;
 
 impl Task for Labels {
@@ -77,8 +72,8 @@ impl Task for Labels {
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
-        write_atomic(&folder.tokenizer(SIDE), self.tokenizer.to_json()?.as_bytes())?;
-        self.bag.iter().try_for_each(|bag| bag.store(&folder.path().join(BAG)))?;
+        self.tokenizer.store(folder, SIDE)?;
+        self.bag.iter().try_for_each(|bag| bag.store(folder, BAG))?;
         self.target.store(folder)
     }
 
@@ -186,7 +181,6 @@ impl Predict for Labels {
 }
 
 impl Labels {
-    /// The likeliest labels of each text, or its number.
     fn answer(&self, model: &Classifier, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
         let found = self.outputs(model, texts, how)?;
         // An empty text has no label.
@@ -201,7 +195,6 @@ impl Labels {
         Ok(ids)
     }
 
-    /// What the model gives for each text.
     fn outputs(&self, model: &Classifier, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<f32>>> {
         if let Some(bag) = self.base(how.config).filter(|_| stack::is_at_zero(&model.output, how.config)) {
             return Ok(texts.iter().map(|text| bag.predict(text)).collect());
@@ -217,7 +210,6 @@ impl Labels {
         })
     }
 
-    /// The bag that the model corrects, if it does.
     fn base(&self, config: &Config) -> Option<&Bag> {
         self.bag.as_ref().filter(|_| config.task.stack.base)
     }
@@ -246,7 +238,6 @@ fn bag(target: &Target, split: &Split<Labelled>) -> Result<(Bag, Vec<Vec<f32>>)>
     Ok(Bag::fit(&texts, &target.goals(split.train.iter().map(|one| one.label.as_str()))?, target.outputs()))
 }
 
-/// Reads the texts that the settings name, by use.
 fn read_split(config: &Config) -> Result<Split<Labelled>> {
     let Some(path) = config.first() else { bail!("no labelled texts are given; name them with --labelled") };
     let read = |path: &Path| file::read(path, &config.task.files.columns);

@@ -18,7 +18,6 @@ const WIDTH: usize = 12;
 /// Above the labels as they are, before those that were predicted.
 const HEADING: &str = "true \\ predicted";
 
-/// Right and wrong answers by label.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Confusion {
     #[serde(skip)]
@@ -37,7 +36,6 @@ pub struct Confusion {
     counts: BTreeMap<(usize, usize), usize>,
 }
 
-/// How often one label was predicted for one.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Cell {
     pub label: String,

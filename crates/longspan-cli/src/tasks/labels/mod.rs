@@ -6,23 +6,21 @@ mod numbers;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::{self, Display};
-use std::path::PathBuf;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::batches::{micro_batches, values};
-use super::scores::likeliest;
+use super::scores::{decimals, likeliest};
 use super::simple::Simple;
 use super::table::value;
 use super::task::{Answer, Answering, Loss, Titles, Vocabulary};
 use crate::run::columns::Columns;
 use crate::run::config::LabelKind;
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
 use crate::terminal::notes::note;
 use crate::terminal::plot::Matrix;
 use confusion::Confusion;
@@ -30,7 +28,6 @@ use numbers::Errors;
 
 const FILE: &str = "labels.json";
 
-/// Examples answered together.
 const BATCH: usize = 64;
 
 /// So many different numbers are labels still, if nobody says what they are.
@@ -70,7 +67,6 @@ impl Goal {
     }
 }
 
-/// A finite number.
 pub fn number(text: &str) -> Option<f64> {
     value(text).filter(|number| !number.is_nan())
 }
@@ -154,16 +150,12 @@ impl Target {
     }
 
     pub fn load(folder: &RunFolder) -> Result<Self> {
-        serde_json::from_slice(&folder.read(FILE)?).map_err(|_| {
-            anyhow!(
-                "{}: neither a list of labels nor a mean and a deviation; the file is damaged: restore it or train again",
-                path(folder).display()
-            )
-        })
+        let what = "neither a list of labels nor a mean and a deviation";
+        serde_json::from_slice(&folder.read(FILE)?).map_err(|_| folder.damaged(FILE, what))
     }
 
     pub fn store(&self, folder: &RunFolder) -> Result<()> {
-        write_atomic(&path(folder), serde_json::to_string_pretty(self)?.as_bytes())
+        folder.write(FILE, serde_json::to_string_pretty(self)?.as_bytes())
     }
 
     pub fn outputs(&self) -> usize {
@@ -251,7 +243,7 @@ impl Target {
         let (score, shown) = match self.score(labels, rows, unit)? {
             Scores::Number(found) => {
                 let error = found.mean_absolute_error.rate;
-                (error, format!("mean absolute error {error:.4}"))
+                (error, format!("mean absolute error {error:.0$}", decimals(error)))
             }
             Scores::Labels(found) => {
                 let accuracy = found.accuracy.rate;
@@ -309,7 +301,6 @@ impl Target {
         }
     }
 
-    /// What these cells are called, after what was asked.
     pub fn titles(&self, key: &str, columns: &Columns) -> Titles {
         let label = columns.label.clone().unwrap_or("label".into());
         let answer = match self {
@@ -350,7 +341,10 @@ impl Target {
         let labels = match self {
             Self::Labels(labels) => labels,
             Self::Number { mean, deviation } => {
-                return format!("numbers of mean {mean:.4} and standard deviation {deviation:.4}");
+                return format!(
+                    "numbers of mean {mean:.0$} and standard deviation {deviation:.0$}",
+                    decimals(*deviation)
+                );
             }
         };
         let mut counts = vec![0usize; labels.len()];
@@ -403,7 +397,7 @@ pub fn stored_base<B>(
     corrects: bool,
     load: impl FnOnce() -> Result<B>,
 ) -> Result<Option<B>> {
-    let path = folder.path().join(name);
+    let path = folder.file(name);
     if path.exists() {
         return load().map(Some);
     }
@@ -417,10 +411,6 @@ pub fn stored_base<B>(
 pub fn joined(mut rows: Vec<Vec<f32>>, base: impl Iterator<Item = Vec<f32>>) -> Vec<Vec<f32>> {
     rows.iter_mut().zip(base).for_each(|(row, base)| row.iter_mut().zip(base).for_each(|(x, y)| *x += y));
     rows
-}
-
-fn path(folder: &RunFolder) -> PathBuf {
-    folder.path().join(FILE)
 }
 
 /// A number with the digits that it has beside a unit.

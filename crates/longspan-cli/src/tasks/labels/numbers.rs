@@ -14,7 +14,6 @@ pub struct Errors {
     pub examples: usize,
     /// `1 − Σ(y − ŷ)² / Σ(y − ȳ)²`; none where all `y` are alike.
     pub r_squared: Option<Interval>,
-    /// The mean of `|y − ŷ|`.
     pub mean_absolute_error: Interval,
 }
 
@@ -44,8 +43,7 @@ impl Display for Errors {
             Some(r) => writeln!(f, "R²                   {:.3}{}", r.rate, r.confidence(3))?,
             None => writeln!(f, "R²                   none, since all numbers are alike")?,
         }
-        let error = &self.mean_absolute_error;
-        writeln!(f, "mean absolute error  {:.4}{}", error.rate, error.confidence(4))
+        writeln!(f, "mean absolute error  {}", self.mean_absolute_error.in_digits())
     }
 }
 
@@ -63,7 +61,11 @@ mod tests {
         assert_eq!(found.examples, 3);
         let alike = Errors::of(&[(1.0, 2.0), (1.0, 0.0)], "texts");
         assert!(alike.r_squared.is_none() && alike.to_string().contains("all numbers are alike"));
-        assert_eq!(Errors::of(&[(1.0, 2.0)], "texts").mean_absolute_error.low, None);
+        let one = Errors::of(&[(1.0, 2.0)], "texts");
+        assert_eq!(one.mean_absolute_error.low, None);
+        assert!(one.to_string().ends_with("mean absolute error  1.0000\n"), "{one}");
+        let small = Errors::of(&[(1e-6, 1.5e-6), (2e-6, 2e-6)], "texts").to_string();
+        assert!(small.contains("mean absolute error  0.0000002500  (95 % confidence 0.0000000000 … "), "{small}");
     }
 
     #[test]

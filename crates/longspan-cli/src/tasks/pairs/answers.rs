@@ -8,8 +8,7 @@ use longspan::generate::{GenerateOptions, Hypothesis, beam_search};
 use longspan::models::Seq2Seq;
 
 use super::Answering;
-use super::example::Example;
-use super::loss::source_ids;
+use super::example::{Example, source_ids};
 use super::model;
 use crate::tasks::batches::{micro_batches, padded};
 use crate::tasks::memory::{self, NUMBER};

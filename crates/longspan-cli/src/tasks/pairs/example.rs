@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use crate::tasks::tokens::END;
+
 /// One source with every target that counts as right.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Example {
@@ -31,6 +33,11 @@ impl Pair {
     pub fn predicted(&self) -> usize {
         self.target.len() + 1
     }
+}
+
+/// A source as the encoder gets it: with its end marked.
+pub fn source_ids(source: &[u32]) -> Vec<u32> {
+    [source, &[END]].concat()
 }
 
 /// Gathers pairs by source, in the order of first appearance. A pair that comes again is dropped; also how many were.

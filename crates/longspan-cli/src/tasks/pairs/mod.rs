@@ -4,16 +4,17 @@ mod answers;
 mod cmudict;
 mod example;
 pub mod file;
-mod loss;
 mod model;
 
 use std::path::Path;
 
 use anyhow::Result;
 use burn::tensor::Device;
+use longspan::layers::CrossEntropyLoss;
 use longspan::models::Seq2Seq;
 use sha2::Digest;
 
+use super::batches::padded;
 use super::feed::{self, DEVELOPMENT, Shuffled};
 use super::lines;
 use super::memory;
@@ -21,13 +22,12 @@ use super::scores::ErrorRates;
 use super::split::{self, Split, evenly};
 use super::table::columns::TextColumn;
 use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
-use super::tokens::{Kind, Tokenizer};
+use super::tokens::{END, Kind, START, Tokenizer};
 use super::workers::Workers;
 use crate::run::config::{self, PairsSettings};
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
 use crate::terminal::notes::note;
-use example::{Example, Pair};
+use example::{Example, Pair, source_ids};
 
 type Config = config::Config<PairsSettings>;
 type Answering<'a> = task::Answering<'a, PairsSettings>;
@@ -40,7 +40,6 @@ pub struct Pairs {
     target: Tokenizer,
 }
 
-/// The names that tokenizers have in a run folder.
 const SIDES: [&str; 2] = ["source", "target"];
 
 impl Task for Pairs {
@@ -70,10 +69,7 @@ impl Task for Pairs {
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
-        for (side, tokenizer) in SIDES.into_iter().zip([&self.source, &self.target]) {
-            write_atomic(&folder.tokenizer(side), tokenizer.to_json()?.as_bytes())?;
-        }
-        Ok(())
+        SIDES.into_iter().zip([&self.source, &self.target]).try_for_each(|(side, one)| one.store(folder, side))
     }
 
     fn data(&self, config: &Config) -> Result<Data<Self>> {
@@ -94,7 +90,15 @@ impl Task for Pairs {
     }
 
     fn loss(&self, model: &Seq2Seq, batch: &[&Pair], smoothing: f64, device: &Device) -> Result<Loss> {
-        loss::loss(model, batch, smoothing, device)
+        let sources: Vec<Vec<u32>> = batch.iter().map(|pair| source_ids(&pair.source)).collect();
+        let inputs: Vec<Vec<u32>> = batch.iter().map(|pair| [&[START], pair.target.as_slice()].concat()).collect();
+        let labels: Vec<Vec<u32>> = batch.iter().map(|pair| [pair.target.as_slice(), &[END]].concat()).collect();
+        let (source, source_lengths) = padded(&sources, device);
+        let (input, lengths) = padded(&inputs, device);
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let next: Vec<_> = labels.iter().flat_map(|labels| (0..longest).map(|at| labels.get(at).copied())).collect();
+        let CrossEntropyLoss { plain, smoothed } = model.loss(source, &source_lengths, input, next, smoothing)?;
+        Ok(Loss { plain, smoothed })
     }
 
     fn score(&self, model: &Seq2Seq, examples: &[Example], how: &Answering<'_>) -> Result<ErrorRates> {
@@ -163,7 +167,6 @@ impl Predict for Pairs {
     }
 }
 
-/// Reads the examples that the settings name, by use.
 fn read_split(config: &Config) -> Result<Split<Example>> {
     let examples = match config.first() {
         Some(path) => file::read(path, &config.task.files.columns)?,
@@ -180,7 +183,6 @@ fn read_split(config: &Config) -> Result<Split<Example>> {
 }
 
 impl Pairs {
-    /// Up to a beam of answers to each text, the likeliest first.
     fn answer(&self, model: &Seq2Seq, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
         let hypotheses = answers::search(model, [&self.source, &self.target], texts, how)?;
         hypotheses.iter().map(|beam| answers::to_texts(&self.target, beam)).collect()
@@ -199,7 +201,6 @@ impl Pairs {
 
     /// Says it where the target's tokenizer does not give targets back as they are: answers cannot print them.
     fn say_lost(&self, split: &Split<Example>) -> Result<()> {
-        /// Enough to tell.
         const TRIED: usize = 1000;
         let Tokenizer::Json { .. } = self.target else { return Ok(()) };
         let all: Vec<&String> = split.train.iter().chain(&split.held_out).flat_map(|one| &one.targets).collect();

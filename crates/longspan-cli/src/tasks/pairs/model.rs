@@ -9,7 +9,6 @@ use crate::tasks::attention;
 use crate::tasks::memory::{self, NUMBER};
 use crate::tasks::stack;
 
-/// The model's configuration for these settings and vocabulary sizes.
 pub fn configure(config: &Config, source_vocab: usize, target_vocab: usize) -> Result<Seq2SeqConfig> {
     // A sequence is one longer with its start or end.
     let attention =

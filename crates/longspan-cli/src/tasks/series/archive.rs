@@ -73,35 +73,32 @@ impl Head {
         Ok(())
     }
 
-    /// The channels of a line, and the label.
     fn fields<'a>(&self, text: &'a str) -> Result<(Vec<&'a str>, Option<&'a str>), String> {
         // A colon within brackets is one of a time.
         let mut depth = 0usize;
-        let mut cuts: Vec<usize> = Vec::new();
-        for (place, c) in text.char_indices() {
+        let is_cut = |c: char| {
             match c {
                 '(' if self.timed => depth += 1,
                 ')' if self.timed => depth = depth.saturating_sub(1),
-                ':' if depth == 0 => cuts.push(place),
                 _ => {}
             }
-        }
+            c == ':' && depth == 0
+        };
+        // What comes after the last channel is the label, with any colons.
+        let mut fields: Vec<&str> = match self.channels {
+            Some(count) => text.splitn(count + 1, is_cut).collect(),
+            None => text.split(is_cut).collect(),
+        };
         if let Some(count) = self.channels {
-            // What comes after the last channel is the label, with any colons.
-            cuts.truncate(count);
-            let labelled = self.labelled.unwrap_or(cuts.len() == count);
-            let expected = if labelled { count } else { count - 1 };
-            if cuts.len() != expected {
+            let labelled = self.labelled.unwrap_or(fields.len() > count);
+            if fields.len() != count + usize::from(labelled) {
                 let label = if labelled { " and a label" } else { "" };
                 return Err(format!(
                     "{} fields, and the head says {count} channels{label}, with colons between them",
-                    cuts.len() + 1
+                    fields.len()
                 ));
             }
         }
-        let starts = std::iter::once(0).chain(cuts.iter().map(|cut| cut + 1));
-        let ends = cuts.iter().copied().chain([text.len()]);
-        let mut fields: Vec<&str> = starts.zip(ends).map(|(start, end)| &text[start..end]).collect();
         // Of a file that does not say, the last field is a label where it is no list of numbers.
         let is_list = |text: &str| text.contains(',') && text.split(',').all(|one| value(one).is_some());
         let last = fields.last().is_some_and(|last| !is_list(last) && !last.starts_with('('));
@@ -130,7 +127,6 @@ impl Head {
     }
 }
 
-/// Lines with their numbers.
 type Lines<'a> = Vec<(usize, &'a str)>;
 
 /// The lines of a head, without the `@` that they begin with, and the series after `@data`.
@@ -190,10 +186,9 @@ pub fn read(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
     })
 }
 
-/// Points of all channels at any time.
 fn together(channels: &[Channel<'_>], dates: Option<&Dates>) -> Result<Vec<Point>, String> {
-    // By the bits of the time, which sort as times do from 0 on, and serve to find equal ones.
-    let mut rows: BTreeMap<(Time, usize), Vec<f64>> = BTreeMap::new();
+    // By a number that sorts as the time does; several points of a channel at one time are all kept.
+    let mut rows: BTreeMap<(i64, usize), Point> = BTreeMap::new();
     for (channel, points) in channels.iter().enumerate() {
         for (n, (text, value)) in points.iter().enumerate() {
             let time = match (text, dates) {
@@ -205,30 +200,14 @@ fn together(channels: &[Channel<'_>], dates: Option<&Dates>) -> Result<Vec<Point
                     format!("{text:?} is no point such as (0.5,1.25): its time is neither a number nor a date")
                 })?,
             };
-            // Several points of a channel at one time are all kept.
-            let is_taken = |nth: &usize| rows.get(&(Time(time), *nth)).is_some_and(|row| !row[channel].is_nan());
+            let bits = time.to_bits() as i64;
+            let order = if bits < 0 { bits ^ i64::MAX } else { bits };
+            let is_taken = |nth: &usize| rows.get(&(order, *nth)).is_some_and(|(_, row)| !row[channel].is_nan());
             let nth = (0..).take_while(is_taken).count();
-            rows.entry((Time(time), nth)).or_insert_with(|| vec![f64::NAN; channels.len()])[channel] = *value;
+            rows.entry((order, nth)).or_insert_with(|| (time, vec![f64::NAN; channels.len()])).1[channel] = *value;
         }
     }
-    Ok(rows.into_iter().map(|((Time(time), _), values)| (time, values)).collect())
-}
-
-#[derive(PartialEq, Clone, Copy)]
-struct Time(f64);
-
-impl Eq for Time {}
-
-impl Ord for Time {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0)
-    }
-}
-
-impl PartialOrd for Time {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
+    Ok(rows.into_values().collect())
 }
 
 fn plain_points(text: &str) -> Result<Channel<'_>, String> {

@@ -16,15 +16,14 @@ use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
 use crate::tasks::split::composed;
-use crate::tasks::table::columns::{Roles, counts_rows, named_id, time_text};
+use crate::tasks::table::columns::{Roles, counts_rows, is_different, is_time, named_id, names, time_text};
 use crate::tasks::table::dates::Dates;
 use crate::tasks::table::{Form, Row, Table, is_missing, json, value};
 use crate::tasks::task::Asked;
 use crate::terminal::notes::note;
 use crate::terminal::samples::counted;
 
-/// A series: points in the order of their times.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Series {
     pub times: Vec<f64>,
     /// Point after point, `width` numbers each; NaN where one is missing.
@@ -68,19 +67,15 @@ pub struct Reading<'a> {
     pub columns: Option<&'a Columns>,
     /// The dates that the run learned from, on whose calendar times count.
     pub dates: Option<&'a Dates>,
-    /// Whether series are to have labels.
     pub labels: bool,
-    /// Whether a run reads it that has learned already.
     pub learned: bool,
 }
 
 impl<'a> Reading<'a> {
-    /// By a run that has learned.
     pub fn learned(files: &'a Files, dates: Option<&'a Dates>, labels: bool) -> Self {
         Self { columns: Some(&files.columns), dates, labels, learned: true }
     }
 
-    /// The series of a question.
     pub fn of(&self, asked: &Asked, name: &str) -> Result<Series> {
         let read = || from_json(&asked.text, asked.line, self).map_err(lines::in_line(name, asked.line));
         asked.series.clone().map_or_else(read, Ok)
@@ -124,20 +119,7 @@ pub fn series(mut points: Vec<Point>, known: &[bool], label: Option<String>, lin
     let mut hash = Sha256::new();
     times.iter().chain(&values).for_each(|number| hash.update(number.to_le_bytes()));
     let key = hex(&hash.finalize()[..16]);
-    Ok(Series {
-        times,
-        values,
-        width,
-        names: Arc::new([]),
-        label,
-        id: None,
-        ahead,
-        dates: None,
-        key,
-        line,
-        backwards,
-        repeats,
-    })
+    Ok(Series { times, values, width, label, ahead, key, line, backwards, repeats, ..Series::default() })
 }
 
 const NO_VALUE: &str = "no point of it has a value; leave the series out";
@@ -309,7 +291,6 @@ fn from_lines(text: &str, name: &str, reading: &Reading<'_>) -> Result<Found> {
     Ok(Found { series, ..Found::default() })
 }
 
-/// A series from a line of JSON.
 pub fn from_json(text: &str, line: usize, reading: &Reading<'_>) -> Result<Series, String> {
     let value = json::line(text).map_err(|problem| format!("{problem}; {EXAMPLE}"))?;
     if reading.labels && !value["forecast"].is_null() {
@@ -399,7 +380,6 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
     Ok(Series { id: text("id")?, dates, ..one })
 }
 
-/// Series from a table: a point a row, or a series.
 fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     let none = Columns::default();
     let columns = reading.columns.unwrap_or(&none);
@@ -425,6 +405,12 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     let mut numbers = Vec::with_capacity(roles.channels.len());
     for &place in &roles.channels {
         numbers.push(table.numbers(place).map_err(|row| no_number(table, &roles, place, row))?);
+        if let Some(text) = table.doubtful(place) {
+            let title = &table.header[place];
+            note(format_args!(
+                "{name}: {text} in the column `{title}` is read with a decimal point; if it stands between thousands, leave such points out"
+            ));
+        }
     }
     let names: Arc<[String]> = roles.channels.iter().map(|&place| table.header[place].clone()).collect();
     if let Some(wanted) =
@@ -523,7 +509,6 @@ fn with_values(name: &str, all: impl Iterator<Item = (usize, Result<Series, Stri
     Ok(found)
 }
 
-/// The most different texts of a column that become channels.
 const CATEGORIES: usize = 20;
 
 /// The table with a channel of 0 and 1, `column=text`, for each text of columns of categories, if there are some: those that a run learned
@@ -677,30 +662,23 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
         Some(title) => Some(table.named(title, "--label")?),
         None => table.find("label").or(table.find("class")),
     };
-    let id = columns
-        .id
-        .as_ref()
-        .or(columns.time.as_ref())
-        .map(|title| table.named(title, "--id"))
-        .transpose()?
-        .or(table.find("year"))
-        .or(named_id(table));
+    let mut id = match (&columns.id, &columns.time) {
+        (Some(names), _) | (_, Some(names)) => table.several(names, "--id")?,
+        _ => table.find("year").or(named_id(table)).into_iter().collect(),
+    };
     let chosen = columns.channels.iter().map(|title| table.named(title, "--channels")).collect::<Result<Vec<_>>>()?;
-    let free = (0..table.header.len()).filter(|place| Some(*place) != label && Some(*place) != id);
+    let free = (0..table.header.len()).filter(|place| Some(*place) != label && !id.contains(place));
     let free = free.filter(|place| !table.header[*place].is_empty() && !counts_rows(table, *place, label.is_some()));
-    let is_number = |place: &usize| table.numbers(*place).is_ok();
-    let (values, texts): (Vec<usize>, Vec<usize>) = free.partition(is_number);
-    let values = if chosen.is_empty() { values } else { chosen };
+    let (values, texts): (Vec<usize>, Vec<usize>) = free.partition(|place| table.numbers(*place).is_ok());
+    let mut values = if chosen.is_empty() { values } else { chosen };
     if values.is_empty() {
         bail!("{}: --wide: no column of numbers", table.at_header());
     }
-    let is_time = |place: &usize| value(&table.header[*place]).is_some();
-    // Where some names are numbers, the others are no times.
-    let values: Vec<usize> = if values.iter().filter(|place| is_time(place)).count() * 2 > values.len() {
-        values.into_iter().filter(is_time).collect()
-    } else {
-        values
-    };
+    // Where most names are times, the others are none.
+    let times: Vec<usize> = values.iter().copied().filter(|place| is_time(&table.header[*place])).collect();
+    if columns.channels.is_empty() && times.len() * 2 > values.len() {
+        values = times;
+    }
     let titles: Vec<&str> = values.iter().map(|place| table.header[*place].as_str()).collect();
     let dates = dates_of(&titles, reading).map_err(|problem| anyhow!("{}: {problem}", table.at_header()))?;
     let times: Option<Vec<f64>> = match &dates {
@@ -715,7 +693,16 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
         columns.channels = titles.iter().map(|title| title.to_string()).collect();
     }
     let times = times.or(numbers).unwrap_or_else(|| (0..titles.len()).map(|n| n as f64).collect());
-    let id = id.or(texts.first().copied());
+    // Texts that name each row, one or all of them together.
+    if id.is_empty() {
+        let is_name = |place: &usize| is_different(table, *place) && table.texts(*place).all(|text| text.is_some());
+        let first = texts.iter().copied().find(is_name);
+        id = first.map_or(texts, |place| vec![place]);
+    }
+    let id_of = |row: &Row| {
+        let cells = id.iter().map(|place| cell(row, *place)).filter(|cell| id.len() == 1 || !cell.is_empty());
+        (!id.is_empty()).then(|| cells.collect::<Vec<_>>().join(","))
+    };
     let numbers = values.iter().map(|place| table.numbers(*place)).collect::<Result<Vec<_>, _>>();
     let numbers = numbers.map_err(|row| row.wrong(name, "a value is no number; leave it empty if it is missing"))?;
     let found = with_values(
@@ -724,10 +711,10 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
             let points = times.iter().zip(&numbers).map(|(time, column)| (*time, vec![column[n]])).collect();
             let own = label.map(|place| cell(row, place)).filter(|own| !own.is_empty());
             let one = series(points, &[], own, row.line);
-            (row.line, one.map(|one| Series { id: id.map(|place| cell(row, place)), dates: dates.clone(), ..one }))
+            (row.line, one.map(|one| Series { id: id_of(row), dates: dates.clone(), ..one }))
         }),
     )?;
-    let used = |place: &usize| values.contains(place) || [id, label].contains(&Some(*place));
+    let used = |place: &usize| values.contains(place) || id.contains(place) || label == Some(*place);
     let unread: Vec<String> = (0..table.header.len())
         .filter(|place| !used(place))
         .map(|place| format!("`{}`", table.header[place]))
@@ -739,7 +726,7 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
         if counted { "values" } else { "times" },
         titles[0],
         titles[titles.len() - 1],
-        id.map_or(String::new(), |place| format!(", ids `{}`", table.header[place])),
+        if id.is_empty() { String::new() } else { format!(", ids {}", names(table, &id, " and ")) },
         label.map_or(String::new(), |place| format!(", labels `{}`", table.header[place]))
     );
     Ok(Found { series: found, target: None, columns: Some((columns, said)) })
@@ -826,10 +813,16 @@ mod tests {
                 "2020-01-31 09:05",
                 "2020-01-31 09:06",
             ),
+            (
+                "Datum;Uhrzeit;x\n30.01.2024;00:00;1\n30.01.2024;12:00;2\n31.01.2024;00:00;3\n31.01.2024;12:00;4\n",
+                "30.01.2024 00:00",
+                "31.01.2024 12:00",
+            ),
             ("Time (s),x\n0.5,1\n0.7,2\n", "0.5", "0.7"),
             ("time;x\n0,5;1\n1.000,25;2,5\n", "0.5", "1000.25"),
         ] {
-            assert_eq!(say(text).3, [first, last], "{text}");
+            let times = say(text).3;
+            assert_eq!([&times[0], times.last().unwrap()], [first, last], "{text}");
         }
         assert_eq!(
             say(",0\n1821,269\n1822,321\n").2,
@@ -918,6 +911,15 @@ mod tests {
             of_table("id,no,v1,v2,kind\n7,1,5,6,a\n8,2,7,8,b\n9,3,7,8,b\n", Columns { wide: true, ..none() }).unwrap();
         assert_eq!((wide.1[0].as_deref(), wide.2), (Some("7"), vec![5.0, 6.0]));
         assert!(wide.0.contains("2 values `v1` … `v2`, ids `id`; not read: `no`, `kind`"), "{}", wide.0);
+        // Names that are dates, beside numbers that are none, and ids of two columns.
+        let (said, ids, values, times) = of_table(
+            "Province,Country,Lat,1/30/20,1/31/20,2/1/20\n,a,5.5,1,2,3\nb,c,6.5,4,5,6\nd,c,7.5,7,8,9\n",
+            Columns { wide: true, ..none() },
+        )
+        .unwrap();
+        assert!(said.contains("3 times `1/30/20` … `2/1/20`, ids `Province` and `Country`; not read: `Lat`"), "{said}");
+        assert_eq!(ids, ["a", "b,c", "d,c"].map(|id| Some(id.into())));
+        assert_eq!((values, times), (vec![1.0, 2.0, 3.0], ["1/30/20", "1/31/20", "2/1/20"].map(String::from).to_vec()));
         // Columns in another order are the same times: by their numbers, or else by the names that were learned from.
         let wide = |text: &str, columns: &Columns| {
             let reading = Reading { columns: Some(columns), ..Reading::default() };
@@ -957,6 +959,11 @@ mod tests {
                 "`dept` may say which series each is of: say so with --id 'store,dept'",
             ),
             (
+                "time,income,size\n0,1,1\n0,1,2\n1,2,1\n1,3,1\n2,4,1\n2,2,2\n3,3,2\n3,4,2\n4,1,1\n4,2,2\n5,1,2\n5,3,1\n6,2,1\n6,4,2\n7,3,2\n7,4,1\n",
+                none(),
+                "16 of 16 rows share the time `time` with another row; name all columns",
+            ),
+            (
                 "shop,time,x\n1,0,0.5\n2,0,0.5\n1,1,0.5\n2,1,0.5\n",
                 none(),
                 "`shop` may say which series each is of: say so with --id shop",
@@ -990,6 +997,7 @@ mod tests {
             ),
             ("time x\n0 1\n", none(), "columns have commas, semicolons, tabs or bars between them, not spaces"),
             ("land,1990,1991\na,1,2\n", none(), "a column a time, give --wide"),
+            ("land,Lat,1/22/20,1/23/20,1/24/20\na,5,1,2,3\n", none(), "a column a time, give --wide"),
             (
                 "date,x\n2024-01-01,1\nsoon,2\n",
                 none(),

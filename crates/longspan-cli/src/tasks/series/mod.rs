@@ -49,10 +49,8 @@ pub struct SeriesTask {
     goals: Vec<Goal>,
 }
 
-/// A series as the model gets it, and what is to be told of it.
 type Example = labels::Example<Points>;
 
-/// The numbers of all points, and their times.
 pub type Points = (Vec<f32>, Vec<f32>);
 
 impl Task for SeriesTask {
@@ -106,7 +104,7 @@ impl Task for SeriesTask {
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
         self.scaling.store(folder)?;
-        self.kernels.iter().try_for_each(|kernels| kernels.store(&folder.path().join(KERNELS)))?;
+        self.kernels.iter().try_for_each(|kernels| kernels.store(folder, KERNELS))?;
         self.target.store(folder)
     }
 
@@ -146,10 +144,10 @@ impl Task for SeriesTask {
         self.target.score(&labels, &self.outputs(model, series, &points, how)?, Self::EXAMPLES)
     }
 
-    fn simple(&self, _: &Data<Self>, series: &[Series], _: &Config) -> Result<Vec<Simple>> {
+    fn simple(&self, data: &Data<Self>, series: &[Series], _: &Config) -> Result<Vec<Simple>> {
         let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
         let simple = |name: &str, rows: &[Vec<f32>]| self.target.simple(name, &labels, rows, Self::EXAMPLES);
-        let prior = self.target.prior(self.goals.iter().copied());
+        let prior = self.target.prior(data.train.examples().iter().map(|example| example.goal));
         let mut found = vec![simple(self.target.prior_name(), &vec![prior; labels.len()])?];
         let even: Vec<Grid> = series.iter().map(|one| self.even(one)).collect();
         if let Some(places) = nearest(&self.learned, &even) {

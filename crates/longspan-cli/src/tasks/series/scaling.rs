@@ -1,11 +1,10 @@
 //! Values and times as the model gets them.
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::file::Series;
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
 use crate::tasks::labels::moments;
 use crate::tasks::simple::kernels::Grid;
 use crate::tasks::simple::smoothing::Smoothing;
@@ -101,9 +100,7 @@ impl Scaling {
     }
 
     pub fn load(folder: &RunFolder) -> Result<Self> {
-        let path = folder.path().join(FILE);
-        let damaged =
-            || anyhow!("{}: not what a run writes; the file is damaged: restore it or train again", path.display());
+        let damaged = || folder.damaged(FILE, "not what a run writes");
         let found: Self = serde_json::from_slice(&folder.read(FILE)?).map_err(|_| damaged())?;
         let lasts = found.clock.is_none_or(|clock| clock.begin.is_finite() && clock.span > 0.0);
         if found.means.is_empty() || found.means.len() != found.deviations.len() || !lasts {
@@ -113,7 +110,7 @@ impl Scaling {
     }
 
     pub fn store(&self, folder: &RunFolder) -> Result<()> {
-        write_atomic(&folder.path().join(FILE), serde_json::to_string_pretty(self)?.as_bytes())
+        folder.write(FILE, serde_json::to_string_pretty(self)?.as_bytes())
     }
 
     pub fn names(&self) -> Vec<String> {
@@ -206,7 +203,6 @@ impl Scaling {
         self.channels() * if self.masked { 2 } else { 1 } + waves
     }
 
-    /// Refuses a series that has other channels.
     pub fn check(&self, one: &Series) -> Result<()> {
         let (width, names) = (self.channels(), self.names.join(", "));
         if one.width != width {

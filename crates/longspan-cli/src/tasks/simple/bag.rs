@@ -1,19 +1,16 @@
 //! A bag of words and pairs of neighbouring words, hashed, and logistic or ridge regression on it.
 
-use std::collections::HashMap;
-use std::path::Path;
-
 use anyhow::Result;
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
+use std::collections::HashMap;
 
 use super::linear::{Loss, Rows};
-use super::{FOLDS, bytes, calibrated, damaged, load, numbers, store};
+use super::{FOLDS, bytes, load, numbers, scaled, store};
 use crate::run::folder::RunFolder;
 use crate::tasks::labels::Goal;
 use crate::tasks::split;
 
-/// Penalties of errors that are tried.
 const PENALTIES: [f64; 3] = [1.0, 8.0, 64.0];
 
 /// Products of a number and a weight in one pass of all fits; beyond it one penalty is tried.
@@ -74,18 +71,7 @@ impl Bag {
 
         // Of two labels one problem tells both.
         let problems = if outputs == 2 { 1 } else { outputs };
-        let (classes, loss) = match goals.first() {
-            Some(Goal::Number(_)) => (None, Loss::Squared),
-            _ => (
-                Some(
-                    goals
-                        .iter()
-                        .map(|goal| if let Goal::Label(label) = goal { *label as usize } else { 0 })
-                        .collect::<Vec<_>>(),
-                ),
-                Loss::Logistic,
-            ),
-        };
+        let loss = if let Some(Goal::Number(_)) = goals.first() { Loss::Squared } else { Loss::Logistic };
         let targets = |problem: usize| -> Vec<f64> {
             let of = |goal: &Goal| match *goal {
                 Goal::Number(number) => f64::from(number),
@@ -117,17 +103,10 @@ impl Bag {
                 })
                 .collect()
         };
-        let error = |found: &[Vec<f32>]| match &classes {
-            Some(classes) => calibrated(found, classes),
-            None => {
-                let squares = found.iter().zip(&targets[0]).map(|(row, goal)| (f64::from(row[0]) - goal).powi(2));
-                (1.0, squares.sum())
-            }
-        };
         let tried = if rows.count() * problems > MUCH { &PENALTIES[1..2] } else { &PENALTIES[..] };
         let best = tried.iter().map(|&penalty| {
             let found = unseen(penalty);
-            let (scale, loss) = error(&found);
+            let (scale, loss) = scaled(&found, goals);
             (penalty, scale, loss, found)
         });
         let (penalty, scale, _, mut found) = best.min_by(|a, b| a.2.total_cmp(&b.2)).expect("a penalty is tried");
@@ -149,7 +128,6 @@ impl Bag {
         row
     }
 
-    /// What it tells of a text.
     pub fn predict(&self, text: &str) -> Vec<f32> {
         let of = |place: usize| &self.weights[place * self.outputs..(place + 1) * self.outputs];
         let mut found = of(self.rarity.len()).to_vec();
@@ -159,18 +137,17 @@ impl Bag {
         found
     }
 
-    /// Words and pairs that are known.
     pub fn len(&self) -> usize {
         self.rarity.len()
     }
 
-    /// Writes it into a file.
-    pub fn store(&self, path: &Path) -> Result<()> {
+    pub fn store(&self, folder: &RunFolder, file: &str) -> Result<()> {
         let mut hashes: Vec<(u32, u32)> = self.places.iter().map(|(hash, place)| (*place, *hash)).collect();
         hashes.sort_unstable();
         let hashes = hashes.iter().flat_map(|(_, hash)| hash.to_le_bytes()).collect();
         store(
-            path,
+            folder,
+            file,
             &[
                 ("hashes", Dtype::U32, hashes),
                 ("rarity", Dtype::F32, bytes(&self.rarity)),
@@ -183,7 +160,7 @@ impl Bag {
     pub fn load(folder: &RunFolder, file: &str, outputs: usize) -> Result<Self> {
         let [hashes, rarity, weights] = load(folder, file, ["hashes", "rarity", "weights"])?;
         if rarity.len() != hashes.len() || weights.len() != (hashes.len() + 1) * outputs {
-            return Err(damaged(folder, file));
+            return Err(folder.damaged(file, "not what a run writes"));
         }
         let places = hashes.iter().zip(0..).map(|(hash, place)| (u32::from_le_bytes(*hash), place)).collect();
         Ok(Self { places, rarity: numbers(&rarity), weights: numbers(&weights), outputs })
@@ -224,7 +201,7 @@ mod tests {
             assert!(texts.iter().zip(&goals).all(|(text, goal)| right(&bag.predict(text), goal)));
             let place = tempfile::tempdir().unwrap();
             let folder = RunFolder::at(place.path(), false);
-            bag.store(&place.path().join("bag")).unwrap();
+            bag.store(&folder, "bag").unwrap();
             assert_eq!(Bag::load(&folder, "bag", outputs).unwrap(), bag);
             assert!(Bag::load(&folder, "bag", outputs + 1).unwrap_err().to_string().contains("damaged"));
         }

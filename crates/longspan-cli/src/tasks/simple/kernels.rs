@@ -1,14 +1,12 @@
 //! Convolutions of series with fixed kernels of many dilations, pooled (MiniRocket; Dempster, Schmidt and Webb 2021), and ridge regression on what
 //! they give.
 
-use std::path::Path;
-
 use anyhow::Result;
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::ridge::ridge;
-use super::{bytes, damaged, load, numbers, store};
+use super::{bytes, load, numbers, store};
 use crate::run::folder::RunFolder;
 use crate::tasks::batches::Random;
 use crate::tasks::labels::Goal;
@@ -190,16 +188,14 @@ impl Kernels {
         sums.into_iter().map(|sum| sum as f32).collect()
     }
 
-    /// What it tells of each series.
     pub fn predict(&self, all: &[Grid]) -> Vec<Vec<f32>> {
         all.par_iter().map(|one| self.told(&self.features(one))).collect()
     }
 
-    /// Writes it into a file.
-    pub fn store(&self, path: &Path) -> Result<()> {
+    pub fn store(&self, folder: &RunFolder, file: &str) -> Result<()> {
         let sizes = bytes(&[self.channels as f32, self.length as f32]);
         let arrays = [("sizes", sizes), ("biases", bytes(&self.biases)), ("weights", bytes(&self.weights))];
-        store(path, &arrays.map(|(name, bytes)| (name, Dtype::F32, bytes)))
+        store(folder, file, &arrays.map(|(name, bytes)| (name, Dtype::F32, bytes)))
     }
 
     /// Reads what [`store`](Self::store) wrote, of so many channels and outputs.
@@ -210,7 +206,7 @@ impl Kernels {
             && biases.len().is_multiple_of(KERNELS)
             && weights.len() == (biases.len() + 1) * outputs;
         if !whole || biases.is_empty() || length == 0 {
-            return Err(damaged(folder, file));
+            return Err(folder.damaged(file, "not what a run writes"));
         }
         Ok(Self { channels, length, biases, weights, outputs })
     }
@@ -321,7 +317,7 @@ mod tests {
             );
             let place = tempfile::tempdir().unwrap();
             let folder = RunFolder::at(place.path(), false);
-            kernels.store(&place.path().join("kernels")).unwrap();
+            kernels.store(&folder, "kernels").unwrap();
             assert_eq!(Kernels::load(&folder, "kernels", width, 2).unwrap(), kernels);
             assert!(Kernels::load(&folder, "kernels", width + 1, 2).is_err());
         }

@@ -11,7 +11,6 @@ pub struct Rows {
     width: usize,
 }
 
-/// What is fitted.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Loss {
     /// Of goals −1 and 1.
@@ -25,12 +24,10 @@ const PRODUCTS: usize = 2_000_000;
 const CLOSE: f64 = 0.02;
 
 impl Rows {
-    /// None yet, of so many columns.
     pub fn new(width: usize) -> Self {
         Self { width, ..Self::default() }
     }
 
-    /// Adds a row of columns and values.
     pub fn push(&mut self, row: impl Iterator<Item = (u32, f32)>) {
         for (column, value) in row {
             self.columns.push(column);
@@ -39,7 +36,6 @@ impl Rows {
         self.ends.push(self.columns.len());
     }
 
-    /// Numbers that are not 0.
     pub fn count(&self) -> usize {
         self.columns.len()
     }

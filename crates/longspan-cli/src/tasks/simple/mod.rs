@@ -6,15 +6,12 @@ pub mod linear;
 mod ridge;
 pub mod smoothing;
 
-use std::path::Path;
-
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
+use crate::tasks::labels::Goal;
 
-/// What a simple method gives on held-out data.
 pub struct Simple {
     pub name: String,
     /// As a person reads it, such as `93.1 %`.
@@ -39,8 +36,21 @@ fn mean_loss(rows: &[Vec<f32>], right: &[usize], scale: f64) -> f64 {
     rows.iter().zip(right).map(one).sum::<f64>() / rows.len().max(1) as f64
 }
 
+/// The factor of what is predicted with the least loss, and that loss: of numbers, which have no factor, the sum of squares.
+fn scaled(rows: &[Vec<f32>], goals: &[Goal]) -> (f64, f64) {
+    let class = |goal: &Goal| if let Goal::Label(label) = goal { Some(*label as usize) } else { None };
+    if let Some(classes) = goals.iter().map(class).collect::<Option<Vec<usize>>>() {
+        return calibrated(rows, &classes);
+    }
+    let square = |(row, goal): (&Vec<f32>, &Goal)| match goal {
+        Goal::Number(number) => (f64::from(row[0]) - f64::from(*number)).powi(2),
+        Goal::Label(_) => 0.0,
+    };
+    (1.0, rows.iter().zip(goals).map(square).sum())
+}
+
 /// The factor of all logits with the least loss on examples that they were not learned from, and that loss.
-pub fn calibrated(rows: &[Vec<f32>], right: &[usize]) -> (f64, f64) {
+fn calibrated(rows: &[Vec<f32>], right: &[usize]) -> (f64, f64) {
     // The loss is convex in the scale, so that its logarithm is searched by thirds.
     let (mut low, mut high) = (1e-3f64.ln(), 1e3f64.ln());
     let loss = |at: f64| mean_loss(rows, right, at.exp());
@@ -53,13 +63,12 @@ pub fn calibrated(rows: &[Vec<f32>], right: &[usize]) -> (f64, f64) {
 }
 
 /// Writes arrays of four-byte numbers into a file of a run folder.
-pub fn store(path: &Path, arrays: &[(&str, Dtype, Vec<u8>)]) -> Result<()> {
+pub fn store(folder: &RunFolder, file: &str, arrays: &[(&str, Dtype, Vec<u8>)]) -> Result<()> {
     let views =
         arrays.iter().map(|(name, dtype, bytes)| Ok((*name, TensorView::new(*dtype, vec![bytes.len() / 4], bytes)?)));
-    write_atomic(path, &serialize(views.collect::<Result<Vec<_>>>()?, None)?)
+    folder.write(file, &serialize(views.collect::<Result<Vec<_>>>()?, None)?)
 }
 
-/// The bytes of numbers.
 pub fn bytes(numbers: &[f32]) -> Vec<u8> {
     numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
@@ -82,16 +91,9 @@ pub fn load<const N: usize>(folder: &RunFolder, file: &str, names: [&str; N]) ->
         let found: Vec<Vec<[u8; 4]>> = names.into_iter().map(one).collect::<Option<_>>()?;
         found.try_into().ok()
     };
-    read().ok_or_else(|| damaged(folder, file))
+    read().ok_or_else(|| folder.damaged(file, "not what a run writes"))
 }
 
-/// A file that holds something else than a run writes into it.
-fn damaged(folder: &RunFolder, file: &str) -> anyhow::Error {
-    let path = folder.path().join(file);
-    anyhow!("{}: not what a run writes; the file is damaged: restore it or train again", path.display())
-}
-
-/// Numbers of words.
 pub fn numbers(words: &[[u8; 4]]) -> Vec<f32> {
     words.iter().map(|word| f32::from_le_bytes(*word)).collect()
 }

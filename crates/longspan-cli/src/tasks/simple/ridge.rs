@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::calibrated;
+use super::scaled;
 use crate::tasks::labels::Goal;
 
 /// Penalties that are tried, by the mean square of an example.
@@ -38,14 +38,12 @@ pub fn ridge(rows: &[Vec<f32>], learned: &[usize], goals: &[Goal], outputs: usiz
         (0..count).into_par_iter().map(|a| (0..=a).map(|b| dot(&standard[a], &standard[b])).collect()).collect();
     let mean = ((0..count).map(|n| products[n][n]).sum::<f64>() / count.max(1) as f64).max(1e-9);
     let constant = CONSTANT * mean;
-    let wanted = |n: usize, output: usize| match goals[learned[n]] {
+    let goals: Vec<Goal> = learned.iter().map(|n| goals[*n]).collect();
+    let wanted = |n: usize, output: usize| match goals[n] {
         Goal::Label(label) if label as usize == output => 1.0,
         Goal::Label(_) => -1.0,
         Goal::Number(number) => f64::from(number),
     };
-    let classes: Option<Vec<usize>> =
-        goals.iter().map(|goal| if let Goal::Label(label) = goal { Some(*label as usize) } else { None }).collect();
-    let classes = classes.map(|classes| learned.iter().map(|n| classes[*n]).collect::<Vec<_>>());
     let tried: Vec<_> = PENALTIES
         .par_iter()
         .map(|penalty| {
@@ -68,10 +66,7 @@ pub fn ridge(rows: &[Vec<f32>], learned: &[usize], goals: &[Goal], outputs: usiz
                     (0..outputs).map(|output| (wanted(n, output) - duals[n][output] / inverse[n][n]) as f32).collect()
                 })
                 .collect();
-            let (scale, loss) = match &classes {
-                Some(classes) => calibrated(&unseen, classes),
-                None => (1.0, (0..count).map(|n| (f64::from(unseen[n][0]) - wanted(n, 0)).powi(2)).sum()),
-            };
+            let (scale, loss) = scaled(&unseen, &goals);
             // A small penalty where examples are alike leaves a matrix that rounding makes singular.
             (if loss.is_nan() { f64::INFINITY } else { loss }, scale, duals, unseen)
         })

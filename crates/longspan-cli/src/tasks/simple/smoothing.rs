@@ -15,7 +15,6 @@ pub struct Smoothing {
     pub quantiles: Vec<f64>,
 }
 
-/// A way to forecast.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Way {
@@ -26,7 +25,6 @@ pub struct Way {
     pub log: bool,
 }
 
-/// How values are forecast.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Form {
@@ -72,7 +70,6 @@ const POINTS: usize = 240;
 const COMPARED: usize = 48;
 const MEASURED: usize = 192;
 
-/// The longest season that is looked for.
 const LONGEST: usize = 400;
 
 /// What smoothing found: the mean square of its errors one point ahead, and where it ended.
@@ -119,7 +116,6 @@ fn smooth(values: &[f64], season: usize, trend: bool, [alpha, beta, gamma, dampi
 }
 
 impl Fitted {
-    /// The value `ahead` points after the last.
     fn ahead(&self, ahead: usize) -> f64 {
         let fading: f64 = if self.damping < 1.0 {
             self.damping * (1.0 - self.damping.powi(ahead as i32)) / (1.0 - self.damping)
@@ -219,7 +215,6 @@ impl Way {
         centres.into_iter().map(|centre| End { centre, unit, log }).collect()
     }
 
-    /// In words.
     pub fn words(self) -> String {
         let season = match (self.season, self.form) {
             (1, Form::Repeated) => return "the last value".into(),
@@ -294,7 +289,6 @@ impl Smoothing {
         Self { way: best.1, growth: [1.0, 0.0], quantiles: Vec::new() }.measure(series, &some(MEASURED), &ahead, shares)
     }
 
-    /// With the size and the quantiles of its errors.
     fn measure(
         mut self,
         series: &[(Vec<f64>, usize)],

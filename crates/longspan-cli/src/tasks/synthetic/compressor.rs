@@ -1,5 +1,7 @@
 //! A model that makes one row of a sequence, and tells every token from it alone.
 
+use std::ops::Range;
+
 use anyhow::Result;
 use burn::module::Module;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
@@ -8,9 +10,10 @@ use longspan::layers::{
     Activation, After, CrossEntropyLoss, FeedForward, FeedForwardConfig, TokenNorm, TokenNormConfig, cross_entropy,
     linear,
 };
-use longspan::models::{Classifier, ClassifierConfig, EncoderBlock, Pooling};
+use longspan::models::{Classifier, ClassifierConfig, Pooling};
 
 use super::Config;
+use super::model::{LOWER, Model};
 use crate::tasks::attention;
 use crate::tasks::stack;
 
@@ -27,14 +30,13 @@ pub struct Compressor {
 }
 
 impl Compressor {
-    /// A model for sequences of up to `longest` tokens.
-    pub fn init(config: &Config, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
+    fn init(config: &Config, layers: usize, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
         let width = config.model.d_model;
         let attention = attention::of_layers(&config.model, longest)?;
         let positions = stack::positions(&attention);
         let encoder = ClassifierConfig::new(tokens, width)
             .with_block(stack::block(&config.model))
-            .with_layers(config.task.layers)
+            .with_layers(layers)
             .with_attention(attention)
             .with_causal(true)
             .with_pooling(Pooling::Last)
@@ -52,24 +54,6 @@ impl Compressor {
         })
     }
 
-    pub fn blocks(&self) -> &Vec<EncoderBlock> {
-        &self.encoder.blocks
-    }
-
-    pub fn loss(&self, tokens: Tensor<2, Int>, right: Vec<Option<u32>>, smoothing: f64) -> Result<CrossEntropyLoss> {
-        let (places, right): (Vec<usize>, Vec<_>) =
-            right.into_iter().enumerate().filter(|(_, token)| token.is_some()).unzip();
-        let rows = self.decoded(tokens, &places)?;
-        Ok(cross_entropy(rows, &self.output, right, smoothing)?)
-    }
-
-    /// Logits at these places, counted over all sequences.
-    pub fn at(&self, tokens: Tensor<2, Int>, places: &[usize]) -> Result<Tensor<2>> {
-        let rows = self.decoded(tokens, places)?;
-        let bias = self.output.bias.as_ref().map(|bias| bias.val());
-        Ok(linear(rows, self.output.weight.val(), bias, Activation::Identity, After::default())?.squeeze_dim(1))
-    }
-
     /// What the logits at these places are of, `[places, 1, d_model]`.
     fn decoded(&self, tokens: Tensor<2, Int>, places: &[usize]) -> Result<Tensor<3>> {
         let ([batch, longest], device) = (tokens.dims(), tokens.device());
@@ -82,5 +66,34 @@ impl Compressor {
         let place = self.places.forward(ids(|place, longest| place % longest).unsqueeze_dim(1));
         let x = rows.unsqueeze_dim(1) + place;
         Ok(x.clone() + self.decoder.forward(self.norm.forward(x)?)?)
+    }
+}
+
+impl Model for Compressor {
+    /// The marker stands where it always stood.
+    const WHOLE: bool = true;
+
+    fn new(config: &Config, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
+        let one = Self::init(config, 1, tokens, longest, device)?;
+        stack::check(&one, &one.encoder.blocks, config, device, LOWER)?;
+        Self::init(config, config.task.layers, tokens, longest, device)
+    }
+
+    fn loss(&self, tokens: Tensor<2, Int>, right: Vec<Option<u32>>, smoothing: f64) -> Result<CrossEntropyLoss> {
+        let (places, right): (Vec<usize>, Vec<_>) =
+            right.into_iter().enumerate().filter(|(_, token)| token.is_some()).unzip();
+        let rows = self.decoded(tokens, &places)?;
+        Ok(cross_entropy(rows, &self.output, right, smoothing)?)
+    }
+
+    fn at(&self, tokens: Tensor<2, Int>, places: &[usize]) -> Result<Tensor<2>> {
+        let rows = self.decoded(tokens, places)?;
+        let bias = self.output.bias.as_ref().map(|bias| bias.val());
+        Ok(linear(rows, self.output.weight.val(), bias, Activation::Identity, After::default())?.squeeze_dim(1))
+    }
+
+    /// Every token but the last, after which the sequence is compressed.
+    fn asked(tokens: usize) -> Range<usize> {
+        0..tokens - 1
     }
 }

@@ -114,7 +114,6 @@ impl Spec {
         self.size("length")
     }
 
-    /// Whether the sizes have room for each other.
     fn check(&self) -> Result<(), String> {
         let [pairs, length, vocabulary, motif] = ["pairs", "length", "vocabulary", "motif"].map(|name| self.size(name));
         if matches!(self.kind, Kind::Mqar | Kind::Recall) && vocabulary < 2 * pairs {
@@ -151,7 +150,6 @@ impl Spec {
         Ok(())
     }
 
-    /// Number of tokens, those of the task's own included.
     pub fn tokens(&self) -> usize {
         let own = match self.kind {
             Kind::Mqar => 0,

@@ -87,7 +87,6 @@ impl Feed for Drawn {
     }
 }
 
-/// Sequence `n` of a use.
 fn draw(spec: &Spec, seed: u64, what_for: u64, n: u64) -> Sequence {
     spec.draw(&mut Random::new(seed, 3 * n + what_for), what_for == FOR_SCORES)
 }
@@ -260,7 +259,6 @@ impl<M: Model> Synthetic<M> {
         Ok(all)
     }
 
-    /// Up to a beam of answers to each line, the likeliest first.
     fn answer(&self, model: &M, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<Answer>>> {
         let mut all = Vec::with_capacity(texts.len());
         for (place, text) in texts.iter().enumerate() {

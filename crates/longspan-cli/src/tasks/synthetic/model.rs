@@ -9,7 +9,6 @@ use longspan::layers::CrossEntropyLoss;
 use longspan::models::{LanguageModel, LanguageModelConfig};
 
 use super::Config;
-use super::compressor::Compressor;
 use crate::tasks::attention;
 use crate::tasks::stack;
 
@@ -31,7 +30,7 @@ pub trait Model: Module + Sync {
 }
 
 /// What to lower where a model is too large.
-const LOWER: &str = "lower d_model, d_ff, layers, radius, workers or the vocabulary";
+pub const LOWER: &str = "lower d_model, d_ff, layers, radius, workers or the vocabulary";
 
 impl Model for LanguageModel {
     fn new(config: &Config, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
@@ -57,31 +56,5 @@ impl Model for LanguageModel {
 
     fn asked(tokens: usize) -> Range<usize> {
         tokens - 1..tokens
-    }
-}
-
-impl Model for Compressor {
-    /// The marker stands where it always stood.
-    const WHOLE: bool = true;
-
-    fn new(config: &Config, tokens: usize, longest: usize, device: &Device) -> Result<Self> {
-        let mut small = config.clone();
-        small.task.layers = 1;
-        let one = Self::init(&small, tokens, longest, device)?;
-        stack::check(&one, one.blocks(), config, device, LOWER)?;
-        Self::init(config, tokens, longest, device)
-    }
-
-    fn loss(&self, tokens: Tensor<2, Int>, right: Vec<Option<u32>>, smoothing: f64) -> Result<CrossEntropyLoss> {
-        self.loss(tokens, right, smoothing)
-    }
-
-    fn at(&self, tokens: Tensor<2, Int>, places: &[usize]) -> Result<Tensor<2>> {
-        self.at(tokens, places)
-    }
-
-    /// Every token but the last, after which the sequence is compressed.
-    fn asked(tokens: usize) -> Range<usize> {
-        0..tokens - 1
     }
 }

@@ -35,22 +35,8 @@ const UNITS: [&str; 14] =
     ["s", "sec", "seconds", "ms", "us", "ns", "min", "minutes", "h", "hours", "d", "days", "utc", "unix"];
 
 /// of those that say which series a row is of,
-const IDS: [&str; 14] = [
-    "id",
-    "unique_id",
-    "series_id",
-    "item_id",
-    "store_id",
-    "sensor_id",
-    "series",
-    "symbol",
-    "ticker",
-    "item",
-    "store",
-    "sensor",
-    "station",
-    "firm",
-];
+const IDS: &str =
+    "id|unique_id|series_id|item_id|store_id|sensor_id|series|symbol|ticker|item|store|sensor|station|firm";
 
 /// of labels of series,
 const LABELS: [&str; 2] = ["label", "class"];
@@ -80,12 +66,6 @@ impl Roles {
     /// file to predict from.
     pub fn of(table: &Table, columns: &Columns, labels: bool, soft: bool) -> Result<Self> {
         let mut unread = Vec::new();
-        let several = |names: &str, flag: &str| -> Result<Vec<usize>> {
-            if let Ok(place) = table.named(names, flag) {
-                return Ok(vec![place]);
-            }
-            names.split(',').map(|name| table.named(name.trim(), flag)).collect()
-        };
         let flag = if soft { "the run's channel" } else { "--channels" };
         let channels = columns.channels.iter().map(|name| table.named(name, flag)).collect::<Result<Vec<_>>>()?;
         let label = match &columns.label {
@@ -95,7 +75,7 @@ impl Roles {
         let mut taken: HashSet<usize> = channels.iter().copied().chain(label).collect();
         let time = match &columns.time {
             Some(name) if name == "row" && table.find(name).is_none() => Vec::new(),
-            Some(names) => several(names, "--time")?,
+            Some(names) => table.several(names, "--time")?,
             None => time(table, &taken)?,
         };
         taken.extend(&time);
@@ -135,10 +115,10 @@ impl Roles {
             );
         }
         let id = match &columns.id {
-            Some(names) if !soft || several(names, "--id").is_ok() => several(names, "--id")?,
+            Some(names) if !soft || table.several(names, "--id").is_ok() => table.several(names, "--id")?,
             _ => {
-                let named = (0..table.header.len())
-                    .filter(|place| is_free(&taken, *place) && IDS.contains(&lower[*place].as_str()));
+                let named =
+                    (0..table.header.len()).filter(|place| is_free(&taken, *place) && is_one(IDS, &lower[*place]));
                 // A number for each row is no series.
                 let (single, named): (Vec<usize>, Vec<usize>) =
                     named.partition(|place| table.rows.len() > 1 && is_different(table, *place));
@@ -251,7 +231,14 @@ impl Roles {
 }
 
 impl Table {
-    /// What each column holds, in words.
+    /// The places of a column, or of several with commas between them, that a person named with `flag`.
+    pub fn several(&self, names: &str, flag: &str) -> Result<Vec<usize>> {
+        if let Ok(place) = self.named(names, flag) {
+            return Ok(vec![place]);
+        }
+        names.split(',').map(|name| self.named(name.trim(), flag)).collect()
+    }
+
     pub fn summary(&self) -> Vec<String> {
         (0..self.header.len()).map(|place| self.held(place)).collect()
     }
@@ -298,6 +285,12 @@ fn holds_dates(table: &Table, place: usize) -> bool {
     texts.iter().any(|text| text.parse::<f64>().is_err()) && !matches!(Dates::of(&texts, None), Ok(None))
 }
 
+/// Whether a column holds times of the day.
+fn holds_clocks(table: &Table, place: usize) -> bool {
+    let texts = some(table, place);
+    !texts.is_empty() && texts.iter().all(|text| text.contains(':') && text.len() <= 12)
+}
+
 fn holds_numbers(table: &Table, place: usize) -> bool {
     table.numbers(place).is_ok()
 }
@@ -314,7 +307,11 @@ fn holds_parts(table: &Table, place: usize) -> bool {
 
 /// Whether a name in small letters is that of a part of a time.
 fn is_part(title: &str) -> bool {
-    PARTS.split('|').any(|part| part == title)
+    is_one(PARTS, title)
+}
+
+fn is_one(names: &str, title: &str) -> bool {
+    names.split('|').any(|name| name == title)
 }
 
 /// Whether a name has one of some words, in small letters.
@@ -334,6 +331,12 @@ fn is_measured_time(title: &str) -> bool {
     words.next().is_some_and(|word| TIMES.contains(&word))
         && words.next().is_some_and(|word| UNITS.contains(&word))
         && words.next().is_none()
+}
+
+/// Whether a name is a number or a date, as those of the columns of a wide table are.
+pub fn is_time(title: &str) -> bool {
+    value(title).is_some_and(f64::is_finite)
+        || title.contains(|c: char| c.is_ascii_digit()) && !matches!(Dates::of(&[title], None), Ok(None))
 }
 
 /// Whether a name in small letters is that under which pandas and R write the names of rows.
@@ -362,7 +365,7 @@ pub fn counts_rows(table: &Table, place: usize, labels: bool) -> bool {
 
 /// The one column whose name says that it tells series apart.
 pub fn named_id(table: &Table) -> Option<usize> {
-    only(table, &IDS, &[])
+    only(table, &IDS.split('|').collect::<Vec<_>>(), &[])
 }
 
 fn is_constant(table: &Table, place: usize) -> bool {
@@ -371,7 +374,7 @@ fn is_constant(table: &Table, place: usize) -> bool {
     texts.all(|text| Some(text) == first)
 }
 
-fn is_different(table: &Table, place: usize) -> bool {
+pub fn is_different(table: &Table, place: usize) -> bool {
     let mut known = HashSet::new();
     table.texts(place).all(|text| known.insert(text))
 }
@@ -387,14 +390,19 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     let part = |names: &[&str]| {
         free.iter().copied().find(|place| names.contains(&lower(*place).as_str()) && holds_parts(table, *place))
     };
-    // A day, whose hours stand in columns of their own.
+    // A day, whose hours stand in columns of their own, whatever a column of times that come again on other days is called.
     let with_hours = |day: usize| {
-        let whole = some(table, day).iter().all(|text| !text.contains(':'));
-        let hours = CLOCK.into_iter().map_while(part).filter(|_| whole && !is_different(table, day));
-        std::iter::once(day).chain(hours).collect()
+        if is_different(table, day) || some(table, day).iter().any(|text| text.contains(':')) {
+            return vec![day];
+        }
+        let hours: Vec<usize> = CLOCK.into_iter().map_while(part).collect();
+        let again = |place: &usize| 2 * counts(table, &[&[*place]]).len() <= table.rows.len();
+        let is_clock = |place: &usize| holds_dates(table, day) && holds_clocks(table, *place) && again(place);
+        let clock = free.iter().copied().find(|place| hours.is_empty() && is_clock(place));
+        std::iter::once(day).chain(hours).chain(clock).collect()
     };
-    let is_time = |place: &usize| TIMES.contains(&lower(*place).as_str()) || is_measured_time(&lower(*place));
-    let mut strong: Vec<usize> = free.iter().copied().filter(is_time).collect();
+    let is_named = |place: &usize| TIMES.contains(&lower(*place).as_str()) || is_measured_time(&lower(*place));
+    let mut strong: Vec<usize> = free.iter().copied().filter(is_named).collect();
     // A date and the same time as a count.
     if strong.iter().any(|place| holds_dates(table, *place)) {
         strong.retain(|place| !holds_epochs(table, *place));
@@ -416,9 +424,8 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         }
         [a, b] => {
             // A day and a time of the day.
-            let clock = |place| some(table, place).iter().all(|text| text.contains(':') && text.len() <= 12);
             for (day, time) in [(a, b), (b, a)] {
-                if holds_dates(table, day) && clock(time) {
+                if holds_dates(table, day) && holds_clocks(table, time) {
                     return Ok(vec![day, time]);
                 }
             }
@@ -456,13 +463,13 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     }
     let all: Vec<usize> = free.iter().copied().filter(|place| holds_dates(table, *place)).collect();
     if let [one] = all[..] {
-        return Ok(vec![one]);
+        return Ok(with_hours(one));
     }
     if let Some(one) = free.iter().copied().find(|place| is_index(&lower(*place)) && is_row_numbers(table, *place)) {
         return Ok(vec![one]);
     }
     let texts = table.rows.is_empty() || !free.iter().any(|place| holds_numbers(table, *place));
-    let times = free.iter().filter(|place| value(&table.header[**place]).is_some_and(f64::is_finite)).count();
+    let times = free.iter().filter(|place| is_time(&table.header[**place])).count();
     let help = match &table.header[..] {
         [one] if one.contains(' ') => "; columns have commas, semicolons, tabs or bars between them, not spaces",
         all if 2 * times > all.len() => "; if a row is a whole series, and a column a time, give --wide",
@@ -547,7 +554,13 @@ fn guessed_id(
         return Ok(texts);
     }
     let whole = |place: &usize| table.numbers(*place).is_ok_and(|all| all.iter().all(|number| number.fract() == 0.0));
-    let tells_apart = |places: &Vec<usize>| is_repeated(&[named, places].concat()) && apart(places);
+    // Series are there at most times; measures that tell rows apart by chance are not.
+    let times = counts(table, &[time]).len();
+    let lasts = |places: &[usize]| counts(table, &[places]).len() * times <= 2 * table.rows.len();
+    let tells_apart = |places: &Vec<usize>| {
+        let all = [named, places].concat();
+        is_repeated(&all) && lasts(&all) && apart(places)
+    };
     let numbers: Vec<usize> = numbers.into_iter().filter(whole).filter(|place| is_repeated(&[*place])).collect();
     let all = [&texts[..], &numbers].concat();
     let pairs = all.iter().enumerate().flat_map(|(n, a)| all[..n].iter().map(|b| vec![*b, *a]));
@@ -581,8 +594,7 @@ fn sharing(table: &Table, places: &[&[usize]]) -> usize {
     counts(table, places).into_values().filter(|count| *count > 1).sum()
 }
 
-/// The names of columns as errors have them.
-fn names(table: &Table, places: &[usize], between: &str) -> String {
+pub fn names(table: &Table, places: &[usize], between: &str) -> String {
     places.iter().map(|place| format!("`{}`", table.header[*place])).collect::<Vec<_>>().join(between)
 }
 
@@ -606,17 +618,12 @@ impl TextColumn {
         let (ending, name) = (lines::ending(path), lines::name(path));
         if !["csv", "tsv", "json", "jsonl", "ndjson"].contains(&ending.as_str()) {
             let line = lines::first_line(path)?;
-            match self.title_in(&line, wanted) {
-                Some(title) => {
-                    note(format_args!("{name}: read as a table, of which the column `{title}` is predicted for"))
-                }
-                None if line.contains('\t') => {
-                    note(format_args!(
-                        "{name}: read as columns with tabs between them, of which the first is predicted for"
-                    ));
-                }
+            let found = match self.title_in(&line, wanted) {
+                Some(title) => format!("a table, of which the column `{title}`"),
+                None if line.contains('\t') => "columns with tabs between them, of which the first".into(),
                 None => return Ok(None),
-            }
+            };
+            note(format_args!("{name}: read as {found} is predicted for"));
         }
         let bytes = lines::read(path)?;
         let text = lines::text(&bytes, &name)?;

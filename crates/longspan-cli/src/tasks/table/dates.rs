@@ -139,7 +139,6 @@ impl Dates {
         Some(Self { format, calendar, offset: offset.map_or(0, Offset::seconds) })
     }
 
-    /// The same on another calendar.
     pub fn on(self, calendar: Calendar) -> Self {
         Self { calendar, ..self }
     }
@@ -228,7 +227,6 @@ impl Calendar {
     }
 }
 
-/// Nanoseconds of the unit in which numbers count since 1970.
 fn unit(format: &str) -> Option<i128> {
     EPOCHS.iter().find(|(name, _)| *name == format).map(|(_, unit)| *unit)
 }
@@ -265,7 +263,6 @@ fn formats() -> Vec<String> {
     all
 }
 
-/// The seconds of a day until then.
 fn seconds(date: DateTime) -> i64 {
     i64::from(date.hour()) * 3600 + i64::from(date.minute()) * 60 + i64::from(date.second())
 }

@@ -85,12 +85,12 @@ impl Table {
         }
         let (rows, commas) = records(text, form, name)?;
         let mut rows = rows.into_iter();
-        let Some(Row { line, cells }) = rows.next() else { return Ok(None) };
-        let header: Vec<String> =
-            cells.iter().map(|cell| cell.as_str().unwrap_or_default().trim().to_owned()).collect();
+        let Some(first) = rows.next() else { return Ok(None) };
+        Self::new(name, first.line, first.titles(), commas).with_rows(rows.collect()).map(Some)
+    }
+
+    fn new(name: &str, line: usize, header: Vec<String>, commas: bool) -> Self {
         Self { name: name.into(), line, header, rows: Vec::new(), commas, groups: false }
-            .with_rows(rows.collect())
-            .map(Some)
     }
 
     /// As [`read`](Self::read), of the columns of text `expected`; with tabs between them a first line that has none of their names, or of
@@ -106,13 +106,11 @@ impl Table {
             return Self::read(text, form, name);
         }
         let (rows, commas) = records(text, form, name)?;
-        let Some(Row { line, cells }) = rows.first() else { return Ok(None) };
-        let (line, titles) =
-            (*line, cells.iter().map(|cell| cell.as_str().unwrap_or_default().trim().to_owned()).collect::<Vec<_>>());
+        let Some(first) = rows.first() else { return Ok(None) };
+        let (line, titles) = (first.line, first.titles());
         let is_name = |title: &&String| columns.names_text(title) || expected.iter().any(|column| column.knows(title));
         if titles.iter().filter(is_name).count() >= titles.len().min(2) {
-            let table = Self { name: name.into(), line, header: titles, rows: Vec::new(), commas, groups: false };
-            return table.with_rows(rows.into_iter().skip(1).collect()).map(Some);
+            return Self::new(name, line, titles, commas).with_rows(rows.into_iter().skip(1).collect()).map(Some);
         }
         if let ([first, second], Some(Row { line, cells })) = (expected, rows.iter().find(|row| row.cells.len() != 2)) {
             let (first, second) = (first.key, second.key);
@@ -146,7 +144,7 @@ impl Table {
             ));
         }
         let header = expected.iter().map(|column| column.key.into()).collect();
-        Ok(Some(Self { name: name.into(), line, header, rows, commas, groups: false }))
+        Ok(Some(Self { rows, ..Self::new(name, line, header, commas) }))
     }
 
     /// The same if its first line names the columns, else with that line as a row, where it has nothing but numbers.
@@ -183,12 +181,13 @@ impl Table {
                 cells.pop();
             }
             if cells.len() != width {
-                let (found, commas) =
-                    (counted(cells.len(), "columns"), if self.commas { "semicolons, tabs or bars" } else { "commas" });
-                bail!(
-                    "{}, line {line}: {found}, the header has {width}; put a field with {commas} in quotes",
-                    self.name
-                );
+                let found = counted(cells.len(), "columns");
+                let help = match (width, self.commas) {
+                    (1, _) => "the first line names the columns: take out what stands before it",
+                    (_, true) => "put a field with semicolons, tabs or bars in quotes",
+                    (_, false) => "put a field with commas in quotes",
+                };
+                bail!("{}, line {line}: {found}, the header has {width}; {help}", self.name);
             }
         }
         self.rows = rows;
@@ -198,8 +197,7 @@ impl Table {
 
     /// Objects, whose keys are the columns.
     fn from_json(text: &str, name: &str) -> Result<Option<Self>> {
-        let mut table =
-            Self { name: name.into(), line: 1, header: Vec::new(), rows: Vec::new(), commas: false, groups: false };
+        let mut table = Self::new(name, 1, Vec::new(), false);
         let mut places: HashMap<String, usize> = HashMap::new();
         json::each(text, name, |value, line| {
             let Value::Object(object) = value else {
@@ -282,6 +280,16 @@ impl Table {
         self.numbers(place).ok().filter(|_| is_clear)
     }
 
+    /// A number of a column whose points may as well stand between thousands: three digits follow each, and those without are smaller.
+    pub fn doubtful(&self, place: usize) -> Option<String> {
+        let (with, without): (Vec<String>, Vec<String>) =
+            self.texts(place).flatten().partition(|text| text.contains('.'));
+        let is_grouped = |text: &String| with_point(text).is_some_and(|whole| !whole.contains('.'));
+        let is_below = |text: &String| value(text).is_some_and(|number| number.abs() < 1000.0);
+        let open = self.commas && !self.groups && !without.is_empty();
+        (open && with.iter().all(is_grouped) && without.iter().all(is_below)).then(|| with.into_iter().next())?
+    }
+
     /// The same with points in those of these columns that hold numbers with decimal commas, if any does: times and labels are read as
     /// numbers later.
     pub fn with_points(&self, places: &[usize]) -> Option<Self> {
@@ -298,6 +306,11 @@ impl Table {
 }
 
 impl Row {
+    /// As names of columns.
+    fn titles(&self) -> Vec<String> {
+        self.cells.iter().map(|cell| cell.as_str().unwrap_or_default().trim().to_owned()).collect()
+    }
+
     pub fn wrong(&self, name: &str, problem: impl std::fmt::Display) -> anyhow::Error {
         anyhow!("{name}, line {}: {problem}", self.line)
     }
@@ -481,6 +494,11 @@ mod tests {
         assert_eq!(numbers("x;y\n1.500;2,5\n0.25;1,5\n", Form::Csv), Ok(vec![1.5, 0.25]));
         assert_eq!(numbers("x;y\n0.500;2,5\n0.250;1,5\n", Form::Csv), Ok(vec![0.5, 0.25]), "no thousands begin with 0");
         assert_eq!(numbers("x;y\n1.500;2\n", Form::Csv), Ok(vec![1.5]));
+        let doubtful = |text: &str| read(text, Form::Csv).unwrap().doubtful(0);
+        assert_eq!(doubtful("x;y\n999;a\n1.500;b\n").as_deref(), Some("1.500"));
+        for clear in ["x;y\n1.500;a\n2.500;b\n", "x;y\n1.5;a\n9;b\n", "x;y\n2000;a\n1.500;b\n", "x,y\n9,a\n1.500,b\n"] {
+            assert_eq!(doubtful(clear), None, "{clear}");
+        }
         assert_eq!(numbers("sep=;\r\nx;y\r\n1,5;a\r\n", Form::Csv), Ok(vec![1.5]));
         // A point beside decimal commas stands between thousands alone.
         assert_eq!(numbers("x;y\n-12.345.678,5;a\n1e3;b\n1,5e-1;c\n", Form::Csv), Ok(vec![-12_345_678.5, 1e3, 0.15]));
@@ -496,6 +514,7 @@ mod tests {
         for (text, part) in [
             ("source,target\na,b\n\na,b,c\n", "x, line 4: 3 columns, the header has 2"),
             ("source,target\na\n", "x, line 2: 1 column, the header has 2"),
+            ("Sales of May\n\na,b\n1,2\n", "x, line 3: 2 columns, the header has 1; the first line names the columns"),
             ("source,target\r\n\"a\r\nb\",c\r\n\"d,e\r\n", "x, line 4: a quote is opened and never closed"),
         ] {
             let error = read(text, Form::Csv).unwrap_err().to_string();

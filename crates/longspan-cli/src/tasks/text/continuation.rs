@@ -14,9 +14,7 @@ use crate::tasks::tokens::{END, START, Tokenizer};
 /// Tokens of a prompt that are read at a time.
 const SEGMENT: usize = 512;
 
-/// What is asked for.
 pub struct Wish<'a> {
-    /// The beginning of the text.
     pub prompt: &'a str,
     /// The most tokens; `None` for as many as are read.
     pub tokens: Option<usize>,
@@ -26,13 +24,9 @@ pub struct Wish<'a> {
     pub may_end: bool,
 }
 
-/// What came of it.
 pub struct Generated {
-    /// Tokens of the prompt.
     pub read: usize,
-    /// Tokens drawn.
     pub drawn: usize,
-    /// Whether the text ended by itself.
     pub ended: bool,
 }
 
@@ -161,7 +155,6 @@ impl<'a> Stops<'a> {
         (std::mem::replace(&mut self.held, rest), false)
     }
 
-    /// What is held back, at the end.
     pub fn rest(&mut self) -> String {
         std::mem::take(&mut self.held)
     }

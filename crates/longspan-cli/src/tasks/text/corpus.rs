@@ -24,7 +24,6 @@ const BEFORE: u64 = 64;
 /// Bytes at the beginning of a file that tell what it is.
 const HEAD: usize = 8 * 1024;
 
-/// Texts, one after the other.
 #[derive(Debug)]
 pub struct Corpus {
     documents: Vec<Document>,
@@ -38,7 +37,6 @@ pub struct Corpus {
     sha256: OnceLock<String>,
 }
 
-/// One text.
 #[derive(Debug)]
 struct Document {
     name: String,
@@ -84,12 +82,10 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Number of bytes.
     pub fn len(&self) -> u64 {
         self.bounds[self.documents.len()]
     }
 
-    /// Number of texts.
     pub fn documents(&self) -> usize {
         self.documents.len()
     }
@@ -164,7 +160,6 @@ impl Corpus {
         Ok(())
     }
 
-    /// The document that holds a position.
     fn document(&self, at: u64) -> usize {
         self.bounds.partition_point(|&bound| bound <= at).saturating_sub(1).min(self.documents.len() - 1)
     }
@@ -273,12 +268,8 @@ impl Corpus {
         self.boundary_below(at, u64::MAX)
     }
 
-    /// The same where something is left after it.
-    pub fn boundary_inside(&self, at: u64) -> Result<u64> {
-        self.boundary_below(at, self.len())
-    }
-
-    fn boundary_below(&self, at: u64, below: u64) -> Result<u64> {
+    /// The same, and a line only where it begins before `below`.
+    pub fn boundary_below(&self, at: u64, below: u64) -> Result<u64> {
         let n = self.document(at);
         if at == self.bounds[n] || at >= self.len() {
             return Ok(at);
@@ -349,7 +340,6 @@ fn other_task(path: &Path, head: &[u8]) -> Option<&'static str> {
     }
 }
 
-/// The first bytes of a file.
 fn head(path: &Path) -> Result<Vec<u8>> {
     let failed = |error| cannot_read(path, &error);
     let mut bytes = Vec::new();
@@ -407,7 +397,7 @@ mod tests {
         let line = place.path().join("line.txt");
         fs::write(&line, format!("{}\n", "abcdef ".repeat(200))).unwrap();
         let one = Corpus::open(std::slice::from_ref(&line), true).unwrap();
-        assert_eq!((one.boundary(1300).unwrap(), one.boundary_inside(1300).unwrap()), (one.len(), 1300));
+        assert_eq!((one.boundary(1300).unwrap(), one.boundary_below(1300, one.len()).unwrap()), (one.len(), 1300));
         fs::remove_file(line).unwrap();
         fs::write(place.path().join("1.txt"), "shorT").unwrap();
         assert_ne!(Corpus::open(&[place.path().into()], true).unwrap().scan(|_, _| ()).unwrap(), sha);

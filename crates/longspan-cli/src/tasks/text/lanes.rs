@@ -20,7 +20,6 @@ use crate::tasks::tokens::{END, START, Tokenizer};
 /// Tokens to learn from, each predicted from those before it.
 #[derive(Debug, Clone)]
 pub struct Segment {
-    /// The first is read only.
     pub tokens: Vec<u32>,
     /// The state before them; `None` at a beginning.
     pub state: Option<LanguageState>,
@@ -30,7 +29,7 @@ pub struct Segment {
 
 /// The tokens of a part of a corpus, over and over.
 #[derive(Debug, Clone)]
-pub struct Reader {
+struct Lane {
     corpus: Arc<Corpus>,
     tokenizer: Arc<Tokenizer>,
     range: Range<u64>,
@@ -39,23 +38,20 @@ pub struct Reader {
     next: u64,
     tokens: Vec<u32>,
     used: usize,
+    /// The last token that was given.
+    last: u32,
 }
 
-impl Reader {
+impl Lane {
     /// Begins at `at` within `range`, after `used` tokens of the piece there.
-    pub fn new(
-        corpus: Arc<Corpus>,
-        tokenizer: Arc<Tokenizer>,
-        range: Range<u64>,
-        at: u64,
-        used: usize,
-    ) -> Result<Self> {
-        let mut reader = Self { corpus, tokenizer, range, piece: at, next: at, tokens: Vec::new(), used: 0 };
+    fn new(corpus: Arc<Corpus>, tokenizer: Arc<Tokenizer>, range: Range<u64>, at: u64, used: usize) -> Result<Self> {
+        let (tokens, last) = (Vec::new(), START);
+        let mut lane = Self { corpus, tokenizer, range, piece: at, next: at, tokens, used: 0, last };
         if used > 0 {
-            reader.fill()?;
-            reader.used = used;
+            lane.fill()?;
+            lane.used = used;
         }
-        Ok(reader)
+        Ok(lane)
     }
 
     /// Reads the piece that comes next. Every document ends with [`END`], and so does the whole before it begins anew.
@@ -72,8 +68,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Adds the next `count` tokens to a list.
-    pub fn take(&mut self, count: usize, into: &mut Vec<u32>) -> Result<()> {
+    fn take(&mut self, count: usize, into: &mut Vec<u32>) -> Result<()> {
         let wanted = into.len() + count;
         while into.len() < wanted {
             if self.used == self.tokens.len() {
@@ -85,14 +80,6 @@ impl Reader {
         }
         Ok(())
     }
-}
-
-/// One of the places at which the text is read.
-#[derive(Debug, Clone)]
-struct Lane {
-    reader: Reader,
-    /// The last token that was given.
-    last: u32,
 }
 
 /// A feed that reads a text at `batch_size` places at once, `backpropagate` segments at each in every step; states are carried from
@@ -110,7 +97,6 @@ pub struct Lanes {
     segment: usize,
     /// Steps after which states begin anew.
     carry: usize,
-    /// Of all lanes, about.
     tokens: f64,
 }
 
@@ -122,8 +108,7 @@ impl Lanes {
         let lanes = (0..count).map(|n| {
             let at = corpus.boundary(range.start + (u128::from(length) * u128::from(n) / u128::from(count)) as u64)?;
             let at = if at < range.end { at } else { range.start };
-            let reader = Reader::new(corpus.clone(), tokenizer.clone(), range.clone(), at, 0)?;
-            Ok(Lane { reader, last: START })
+            Lane::new(corpus.clone(), tokenizer.clone(), range.clone(), at, 0)
         });
         let lanes: Vec<Lane> = lanes.collect::<Result<_>>()?;
         // The first piece tells how many bytes a token has.
@@ -170,7 +155,7 @@ impl Lanes {
                 tensors.extend(numbers);
             }
         }
-        let lanes = self.lanes.iter().map(|lane| (lane.reader.piece, lane.reader.used, lane.last)).collect();
+        let lanes = self.lanes.iter().map(|lane| (lane.piece, lane.used, lane.last)).collect();
         Ok(Place { note: serde_json::to_value(Stand { lanes, forms, position })?, tensors })
     }
 
@@ -181,9 +166,8 @@ impl Lanes {
             bail!(BROKEN);
         }
         for (lane, &(piece, used, last)) in self.lanes.iter_mut().zip(&stand.lanes) {
-            let Reader { corpus, tokenizer, range, .. } = &lane.reader;
-            lane.reader = Reader::new(corpus.clone(), tokenizer.clone(), range.clone(), piece, used)?;
-            lane.last = last;
+            let Lane { corpus, tokenizer, range, .. } = &lane;
+            *lane = Lane { last, ..Lane::new(corpus.clone(), tokenizer.clone(), range.clone(), piece, used)? };
         }
         self.state = stand.state(model, place.tensors)?;
         Ok(())
@@ -238,7 +222,7 @@ impl Feed for Lanes {
             let state = self.state.as_ref().filter(|_| self.own.contains(&n));
             let state = state.map(|state| state.select(&[n - self.own.start])).transpose()?;
             let mut tokens = vec![if state.is_some() { lane.last } else { START }];
-            lane.reader.take(self.segment, &mut tokens)?;
+            lane.take(self.segment, &mut tokens)?;
             lane.last = tokens[self.segment];
             self.segments.push(Segment { tokens, state, cut: self.segment });
         }

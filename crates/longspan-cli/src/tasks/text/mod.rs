@@ -30,7 +30,6 @@ use super::tokens::{END, Kind, SPECIALS, Tokenizer};
 use crate::run::checkpoint::Place;
 use crate::run::config::{self, TextSettings};
 use crate::run::folder::RunFolder;
-use crate::run::write::write_atomic;
 use crate::terminal::notes::note;
 use crate::terminal::samples::{counted, visible};
 use crate::terminal::shell;
@@ -38,7 +37,7 @@ pub use continuation::{Generated, Stops, Wish};
 use corpus::Corpus;
 use lanes::{Lanes, Segment};
 use overlap::Overlap;
-use score::{BitsPerByte, Passage, Scorer, Sums};
+use score::{BitsPerByte, Cost, Passage, Scorer};
 
 type Config = config::Config<TextSettings>;
 type Answering<'a> = task::Answering<'a, TextSettings>;
@@ -46,23 +45,19 @@ type Answering<'a> = task::Answering<'a, TextSettings>;
 /// Bytes that PPMd, beside which scores stand, learns from: those before what is held out.
 const LEARNED: u64 = 8 << 20;
 
-/// Bytes of its contexts at most.
 const PPMD_ORDER: u32 = 10;
 
 /// Bytes of its memory for each byte that it reads. Random letters, of all texts tried, fill the most, more than 16.
 const PPMD_MEMORY: u64 = 32;
 
-/// The side that the tokenizer's file is named for.
 const SIDE: &str = "text";
 
-/// The least that can be learned from, in bytes.
 const LEAST: u64 = 100;
 
 /// Tokens of the development loss, and of one stretch of them.
 const DEVELOPMENT: usize = 32_768;
 const STRETCH: usize = 1024;
 
-/// Bytes from which a byte-pair encoding is learned.
 const LEARNED_FROM: u64 = 64 << 20;
 
 /// Stretches of passages that are scored side by side.
@@ -71,7 +66,6 @@ const STRETCHES: usize = 8;
 /// Bytes of a passage, over which the interval of held-out bits is taken.
 const PASSAGE: u64 = 16 * 1024;
 
-/// The tokenizer of a run on texts.
 pub struct Text {
     tokenizer: Arc<Tokenizer>,
     /// The processes that hold the stretches of each sequence, where it is cut.
@@ -123,7 +117,7 @@ impl Task for Text {
     }
 
     fn store(&self, folder: &RunFolder) -> Result<()> {
-        write_atomic(&folder.tokenizer(SIDE), self.tokenizer.to_json()?.as_bytes())
+        self.tokenizer.store(folder, SIDE)
     }
 
     fn data(&self, config: &Config) -> Result<Data<Self>> {
@@ -182,8 +176,10 @@ impl Task for Text {
     fn score(&self, model: &LanguageModel, passages: &[Passage], how: &Answering<'_>) -> Result<BitsPerByte> {
         // As many stretches on any number of threads, each from a beginning, and added in their order.
         let stretches: Vec<&[Passage]> = passages.chunks(passages.len().div_ceil(STRETCHES).max(1)).collect();
+        let mut cost = Cost::default();
         let parts = how.workers.each(&stretches, |part| self.read_all(model, part, how.config))?;
-        Ok(parts.into_iter().fold(Sums::default(), Sums::join).result())
+        parts.into_iter().for_each(|part| cost.add(part));
+        Ok(cost.result())
     }
 
     fn scoring(data: &Data<Self>, config: &Config) -> Result<f64> {
@@ -275,7 +271,6 @@ impl Text {
         matches!(*self.tokenizer, Tokenizer::Bytes)
     }
 
-    /// The parts of a corpus by their use.
     fn divide(
         &self,
         corpus: &Arc<Corpus>,
@@ -302,7 +297,7 @@ impl Text {
     }
 
     /// What passages cost. The state is carried from one to the next where they follow each other.
-    fn read_all(&self, model: &LanguageModel, passages: &[Passage], config: &Config) -> Result<Sums> {
+    fn read_all(&self, model: &LanguageModel, passages: &[Passage], config: &Config) -> Result<Cost> {
         let mut scorer = Scorer::new(model, &self.tokenizer, model::limit(config));
         let mut end = None;
         for Passage { corpus, from, to } in passages {
@@ -313,7 +308,7 @@ impl Text {
                 scorer.read(&piece?)?;
             }
         }
-        Ok(scorer.sums)
+        Ok(scorer.cost)
     }
 }
 
@@ -333,12 +328,10 @@ fn say_hidden(tokenizer: &Tokenizer, corpus: &Corpus, train: &Range<u64>, config
     Ok(())
 }
 
-/// Bytes of passages.
 fn size(passages: &[Passage]) -> u64 {
     passages.iter().map(|passage| passage.to - passage.from).sum()
 }
 
-/// Counts what is written.
 struct Count(usize);
 
 impl Write for Count {
@@ -413,11 +406,9 @@ fn read(
     }
 }
 
-/// How a text is cut into tokens.
 #[derive(Debug, PartialEq, Eq)]
 enum Chosen {
     Known(Kind),
-    /// A byte-pair encoding of at most so many entries.
     Learned(usize),
 }
 
@@ -487,7 +478,8 @@ impl Parts {
         if all < LEAST {
             bail!("{}: {all} bytes are too little to learn from; give at least {LEAST}", config.data_name());
         }
-        let [first, second] = [corpus.boundary_inside(all - all / 10)?, corpus.boundary_inside(all - all / 20)?];
+        let [first, second] = [all - all / 10, all - all / 20].map(|at| corpus.boundary_below(at, all));
+        let (first, second) = (first?, second?);
         Ok(Self { train: 0..first, development: first..second, held_out: second..all })
     }
 }

@@ -9,7 +9,6 @@ use serde_json::{Value, json};
 use super::Config;
 use crate::tasks::{attention, stack};
 
-/// The model's configuration for these settings and vocabulary size.
 pub fn configure(config: &Config, vocab: usize) -> Result<LanguageModelConfig> {
     let attention = attention::of_layers(&config.model, carried(config))?;
     let attention: Vec<_> =
@@ -58,7 +57,6 @@ pub fn limit(config: &Config) -> Option<usize> {
     config.model.attention.split(',').any(ends).then_some(carried(config).max(16))
 }
 
-/// A model, its weights not yet drawn.
 pub fn model(config: &Config, vocab: usize, device: &Device) -> Result<LanguageModel> {
     const LOWER: &str =
         "lower d_model, d_ff, layers, radius or workers with --set, or take a tokenizer with a smaller vocabulary";

@@ -11,7 +11,6 @@ use crate::terminal::notes::note;
 /// Shorter lines occur everywhere, such as a closing brace.
 const LEAST: usize = 40;
 
-/// The lines of the passages that are scored.
 #[derive(Default)]
 pub struct Overlap {
     /// By the hash of a line that was not found yet, its bytes, as often as it comes.
@@ -40,7 +39,6 @@ impl Overlap {
         Ok(overlap)
     }
 
-    /// Takes note of bytes that are learned from.
     pub fn learn(&mut self, bytes: &[u8]) {
         if !self.lines.is_empty() {
             lines(bytes).for_each(|(hash, _)| self.found += self.lines.remove(&hash).unwrap_or(0));

@@ -9,14 +9,12 @@ use longspan::models::{LanguageModel, LanguageState};
 use serde::Serialize;
 
 use super::corpus::{Corpus, Piece};
-use crate::tasks::scores::{Interval, Z};
+use crate::tasks::scores::Interval;
 use crate::tasks::tokens::{START, Tokenizer, UNKNOWN};
 use crate::terminal::samples::counted;
 
-/// Tokens computed at a time.
 const SEGMENT: usize = 512;
 
-/// A stretch of a corpus.
 #[derive(Debug, Clone)]
 pub struct Passage {
     pub corpus: Arc<Corpus>,
@@ -24,7 +22,7 @@ pub struct Passage {
     pub to: u64,
 }
 
-/// Reads texts in order and sums up what they cost. Its memory does not grow.
+/// Reads texts in order and adds up what they cost. Beside the cost of each piece its memory does not grow.
 pub struct Scorer<'a> {
     model: &'a LanguageModel,
     tokenizer: &'a Tokenizer,
@@ -32,29 +30,22 @@ pub struct Scorer<'a> {
     limit: Option<usize>,
     state: LanguageState,
     last: u32,
-    pub sums: Sums,
+    pub cost: Cost,
 }
 
-/// Sums over pieces of text: of bits, bytes, and their products.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Sums {
-    pieces: f64,
-    bits: f64,
-    bytes: f64,
-    bits_bits: f64,
-    bits_bytes: f64,
-    bytes_bytes: f64,
+#[derive(Debug, Clone, Default)]
+pub struct Cost {
+    /// Bits and bytes of each piece.
+    pieces: Vec<(f64, f64)>,
     tokens: usize,
     unknown: usize,
 }
 
 impl<'a> Scorer<'a> {
-    /// Before a text.
     pub fn new(model: &'a LanguageModel, tokenizer: &'a Tokenizer, limit: Option<usize>) -> Self {
-        Self { model, tokenizer, limit, state: LanguageState::default(), last: START, sums: Sums::default() }
+        Self { model, tokenizer, limit, state: LanguageState::default(), last: START, cost: Cost::default() }
     }
 
-    /// Another text begins.
     pub fn begin(&mut self) {
         (self.state, self.last) = (LanguageState::default(), START);
     }
@@ -81,70 +72,40 @@ impl<'a> Scorer<'a> {
             self.last = some[some.len() - 1];
             rest = others;
         }
-        self.sums.add(bits, bytes.len() as f64);
-        self.sums.tokens += tokens.len();
-        self.sums.unknown += unknown;
+        self.cost.pieces.push((bits, bytes.len() as f64));
+        self.cost.tokens += tokens.len();
+        self.cost.unknown += unknown;
         Ok(())
     }
 }
 
-/// One row of tokens.
 pub fn row(tokens: &[u32], device: &Device) -> Tensor<2, Int> {
     let ids: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
     Tensor::from_data(TensorData::new(ids, [1, tokens.len()]), device)
 }
 
-impl Sums {
-    /// One more piece.
-    fn add(&mut self, bits: f64, bytes: f64) {
-        self.pieces += 1.0;
-        self.bits += bits;
-        self.bytes += bytes;
-        self.bits_bits += bits * bits;
-        self.bits_bytes += bits * bytes;
-        self.bytes_bytes += bytes * bytes;
+impl Cost {
+    pub fn add(&mut self, other: Self) {
+        self.pieces.extend(other.pieces);
+        self.tokens += other.tokens;
+        self.unknown += other.unknown;
     }
 
-    /// The sums of both.
-    pub fn join(self, other: Self) -> Self {
-        Self {
-            pieces: self.pieces + other.pieces,
-            bits: self.bits + other.bits,
-            bytes: self.bytes + other.bytes,
-            bits_bits: self.bits_bits + other.bits_bits,
-            bits_bytes: self.bits_bytes + other.bits_bytes,
-            bytes_bytes: self.bytes_bytes + other.bytes_bytes,
-            tokens: self.tokens + other.tokens,
-            unknown: self.unknown + other.unknown,
-        }
-    }
-
-    /// Bits per byte, with the interval of the ratio estimator over pieces (Cochran 1977, §6.4).
-    pub fn result(self) -> BitsPerByte {
-        let rate = if self.bytes > 0.0 { self.bits / self.bytes } else { 0.0 };
-        let n = self.pieces;
-        let interval = (n >= 2.0).then(|| {
-            let squares = self.bits_bits - 2.0 * rate * self.bits_bytes + rate * rate * self.bytes_bytes;
-            let half = Z * (n / (n - 1.0) * squares.max(0.0)).sqrt() / self.bytes;
-            [(rate - half).max(0.0), rate + half]
-        });
-        let [low, high] = interval.map_or([None; 2], |interval| interval.map(Some));
+    pub fn result(&self) -> BitsPerByte {
         BitsPerByte {
-            bits_per_byte: Interval { rate, low, high },
-            bytes: self.bytes as u64,
+            bits_per_byte: Interval::ratio(&self.pieces).within(0.0, f64::INFINITY),
+            bytes: self.pieces.iter().map(|(_, bytes)| *bytes as u64).sum(),
             tokens: self.tokens,
             unknown: self.unknown,
         }
     }
 }
 
-/// How well a text was predicted.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct BitsPerByte {
     pub bits_per_byte: Interval,
     pub bytes: u64,
     pub tokens: usize,
-    /// Tokens that did not occur in training.
     pub unknown: usize,
 }
 
@@ -158,32 +119,5 @@ impl Display for BitsPerByte {
             writeln!(f, "{unknown} did not occur in training and cost 8 bits a byte more")?;
         }
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_interval_is_that_of_the_ratio_estimator() {
-        let pieces = [(20.0, 10.0), (33.0, 12.0), (9.0, 6.0), (41.0, 20.0)];
-        let mut sums = Sums::default();
-        for (bits, bytes) in pieces {
-            sums.add(bits, bytes);
-        }
-        let found = sums.result().bits_per_byte;
-        let rate = 103.0 / 48.0;
-        let squares: f64 = pieces.iter().map(|(bits, bytes)| (bits - rate * bytes).powi(2)).sum();
-        let half = Z * (4.0 / 3.0 * squares).sqrt() / 48.0;
-        assert!((found.rate - rate).abs() < 1e-12);
-        assert!((found.low.unwrap() - (rate - half)).abs() < 1e-9);
-        assert!((found.high.unwrap() - (rate + half)).abs() < 1e-9);
-        let mut one = Sums::default();
-        one.add(20.0, 10.0);
-        assert_eq!(one.result().bits_per_byte, Interval { rate: 2.0, low: None, high: None });
-        let mut rest = Sums::default();
-        pieces[1..].iter().for_each(|&(bits, bytes)| rest.add(bits, bytes));
-        assert_eq!(one.join(rest), sums);
     }
 }
