@@ -71,6 +71,14 @@ pub fn check_split(settings: &ModelSettings) -> Result<()> {
         };
         bail!("--split-sequence: not with {name} attention: {why}; choose {} with --attention", SPLIT.join(", "));
     }
+    let of = |options: &Map<String, Value>| options.get("convolution").is_some_and(|width| !width.is_null());
+    let options = &settings.attention_options;
+    if of(options) || options.values().filter_map(Value::as_object).any(of) {
+        bail!(
+            "--split-sequence: not with the option convolution: what tokens add depends on those right before them; leave it out, or put \
+             short-convolution blocks between others with --attention"
+        );
+    }
     Ok(())
 }
 
