@@ -50,7 +50,9 @@ def has_kernels(case):
         return "a gate a head" in case.name
     if "convolution" in case.mechanism:
         return True
-    known = case.mechanism == "kernelized" or (case.mechanism == "fourier" and case.name != "in the plane")
+    if case.mechanism == "shaw" and case.decays:
+        return False
+    known = case.mechanism in ("kernelized", "shaw") or (case.mechanism == "fourier" and case.name != "in the plane")
     return known and case.options.get("feature_map", "elu+1") in _triton.MAPS
 
 
@@ -144,16 +146,20 @@ def test_steps_are_the_whole(feature_map):
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("segments", [1, 4, "shaw"])
 def test_what_is_not_finite_reaches_only_rows_that_see_it(where, number, segments, monkeypatch):
-    cut(monkeypatch, segments)
+    attend = partial(ops.kernelized_attention, is_causal=True)
+    if segments == "shaw":
+        attend = partial(ops.shaw_attention, rel=torch.randn(1, 11, 16, device=DEVICE), is_causal=True)
+    else:
+        cut(monkeypatch, segments)
     q, k, v, d_out = (x.to(DEVICE) for x in Case("", heads=1, queries=100, keys=100).tensors())
     clean = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = ops.kernelized_attention(*clean, is_causal=True)
+    expected = attend(*clean)
     wanted = torch.autograd.grad(expected, clean, d_out)
     dict(q=q, k=k, v=v, d_out=d_out)[where][0, 0, 40, 3] = number
     tensors = [x.requires_grad_() for x in (q, k, v)]
-    out = ops.kernelized_attention(*tensors, is_causal=True)
+    out = attend(*tensors)
     gradients = torch.autograd.grad(out, tensors, d_out)
     if where in ("k", "v"):
         # Rows from there on see the key.
@@ -183,7 +189,7 @@ def test_what_ignored_keys_hold_changes_no_bit():
 
 
 @pytest.mark.parametrize("mechanism, options, reason", [
-    ("shaw", {}, "the mechanism shaw"), ("kernelized", {"feature_map": "dpfp"}, "the feature map dpfp"),
+    ("toeplitz", {}, "the mechanism toeplitz"), ("shaw", {"gate": True}, "gates beside Shaw's positions"), ("kernelized", {"feature_map": "dpfp"}, "the feature map dpfp"),
     ("gated", {"gate": "channel"}, "gates other than one a head"), ("gated", {"gate": "head", "l2_norm": True}, "l2_norm"),
     ("fourier", {"axes": 1}, "positions that are given"), ("fourier", {"normalizer": "literal"}, "the literal normaliser"),
 ])  # fmt: skip
@@ -197,9 +203,8 @@ def test_what_the_kernels_do_not_do_has_a_name(mechanism, options, reason):
 
 def test_what_the_kernels_do_not_do_takes_the_formulation():
     q, k, v = torch.randn(3, 1, 2, 40, 8, device=DEVICE)
-    rel = torch.randn(2, 5, 8, device=DEVICE)
-    got = ops.shaw_attention(q.requires_grad_(), k, v, rel, is_causal=True)
-    expected = chunked_attention(q, k, v, [rel], mechanism="shaw", is_causal=True)
+    got = ops.toeplitz_attention(q.requires_grad_(), k, v, bias := torch.randn(2, 79, device=DEVICE), is_causal=True)
+    expected = chunked_attention(q, k, v, [bias], mechanism="toeplitz", options='{"kind": "table"}', is_causal=True)
     assert torch.equal(got, expected)
 
 

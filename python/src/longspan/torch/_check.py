@@ -290,6 +290,7 @@ CASES = [
     *(case for form in (*_FORMS, *_CAUSAL, *_DECAYS) for case in _varied(form)),
     replace(_form("shaw: 300 tokens", (2, 11, 16)), queries=300, keys=300),
     replace(_form("shaw: 300 tokens, offset 160", (2, 11, 16)), queries=140, keys=300, offset=160),
+    replace(_form("shaw: grouped heads, decay", (4, 81, 20), decay=[0.95, 0.8]), batch=2, heads=4, kv_heads=2, width=20, value_width=70),
     _form("shaw: decay", (2, 11, 16), decay=[0.9]), _form("fourier: decay", (1, 16, 1), (2, 16), decay=[0.9]),
     replace(_GATE, name="a gate a head, segments", queries=140, keys=140, segments=3),
     replace(_GATE, name="a gate a head, grouped heads of 64", batch=2, heads=4, kv_heads=2, queries=100, keys=100, width=64,

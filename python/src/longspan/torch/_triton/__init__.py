@@ -20,6 +20,8 @@ from ..._calls import Request
 MAPS = ("elu+1", "relu", "softplus", "exp", "identity")
 #: The widest head, and the widest under ``exp``, whose rows a tile has to hold whole.
 WIDEST, WIDEST_EXP = 256, 128
+#: The farthest of Shaw's positions that have weights of their own, which a row holds in memory.
+WIDEST_RADIUS = 256
 
 
 def serves(tensor: Tensor) -> bool:
@@ -69,7 +71,9 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         if options.get("axes") or options.get("normalizer") == "literal":
             return "positions that are given" if options.get("axes") else "the literal normaliser"
         widest = WIDEST // 2 if options.get("wave") == "pairs" else WIDEST // 4
-    elif call.mechanism not in ("kernelized", "short-convolution"):
+    elif call.mechanism == "shaw" and options.get("gate"):
+        return "gates beside Shaw's positions"
+    elif call.mechanism not in ("kernelized", "shaw", "short-convolution"):
         return f"the mechanism {call.mechanism}"
     feature_map, decays = options.get("feature_map", "elu+1"), options.get("decay") is not None
     if feature_map not in MAPS:
@@ -96,6 +100,12 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
             return "frequencies or phases of another shape"
     elif feature_map == "exp":
         widest = WIDEST_EXP
+    if call.mechanism == "shaw":
+        (rel,) = parameters
+        if rel.shape[-1] != q.shape[-1] or rel.ndim not in (2, 3) or rel.ndim == 3 and rel.shape[0] != q.shape[1] or rel.shape[-2] % 2 == 0:
+            return "a table of positions of another shape"
+        if rel.shape[-2] // 2 > WIDEST_RADIUS:
+            return f"a radius above {WIDEST_RADIUS}"
     if of_ten and q.shape[1] != k.shape[1]:
         # Triton 3.9 fails to compile the gradients of keys and values.
         return "grouped heads on this device"
@@ -111,7 +121,8 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
 
 def _kernels(call: Request) -> Any:
     """Those of a mechanism. Triton takes long to import, so it is with the first call."""
-    return importlib.import_module(f"{__name__}.{'convolution' if call.mechanism == 'short-convolution' else 'kernelized'}")
+    module = {"short-convolution": "convolution", "shaw": "shaw"}.get(call.mechanism, "kernelized")
+    return importlib.import_module(f"{__name__}.{module}")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], call: Request, *rest: Any) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -130,7 +130,7 @@ class Launch:
         self, q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], call: Request, key_padding_mask: Tensor | None,
         packed: tuple[list[int], list[int]] | None, initial: Tensor | None,
     ) -> None:  # fmt: skip
-        self.q, self.k, self.v = (_laid_out(x) for x in (q, k, v))
+        self.q, self.k, self.v = (laid_out(x) for x in (q, k, v))
         self.batch, self.heads, self.queries, self.d = q.shape
         _, self.kv_heads, self.keys, self.dv = v.shape
         self.settings = settings = Settings.of(call, self.d)
@@ -339,7 +339,7 @@ def _logarithms(decay: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor([math.log2(gamma) for gamma in decay], dtype=torch.float32, device=device)
 
 
-def _laid_out(x: Tensor) -> Tensor:
+def laid_out(x: Tensor) -> Tensor:
     """With neighbours in the last axis, and the rows of a chunk within 2**31 numbers of each other."""
     return x if x.stride(3) == 1 and 0 <= x.stride(2) < 1 << 23 else x.contiguous()
 
@@ -361,10 +361,11 @@ def _exponents(numbers: Tensor, launch: Launch) -> Tensor:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], call: Request, key_padding_mask: Tensor | None = None,
     packed: tuple[list[int], list[int]] | None = None, initial: Tensor | None = None, with_state: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Output, denominators, and the numbers of the final state."""
+    """Output, as queries or of another type, denominators, and the numbers of the final state."""
     launch = Launch(q, k, v, parameters, call, key_padding_mask, packed, initial)
-    out = q.new_empty((launch.batch, launch.queries, launch.heads, launch.dv)).transpose(1, 2)
+    out = q.new_empty((launch.batch, launch.queries, launch.heads, launch.dv), dtype=dtype).transpose(1, 2)
     each = 2 if launch.exponential else 1
     denominators = torch.empty((*q.shape[:3], each), dtype=torch.float32, device=q.device)
     end = first = last = None
@@ -390,7 +391,7 @@ def backward(
 ) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
     """Gradients of q, k, v, laid out token by token, of the parameters, and of the initial state's numbers if there were any."""
     launch = Launch(q, k, v, parameters, call, key_padding_mask, packed, initial)
-    d_out, out = _laid_out(d_out), _laid_out(out)
+    d_out, out = laid_out(d_out), laid_out(out)
     dq, dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
     delta = None
     if launch.settings.normalize:
