@@ -46,8 +46,8 @@ def on_device(monkeypatch):
 
 def has_kernels(case):
     """Whether it is one of those that are not torch's to serve."""
-    if case.mechanism == "gated":
-        return "a gate a head" in case.name
+    if case.mechanism in ("gated", "delta"):
+        return "a gate a channel" not in case.name
     if "convolution" in case.mechanism:
         return True
     if case.mechanism == "shaw" and case.decays:
@@ -146,13 +146,14 @@ def test_steps_are_the_whole(feature_map):
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("segments", [1, 4, "shaw"])
-def test_what_is_not_finite_reaches_only_rows_that_see_it(where, number, segments, monkeypatch):
-    attend = partial(ops.kernelized_attention, is_causal=True)
-    if segments == "shaw":
-        attend = partial(ops.shaw_attention, rel=torch.randn(1, 11, 16, device=DEVICE), is_causal=True)
-    else:
-        cut(monkeypatch, segments)
+@pytest.mark.parametrize("segments, mechanism", [(1, "kernelized"), (4, "kernelized"), (1, "shaw"), (1, "delta")])
+def test_what_is_not_finite_reaches_only_rows_that_see_it(where, number, segments, mechanism, monkeypatch):
+    cut(monkeypatch, segments)
+    attend = {
+        "kernelized": ops.kernelized_attention, "shaw": partial(ops.shaw_attention, rel=torch.randn(1, 11, 16, device=DEVICE)),
+        "delta": partial(ops.delta_attention, beta=torch.rand(1, 1, 100, device=DEVICE)),
+    }[mechanism]  # fmt: skip
+    attend = partial(attend, is_causal=True)
     q, k, v, d_out = (x.to(DEVICE) for x in Case("", heads=1, queries=100, keys=100).tensors())
     clean = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = attend(*clean)
@@ -190,7 +191,7 @@ def test_what_ignored_keys_hold_changes_no_bit():
 
 @pytest.mark.parametrize("mechanism, options, reason", [
     ("toeplitz", {}, "the mechanism toeplitz"), ("shaw", {"gate": True}, "gates beside Shaw's positions"), ("kernelized", {"feature_map": "dpfp"}, "the feature map dpfp"),
-    ("gated", {"gate": "channel"}, "gates other than one a head"), ("gated", {"gate": "head", "l2_norm": True}, "l2_norm"),
+    ("gated", {"gate": "channel"}, "gates of one a channel"), ("delta", {"gate": "channel"}, "gates of one a channel"),
     ("fourier", {"axes": 1}, "positions that are given"), ("fourier", {"normalizer": "literal"}, "the literal normaliser"),
 ])  # fmt: skip
 def test_what_the_kernels_do_not_do_has_a_name(mechanism, options, reason):
@@ -258,6 +259,18 @@ def test_second_derivatives_take_the_formulation():
     out = chunked_attention(q, k, v, is_causal=True).square().sum()
     (expected,) = torch.autograd.grad(torch.autograd.grad(out, q, create_graph=True)[0].sum(), v)
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fourier: plain", "shaw: positions alone", "delta: a gate a head"])
+def test_compiled_gradients(name):
+    """Inside of an operator, where autograd records nothing."""
+    case = next(case for case in CASES if str(case) == name)
+    q, k, v, d_out, *learned = (x.to(DEVICE) for x in case.tensors())
+    inputs = [x.requires_grad_() for x in (q, k, v, *learned)]
+    attend = torch.compile(case.attend, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad((attend(*inputs) * d_out).sum(), inputs)
+    for ours, expected in zip(found, torch.autograd.grad((case.attend(*inputs) * d_out).sum(), inputs)):
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("feature_map", ["elu+1", "exp"])

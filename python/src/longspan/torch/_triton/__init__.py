@@ -63,10 +63,12 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         return "queries, keys and values side by side"
     options, (q, k, v, *parameters) = _calls.settings(call.options), tensors
     widest = WIDEST
-    if call.mechanism == "gated":
-        if options.get("gate") != "head" or options.get("l2_norm"):
-            return "gates other than one a head" if options.get("gate") != "head" else "l2_norm"
-        options = {"feature_map": "identity", "gate": True}
+    brought = int(options.get("gate") is True)
+    if call.mechanism in ("gated", "delta"):
+        if options.get("gate") == "channel":
+            return "gates of one a channel"
+        options, brought = {"feature_map": "identity", "gate": True}, len(parameters)
+        widest = WIDEST // 2 if call.mechanism == "delta" else WIDEST
     elif call.mechanism == "fourier":
         if options.get("axes") or options.get("normalizer") == "literal":
             return "positions that are given" if options.get("axes") else "the literal normaliser"
@@ -85,8 +87,9 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         return "this device by a Triton before 3.9"
     # Of shapes that do not fit torch's own operations say what was expected.
     if options.get("gate"):
-        tokens = tuple(k.shape[2:-1]) or (1,)
-        if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or tuple(parameters.pop().shape) != (*k.shape[:2], *tokens):
+        token = (k.shape[0], v.shape[1], *(k.shape[2:-1] or (1,)))
+        own, parameters = parameters[len(parameters) - brought :], parameters[: len(parameters) - brought]
+        if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or any(tuple(x.shape) != token for x in own):
             return "a mask that is not causal, or gates of another shape"
     if call.mechanism == "short-convolution":
         taps, *bias = parameters
@@ -121,7 +124,7 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
 
 def _kernels(call: Request) -> Any:
     """Those of a mechanism. Triton takes long to import, so it is with the first call."""
-    module = {"short-convolution": "convolution", "shaw": "shaw"}.get(call.mechanism, "kernelized")
+    module = {"short-convolution": "convolution", "shaw": "shaw", "gated": "gated", "delta": "gated"}.get(call.mechanism, "kernelized")
     return importlib.import_module(f"{__name__}.{module}")
 
 
@@ -134,4 +137,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], call:
 def backward(*arguments: Any) -> tuple[list[Tensor], Tensor | None]:
     """Gradients of q, k, v and the parameters, and of the initial state's numbers if there were any."""
     found: tuple[list[Tensor], Tensor | None] = _kernels(arguments[7]).backward(*arguments)
-    return found
+    gradients, d_initial = found
+    # As a compiler expects; as most are.
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients[:3]] + gradients[3:], d_initial

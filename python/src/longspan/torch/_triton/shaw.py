@@ -30,18 +30,18 @@ def chunk(dtype: torch.dtype) -> int:
     return 64 if dtype is torch.bfloat16 else 32
 
 
-def _weights(q: Tensor, rel: Tensor, call: Request) -> tuple[Tensor, Tensor | None]:
+def _weights(q: Tensor, rel: Tensor, call: Request) -> tuple[Tensor, Tensor]:
     """What a row weighs each distance with, ``[batch, heads, queries, distances]``, under a causal mask those up to "here"; of exponential
     features relative to a number of each head, which is given too."""
     settings = _calls.settings(call.options)
-    name, same, levels = settings.get("feature_map", "elu+1"), settings.get("rel_feature_map", "same") == "same", None
+    name, same = settings.get("feature_map", "elu+1"), settings.get("rel_feature_map", "same") == "same"
     q, rel = q.float(), rel.float()
     rel = (rel if rel.ndim == 3 else rel[None]).expand(q.shape[1], -1, -1)
     if call.is_causal:
         rel = rel[:, : rel.shape[1] // 2 + 1]
+    levels = rel.new_zeros(rel.shape[0])
     if name == "exp" and settings.get("normalize", True):
         q = q - q.amax(-1, keepdim=True).detach()
-        levels = rel.new_zeros(rel.shape[0])
         if same:
             levels = rel.amax((1, 2)).detach()
             rel = rel - levels[:, None, None]
@@ -210,19 +210,21 @@ def backward(
         gradients, d_content = [x.new_zeros((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v)], None
     delta = (d_out.float() * out.float()).sum(-1) if s.normalize else None
     # Outside of the kernels' sums autograd goes from weights to queries and the table, and from rings and what is far to values.
-    with torch.enable_grad():
-        of_q, of_v, of_rel, *of_initial = (x.detach().requires_grad_() for x in (q, v, s.rel, initial) if x is not None)
-        before = of_initial[0] if of_initial else None
-        w, levels = _weights(of_q, of_rel, call)
-        reached = [w, s.with_ring(of_v, before)[0]]
-        if d_final is not None:
-            reached += s.state_after(q, k, of_v, before)[1:]
-    w, factors = w.detach(), None
+    tensors = [x for x in (q, v, s.rel, initial) if x is not None]
+
+    def around(q: Tensor, v: Tensor, rel: Tensor, before: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
+        w, levels = _weights(q, rel, call)
+        state = [] if d_final is None else s.state_after(q, k, v, before)[1:]
+        return (w, s.with_ring(v, before)[0], *state), levels
+
+    found: Any = torch.func.vjp(around, *tensors, has_aux=True)
+    (w, *_), back, levels = found
+    factors = None
     if s.normalize:
         below = denominators[..., :1]
         nothing = below.abs() < torch.finfo(torch.float32).tiny
         factors = torch.where(nothing, 0, 1 / torch.where(nothing, 1, below))
-        if levels is not None:
+        if s.of.exponential:
             factors = factors * (levels[:, None, None] - denominators[..., 1:]).exp()
     dw = s.weigh_back(d_out, delta, w)
     if factors is not None:
@@ -230,14 +232,13 @@ def backward(
     d_values = s.of.v.new_empty((q.shape[0], s.of.keys, s.of.kv_heads, s.of.dv)).transpose(1, 2)
     ends = s.ends(d_out, True, w, delta)
     s.run(d_out, w, d_values, s.ends(d_out, False, w, delta), ends, True)
-    wanted = [dw, d_values] if d_final is None else [dw, d_values, *s.parts(d_final)[1:]]
-    found = torch.autograd.grad(reached, [of_q, of_v, of_rel, *of_initial], wanted, allow_unused=True)
+    found = back((dw, d_values, *([] if d_final is None else s.parts(d_final)[1:])))
     gradients[0].add_(found[0])
     gradients[2].add_(found[1])
     gradients.append(found[2])
     if initial is None:
         return gradients, None
-    d_initial = torch.zeros_like(initial) if found[3] is None else found[3]
+    d_initial = found[3]
     assert ends is not None
     d_initial[..., s.sums + 4 + s.filling :][..., : s.of.dv + 1] += ends[:, :, s.start // s.chunk]
     if d_content is not None:
