@@ -177,6 +177,14 @@ def test_what_is_not_finite_reaches_only_rows_that_see_it(where, number, segment
         torch.testing.assert_close(out[:, :, others], expected[:, :, others])
 
 
+def test_distances_that_no_row_sees_change_no_bit():
+    q, k, v = torch.randn(3, 1, 2, 40, 8, device=DEVICE)
+    rel = torch.randn(2, 7, 8, device=DEVICE)
+    of_later = rel + 150 * (torch.arange(7, device=DEVICE) > 3)[:, None]
+    results = [ops.shaw_attention(q, k, v, x, feature_map="exp", is_causal=True) for x in (rel, of_later)]
+    assert torch.equal(*results) and results[0].abs().sum() > 0
+
+
 def test_what_ignored_keys_hold_changes_no_bit():
     case = Case("", batch=2, padding="some")
     q, k, v, d_out = (x.to(DEVICE) for x in case.tensors())
