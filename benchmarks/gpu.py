@@ -90,8 +90,21 @@ def decaying(q, k, v):
     return ops.kernelized_attention(q, k, v, is_causal=True, log_decay=F.logsigmoid(k[..., 0].bfloat16()).to(q.dtype))
 
 
+def shaw(q, k, v):
+    """Relative positions to a distance of 64, of the same numbers in every type."""
+    rel = torch.linspace(-1, 1, 129 * q.shape[-1], device=q.device).bfloat16().to(q.dtype).view(129, -1)
+    return ops.shaw_attention(q, k, v, rel, is_causal=True)
+
+
+def delta(q, k, v):
+    """The gated delta rule."""
+    gate, beta = F.logsigmoid(k[..., 0].bfloat16()).to(q.dtype), torch.sigmoid(v[..., 0].bfloat16()).to(q.dtype)
+    return ops.delta_attention(q, k, v, beta, gate)
+
+
 #: What is timed beside `ours`, in the first two sizes.
-OTHERS = {"longspan, rotary": rotary, "longspan, a decay a token": decaying}
+OTHERS = {"longspan, rotary": rotary, "longspan, a decay a token": decaying, "longspan, Shaw, radius 64": shaw,
+          "longspan, gated delta rule": delta}  # fmt: skip
 
 
 def fewer_configurations(part=0, parts=1):

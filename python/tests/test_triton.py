@@ -46,11 +46,13 @@ def on_device(monkeypatch):
 
 def has_kernels(case):
     """Whether it is one of those that are not torch's to serve."""
-    if case.mechanism == "gated":
-        return "a gate a head" in case.name
+    if case.mechanism in ("gated", "delta"):
+        return "a gate a channel" not in case.name
     if "convolution" in case.mechanism:
         return True
-    known = case.mechanism == "kernelized" or (case.mechanism == "fourier" and case.name != "in the plane")
+    if case.mechanism == "shaw" and case.decays:
+        return False
+    known = case.mechanism in ("kernelized", "shaw") or (case.mechanism == "fourier" and case.name != "in the plane")
     return known and case.options.get("feature_map", "elu+1") in _triton.MAPS
 
 
@@ -144,16 +146,21 @@ def test_steps_are_the_whole(feature_map):
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("segments", [1, 4])
-def test_what_is_not_finite_reaches_only_rows_that_see_it(where, number, segments, monkeypatch):
+@pytest.mark.parametrize("segments, mechanism", [(1, "kernelized"), (4, "kernelized"), (1, "shaw"), (1, "delta")])
+def test_what_is_not_finite_reaches_only_rows_that_see_it(where, number, segments, mechanism, monkeypatch):
     cut(monkeypatch, segments)
+    attend = {
+        "kernelized": ops.kernelized_attention, "shaw": partial(ops.shaw_attention, rel=torch.randn(1, 11, 16, device=DEVICE)),
+        "delta": partial(ops.delta_attention, beta=torch.rand(1, 1, 100, device=DEVICE)),
+    }[mechanism]  # fmt: skip
+    attend = partial(attend, is_causal=True)
     q, k, v, d_out = (x.to(DEVICE) for x in Case("", heads=1, queries=100, keys=100).tensors())
     clean = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = ops.kernelized_attention(*clean, is_causal=True)
+    expected = attend(*clean)
     wanted = torch.autograd.grad(expected, clean, d_out)
     dict(q=q, k=k, v=v, d_out=d_out)[where][0, 0, 40, 3] = number
     tensors = [x.requires_grad_() for x in (q, k, v)]
-    out = ops.kernelized_attention(*tensors, is_causal=True)
+    out = attend(*tensors)
     gradients = torch.autograd.grad(out, tensors, d_out)
     if where in ("k", "v"):
         # Rows from there on see the key.
@@ -170,6 +177,14 @@ def test_what_is_not_finite_reaches_only_rows_that_see_it(where, number, segment
         torch.testing.assert_close(out[:, :, others], expected[:, :, others])
 
 
+def test_distances_that_no_row_sees_change_no_bit():
+    q, k, v = torch.randn(3, 1, 2, 40, 8, device=DEVICE)
+    rel = torch.randn(2, 7, 8, device=DEVICE)
+    of_later = rel + 150 * (torch.arange(7, device=DEVICE) > 3)[:, None]
+    results = [ops.shaw_attention(q, k, v, x, feature_map="exp", is_causal=True) for x in (rel, of_later)]
+    assert torch.equal(*results) and results[0].abs().sum() > 0
+
+
 def test_what_ignored_keys_hold_changes_no_bit():
     case = Case("", batch=2, padding="some")
     q, k, v, d_out = (x.to(DEVICE) for x in case.tensors())
@@ -183,8 +198,8 @@ def test_what_ignored_keys_hold_changes_no_bit():
 
 
 @pytest.mark.parametrize("mechanism, options, reason", [
-    ("shaw", {}, "the mechanism shaw"), ("kernelized", {"feature_map": "dpfp"}, "the feature map dpfp"),
-    ("gated", {"gate": "channel"}, "gates other than one a head"), ("gated", {"gate": "head", "l2_norm": True}, "l2_norm"),
+    ("toeplitz", {}, "the mechanism toeplitz"), ("shaw", {"gate": True}, "gates beside Shaw's positions"), ("kernelized", {"feature_map": "dpfp"}, "the feature map dpfp"),
+    ("gated", {"gate": "channel"}, "gates of one a channel"), ("delta", {"gate": "channel"}, "gates of one a channel"),
     ("fourier", {"axes": 1}, "positions that are given"), ("fourier", {"normalizer": "literal"}, "the literal normaliser"),
 ])  # fmt: skip
 def test_what_the_kernels_do_not_do_has_a_name(mechanism, options, reason):
@@ -197,9 +212,8 @@ def test_what_the_kernels_do_not_do_has_a_name(mechanism, options, reason):
 
 def test_what_the_kernels_do_not_do_takes_the_formulation():
     q, k, v = torch.randn(3, 1, 2, 40, 8, device=DEVICE)
-    rel = torch.randn(2, 5, 8, device=DEVICE)
-    got = ops.shaw_attention(q.requires_grad_(), k, v, rel, is_causal=True)
-    expected = chunked_attention(q, k, v, [rel], mechanism="shaw", is_causal=True)
+    got = ops.toeplitz_attention(q.requires_grad_(), k, v, bias := torch.randn(2, 79, device=DEVICE), is_causal=True)
+    expected = chunked_attention(q, k, v, [bias], mechanism="toeplitz", options='{"kind": "table"}', is_causal=True)
     assert torch.equal(got, expected)
 
 
@@ -253,6 +267,18 @@ def test_second_derivatives_take_the_formulation():
     out = chunked_attention(q, k, v, is_causal=True).square().sum()
     (expected,) = torch.autograd.grad(torch.autograd.grad(out, q, create_graph=True)[0].sum(), v)
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fourier: plain", "shaw: positions alone", "delta: a gate a head"])
+def test_compiled_gradients(name):
+    """Inside of an operator, where autograd records nothing."""
+    case = next(case for case in CASES if str(case) == name)
+    q, k, v, d_out, *learned = (x.to(DEVICE) for x in case.tensors())
+    inputs = [x.requires_grad_() for x in (q, k, v, *learned)]
+    attend = torch.compile(case.attend, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad((attend(*inputs) * d_out).sum(), inputs)
+    for ours, expected in zip(found, torch.autograd.grad((case.attend(*inputs) * d_out).sum(), inputs)):
+        assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("feature_map", ["elu+1", "exp"])

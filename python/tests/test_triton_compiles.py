@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from longspan.torch._triton import kernelized, taps  # noqa: E402
+from longspan.torch._triton import band, gated, kernelized, shaw, solve, taps  # noqa: E402
 
 if kernelized.INTERPRETED:
     pytest.skip("an interpreted kernel is not compiled", allow_module_level=True)
@@ -30,19 +30,21 @@ CALLS = {
     "packed, undivided": {"MAP": "softplus", "PACKED": True, "NORMALIZE": False},
     "gated": {"MAP": "identity", "KEYS": False, "NORMALIZE": False, "DECAY": True, "GATED": True, "INITIAL": True, "END": True, "IGNORED": True,
               "segments": 4},
+    "delta": {"MAP": "identity", "KEYS": False, "STRICT": True, "NORMALIZE": False, "DECAY": True, "GATED": True, "INITIAL": True},
     "exp with gates": {"MAP": "exp", "DECAY": True, "GATED": True, "INITIAL": True, "END": True, "segments": 4},
     "fourier with everything": {"TURN": "each", "BLOCKS": 3, "SUMMED": 3, "MAP": "exp", "DECAY": True, "INITIAL": True, "END": True, "GROUP": 2},
     "rotary": {"TURN": "pairs", "BLOCKS": 4, "SUMMED": 2},
 }  # fmt: skip
-NUMBERS = {"queries", "keys", "offset", "first_chunk", "kv_heads", "segments", "record", "scale", "count"}
+NUMBERS = {"queries", "keys", "offset", "first_chunk", "kv_heads", "segments", "record", "scale", "count",
+           "base", "blocks", "start", "width", "radius", "near", "ahead", "place", "chunks"}  # fmt: skip
 KERNELS = [("out", False), ("dq", False), ("dk", False), ("dv", False), ("out", True), ("dv", True)]
 
 
 def source(role, sums, dtype, d, dv, hip=False, **options):
     """A kernel as a launch would specialise it."""
-    of_call = {"CAUSAL": True, "MAP": "elu+1", "TURN": "", "BLOCKS": 1, "SUMMED": 1, "KEYS": True, "NORMALIZE": True, "DECAY": False,
+    of_call = {"CAUSAL": True, "MAP": "elu+1", "TURN": "", "BLOCKS": 1, "SUMMED": 1, "KEYS": True, "STRICT": False, "NORMALIZE": True, "DECAY": False,
                "GATED": False, "INITIAL": False, "END": False, "IGNORED": False, "PACKED": False, "GROUP": 1, **options}  # fmt: skip
-    settings = kernelized.Settings(of_call["MAP"], of_call["NORMALIZE"], None, 1.0, of_call["KEYS"], *(of_call[x] for x in ("TURN", "BLOCKS", "SUMMED")))
+    settings = kernelized.Settings(of_call["MAP"], of_call["NORMALIZE"], None, 1.0, of_call["KEYS"], False, *(of_call[x] for x in ("TURN", "BLOCKS", "SUMMED")))
     if settings.turn:
         tiles = kernelized.tiles_turned(role, dtype, settings.wide(d), dv, hip)
     else:
@@ -89,10 +91,15 @@ def ast(kernel, pointers, constants):
     return ASTSource(kernel, signature, fixed, aligned)
 
 
-def disassembled(cubin, path):
+def dumped(cubin, path, what):
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool, what, path], capture_output=True, text=True, check=True).stdout
+
+
+def spilled(cubin, path):
+    """Bytes of a thread."""
+    return int(re.search(r"STACK:(\d+)", dumped(cubin, path, "-res-usage"))[1])
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -112,7 +119,7 @@ def test_compiles(target, tmp_path):
         if compiled.metadata.shared > TARGETS[target]:
             failures.append(f"{where}: {compiled.metadata.shared} bytes of shared memory")
         if "cubin" in compiled.asm and target != 100 and shape[0] is torch.bfloat16 and not re.search(
-            "HGMMA|HMMA", disassembled(compiled.asm["cubin"], tmp_path / str(number))
+            "HGMMA|HMMA", dumped(compiled.asm["cubin"], tmp_path / str(number), "-sass")
         ):
             failures.append(f"{where}: no product on tensor cores")
 
@@ -142,3 +149,59 @@ def test_convolutions_compile(target):
         named = {name: value for name, value in {**constants, **chosen}.items() if name in kernel.arg_names}
         compiled = triton.compile(ast(kernel, pointers, named), target=device, options={"num_warps": 4})
         assert compiled.metadata.shared <= TARGETS[target]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 128), (torch.float32, 64)], ids=str)
+def test_bands_compile(target, dtype, width, tmp_path):
+    device = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
+    own, wide = "*" + NAMES[dtype], "*fp32"
+    kind, precision = kernelized.arithmetic(dtype)
+    read = {"x": own, "w": wide, "ignored": "*u8", "log_decay": wide}
+    ends = {"before": wide, "after": wide, "initial": wide}
+    content = {"content": wide, "of_content": wide, "levels": wide}
+    constants = {
+        "CAUSAL": True, "NORMALIZE": True, "EXPONENTIAL": True, "DECAY": True, "IGNORED": True, "PACKED": False, "GROUP": 1 if target == 100 else 2,
+        "DV": width, "C": shaw.chunk(dtype), "BX": 64, "TYPE": kind, "PRECISION": "ieee" if device.backend == "hip" else precision,
+    }  # fmt: skip
+    both = {"CAUSAL": False, "DECAY": False, "IGNORED": False, "PACKED": True, "EXPONENTIAL": False}
+    sequences = {"bounds": "*i64"}
+    out, back = {**read, **ends, "to": own, "denominators": wide}, {"x": own, "d_out": own, "delta": wide, "dw": wide, **ends}
+    for kernel, pointers, chosen in (
+        (band.sum_ends, {**read, "ends": wide}, {"OF_KEYS": True, "REVERSE": False}),
+        (band.sum_ends, {**read, **sequences, "ends": wide, "delta": wide}, {"OF_KEYS": False, "REVERSE": True, "PACKED": True}),
+        (band.band, {**out, **content}, {"OF_KEYS": False}),
+        (band.band, {**out, **sequences}, {"OF_KEYS": False, **both}),
+        (band.band, out, {"OF_KEYS": True}),
+        (band.weigh_back, {**back, "ignored": "*u8", "log_decay": wide}, {}),
+        (band.weigh_back, {**back, **sequences}, both),
+    ):
+        warps = shaw.WARPS_BACK if kernel is band.band and chosen["OF_KEYS"] else shaw.WARPS
+        without_spills(kernel, pointers, {**constants, **chosen}, device, tmp_path, warps)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_delta_rule_compiles(target, d, tmp_path):
+    device = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
+    read = {"k": "*bf16", "beta": "*fp32", "inverses": "*fp32", "log_decay": "*fp32", "ignored": "*u8"}
+    chunk, columns, warps = gated.tiles(d)
+    constants = {
+        "GATED": True, "IGNORED": True, "PACKED": False, "D": d, "DV": d, "BX": columns, "C": chunk,
+        "PRECISION": "ieee" if device.backend == "hip" else "tf32x3",
+    }  # fmt: skip
+    without_spills(solve.invert, read, {**constants, "REVERSE": True, "BD": 64}, device, tmp_path, gated.INVERTING)
+    for reverse, initial in ((False, {"initial": "*fp32"}), (True, {})):
+        pointers = {**read, "x": "*bf16", "to": "*fp32", **initial}
+        without_spills(solve.solve, pointers, {**constants, "REVERSE": reverse, "BD": d}, device, tmp_path, warps)
+
+
+def without_spills(kernel, pointers, constants, device, path, warps):
+    named = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    compiled = triton.compile(ast(kernel, pointers, named), target=device, options={"num_warps": warps, "num_stages": 1})
+    target = device.arch
+    assert compiled.metadata.shared <= TARGETS[target], f"{kernel.__name__}: {compiled.metadata.shared} bytes of shared memory"
+    if "cubin" in compiled.asm:
+        # Four registers of 255.
+        of_thread = spilled(compiled.asm["cubin"], path / "kernel")
+        assert of_thread <= 16, f"{kernel.__name__}: {of_thread} bytes"

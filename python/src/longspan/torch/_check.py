@@ -135,6 +135,9 @@ class Case:
             token = (self.batch, self.kv_heads, keys)
             gates = [-2 * torch.rand(*token, *shape, generator=generator) ** 3 for shape in self.learned]
             learned = [torch.rand(token, generator=generator), *gates] if self.mechanism == "delta" else gates
+            if self.inputs == "repeats":
+                # Reflections of nearly one direction, whose systems have large powers.
+                k, learned[0] = k[:, :, :1] + 0.01 * k, torch.full(token, 2.0)
         else:
             learned = [0.5 * torch.randn(shape, generator=generator) for shape in self.learned]
         if self.decays:
@@ -290,10 +293,14 @@ CASES = [
     *(case for form in (*_FORMS, *_CAUSAL, *_DECAYS) for case in _varied(form)),
     replace(_form("shaw: 300 tokens", (2, 11, 16)), queries=300, keys=300),
     replace(_form("shaw: 300 tokens, offset 160", (2, 11, 16)), queries=140, keys=300, offset=160),
+    replace(_form("shaw: grouped heads, decay", (4, 81, 20), decay=[0.95, 0.8]), batch=2, heads=4, kv_heads=2, width=20, value_width=70),
     _form("shaw: decay", (2, 11, 16), decay=[0.9]), _form("fourier: decay", (1, 16, 1), (2, 16), decay=[0.9]),
     replace(_GATE, name="a gate a head, segments", queries=140, keys=140, segments=3),
     replace(_GATE, name="a gate a head, grouped heads of 64", batch=2, heads=4, kv_heads=2, queries=100, keys=100, width=64,
             value_width=48),
+    _form("gated: keys of unit length", (), l2_norm=True),
+    replace(_form("delta: keys that repeat", ()), inputs="repeats", queries=100, keys=100),
+    replace(_form("delta: heads of 64, segments", ()), queries=100, keys=100, width=64, value_width=40, segments=3),
     _form("fourier: in the plane", (1, 16, 2), (2, 16), (1, 40, 2), (1, 40, 2)),
 ]  # fmt: skip
 

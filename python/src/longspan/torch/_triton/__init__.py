@@ -20,6 +20,8 @@ from ..._calls import Request
 MAPS = ("elu+1", "relu", "softplus", "exp", "identity")
 #: The widest head, and the widest under ``exp``, whose rows a tile has to hold whole.
 WIDEST, WIDEST_EXP = 256, 128
+#: The farthest of Shaw's positions that have weights of their own, which a row holds in memory.
+WIDEST_RADIUS = 256
 
 
 def serves(tensor: Tensor) -> bool:
@@ -61,15 +63,19 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         return "queries, keys and values side by side"
     options, (q, k, v, *parameters) = _calls.settings(call.options), tensors
     widest = WIDEST
-    if call.mechanism == "gated":
-        if options.get("gate") != "head" or options.get("l2_norm"):
-            return "gates other than one a head" if options.get("gate") != "head" else "l2_norm"
-        options = {"feature_map": "identity", "gate": True}
+    brought = int(options.get("gate") is True)
+    if call.mechanism in ("gated", "delta"):
+        if options.get("gate") == "channel":
+            return "gates of one a channel"
+        options, brought = {"feature_map": "identity", "gate": True}, len(parameters)
+        widest = WIDEST // 2 if call.mechanism == "delta" else WIDEST
     elif call.mechanism == "fourier":
         if options.get("axes") or options.get("normalizer") == "literal":
             return "positions that are given" if options.get("axes") else "the literal normaliser"
         widest = WIDEST // 2 if options.get("wave") == "pairs" else WIDEST // 4
-    elif call.mechanism not in ("kernelized", "short-convolution"):
+    elif call.mechanism == "shaw" and options.get("gate"):
+        return "gates beside Shaw's positions"
+    elif call.mechanism not in ("kernelized", "shaw", "short-convolution"):
         return f"the mechanism {call.mechanism}"
     feature_map, decays = options.get("feature_map", "elu+1"), options.get("decay") is not None
     if feature_map not in MAPS:
@@ -81,8 +87,9 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         return "this device by a Triton before 3.9"
     # Of shapes that do not fit torch's own operations say what was expected.
     if options.get("gate"):
-        tokens = tuple(k.shape[2:-1]) or (1,)
-        if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or tuple(parameters.pop().shape) != (*k.shape[:2], *tokens):
+        token = (k.shape[0], v.shape[1], *(k.shape[2:-1] or (1,)))
+        own, parameters = parameters[len(parameters) - brought :], parameters[: len(parameters) - brought]
+        if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or any(tuple(x.shape) != token for x in own):
             return "a mask that is not causal, or gates of another shape"
     if call.mechanism == "short-convolution":
         taps, *bias = parameters
@@ -96,6 +103,12 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
             return "frequencies or phases of another shape"
     elif feature_map == "exp":
         widest = WIDEST_EXP
+    if call.mechanism == "shaw":
+        (rel,) = parameters
+        if rel.shape[-1] != q.shape[-1] or rel.ndim not in (2, 3) or rel.ndim == 3 and rel.shape[0] != q.shape[1] or rel.shape[-2] % 2 == 0:
+            return "a table of positions of another shape"
+        if rel.shape[-2] // 2 > WIDEST_RADIUS:
+            return f"a radius above {WIDEST_RADIUS}"
     if of_ten and q.shape[1] != k.shape[1]:
         # Triton 3.9 fails to compile the gradients of keys and values.
         return "grouped heads on this device"
@@ -111,7 +124,8 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
 
 def _kernels(call: Request) -> Any:
     """Those of a mechanism. Triton takes long to import, so it is with the first call."""
-    return importlib.import_module(f"{__name__}.{'convolution' if call.mechanism == 'short-convolution' else 'kernelized'}")
+    module = {"short-convolution": "convolution", "shaw": "shaw", "gated": "gated", "delta": "gated"}.get(call.mechanism, "kernelized")
+    return importlib.import_module(f"{__name__}.{module}")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], call: Request, *rest: Any) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -123,4 +137,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], call:
 def backward(*arguments: Any) -> tuple[list[Tensor], Tensor | None]:
     """Gradients of q, k, v and the parameters, and of the initial state's numbers if there were any."""
     found: tuple[list[Tensor], Tensor | None] = _kernels(arguments[7]).backward(*arguments)
-    return found
+    gradients, d_initial = found
+    # As a compiler expects; as most are.
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients[:3]] + gradients[3:], d_initial

@@ -76,6 +76,8 @@ class Settings:
     scale: float = 1.0
     #: Whether a state has the keys' sums.
     keys: bool = True
+    #: Whether no row sees its own token.
+    strict: bool = False
     #: Fourier's `wave`, the blocks of its features, and how many of them values are weighed by: the first.
     turn: str = ""
     blocks: int = 1
@@ -86,7 +88,7 @@ class Settings:
         given = _calls.settings(call.options)
         if call.mechanism == "gated":
             scale = given.get("scale")
-            return cls("identity", False, None, d**-0.5 if scale is None else scale, False)
+            return cls("identity", False, None, d**-0.5 if scale is None else scale, False, given.get("strict", False))
         plain = cls(given.get("feature_map", "elu+1"), given.get("normalize", True), given.get("decay"))
         if call.mechanism != "fourier":
             return plain
@@ -130,7 +132,7 @@ class Launch:
         self, q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], call: Request, key_padding_mask: Tensor | None,
         packed: tuple[list[int], list[int]] | None, initial: Tensor | None,
     ) -> None:  # fmt: skip
-        self.q, self.k, self.v = (_laid_out(x) for x in (q, k, v))
+        self.q, self.k, self.v = (laid_out(x) for x in (q, k, v))
         self.batch, self.heads, self.queries, self.d = q.shape
         _, self.kv_heads, self.keys, self.dv = v.shape
         self.settings = settings = Settings.of(call, self.d)
@@ -139,7 +141,7 @@ class Launch:
         self.offset = max(-self.queries, min(call.offset, self.keys)) if call.is_causal else 0
         self.exponential = settings.feature_map == "exp"
         self.decay = None if settings.decay is None else _logarithms(settings.decay, q.device)
-        self.gated = call.mechanism == "gated" or bool(_calls.settings(call.options).get("gate"))
+        self.gated = (_calls.settings(call.options).get("gate") or "none") != "none"
         self.learned = parameters[: len(parameters) - self.gated]
         if self.gated:
             # Of each token, in base 2.
@@ -253,7 +255,7 @@ class Launch:
             self.queries, self.keys, self.offset, min(self.offset, 0) // t.chunk, self.kv_heads, segments, self.record, settings.scale,
             *strides,
             ROLE=role, SUMS=sums, CAUSAL=self.causal, MAP=settings.feature_map, TURN=settings.turn, BLOCKS=settings.blocks,
-            SUMMED=settings.summed, KEYS=settings.keys, NORMALIZE=settings.normalize,
+            SUMMED=settings.summed, KEYS=settings.keys, STRICT=settings.strict, NORMALIZE=settings.normalize,
             DECAY=self.decay is not None, GATED=self.gated, INITIAL=initial is not None, END=end is not None, IGNORED=self.ignored is not None,
             PACKED=self.bounds is not None, GROUP=self.heads // max(self.kv_heads, 1), D=self.d, DV=self.dv,
             BD=settings.wide(self.d), BV=padded(self.dv), BX=t.columns, C=t.chunk, TYPE=kind, PRECISION=precision,
@@ -292,14 +294,14 @@ class Launch:
         of_queries, of_keys = of_queries.sum((0, 2)), of_keys.sum((0, 2))
         turned = of_queries[:, :, :2].sum(2)
         d_a = of_keys[:, 1, :2].sum(1) + turned[:, 1].unflatten(0, (self.kv_heads, -1)).sum(1)
-        with torch.enable_grad():
-            learned = [x.detach().requires_grad_() for x in self.learned]
-            tables = waves(call, self.settings, learned)
-            of_tables = [_QUARTER * d_a]
-            if len(tables) > 1:
-                unturned = of_queries[:, 2, 2] if self.settings.blocks > 2 else torch.zeros_like(turned[:, 0])
-                of_tables.append(torch.stack([_QUARTER * turned[:, 0], turned[:, 2], unturned], 1))
-            return [x.contiguous() for x in torch.autograd.grad(tables, learned, of_tables)]
+        # Inside of an operator autograd records nothing; this does.
+        found: Any = torch.func.vjp(lambda *learned: tuple(waves(call, self.settings, learned)), *self.learned)
+        tables, back = found
+        of_tables = [_QUARTER * d_a]
+        if len(tables) > 1:
+            unturned = of_queries[:, 2, 2] if self.settings.blocks > 2 else torch.zeros_like(turned[:, 0])
+            of_tables.append(torch.stack([_QUARTER * turned[:, 0], turned[:, 2], unturned], 1))
+        return [x.contiguous() for x in back(tuple(of_tables))]
 
     def _there(self, d_g: Tensor) -> Tensor:
         """An ignored token has no gate."""
@@ -339,7 +341,7 @@ def _logarithms(decay: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor([math.log2(gamma) for gamma in decay], dtype=torch.float32, device=device)
 
 
-def _laid_out(x: Tensor) -> Tensor:
+def laid_out(x: Tensor) -> Tensor:
     """With neighbours in the last axis, and the rows of a chunk within 2**31 numbers of each other."""
     return x if x.stride(3) == 1 and 0 <= x.stride(2) < 1 << 23 else x.contiguous()
 
@@ -361,18 +363,19 @@ def _exponents(numbers: Tensor, launch: Launch) -> Tensor:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], call: Request, key_padding_mask: Tensor | None = None,
     packed: tuple[list[int], list[int]] | None = None, initial: Tensor | None = None, with_state: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Output, denominators, and the numbers of the final state."""
+    """Output, as queries or of another type, denominators, and the numbers of the final state."""
     launch = Launch(q, k, v, parameters, call, key_padding_mask, packed, initial)
-    out = q.new_empty((launch.batch, launch.queries, launch.heads, launch.dv)).transpose(1, 2)
+    out = q.new_empty((launch.batch, launch.queries, launch.heads, launch.dv), dtype=dtype).transpose(1, 2)
     each = 2 if launch.exponential else 1
     denominators = torch.empty((*q.shape[:3], each), dtype=torch.float32, device=q.device)
     end = first = last = None
     if with_state:
-        end = torch.empty((launch.batch, launch.kv_heads, launch.record), dtype=torch.float32, device=q.device)
+        end = torch.zeros((launch.batch, launch.kv_heads, launch.record), dtype=torch.float32, device=q.device)
     if initial is not None:
         initial = initial.contiguous()
-    plain = not parameters and key_padding_mask is None
+    plain = launch.settings.keys and not parameters and key_padding_mask is None
     if plain and end is not None and launch.queries == launch.keys == 1 and launch.offset == 0:
         launch.step(out, denominators, initial, end)
         return out, denominators, end
@@ -390,7 +393,7 @@ def backward(
 ) -> tuple[list[Tensor], Tensor | None]:  # fmt: skip
     """Gradients of q, k, v, laid out token by token, of the parameters, and of the initial state's numbers if there were any."""
     launch = Launch(q, k, v, parameters, call, key_padding_mask, packed, initial)
-    d_out, out = _laid_out(d_out), _laid_out(out)
+    d_out, out = laid_out(d_out), laid_out(out)
     dq, dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
     delta = None
     if launch.settings.normalize:
@@ -398,7 +401,7 @@ def backward(
     d_initial = first = last = None
     if initial is not None:
         initial = initial.contiguous()
-        d_initial = torch.empty_like(initial)
+        d_initial = torch.zeros_like(initial)
         first = _exponents(initial, launch) if launch.exponential else None
     if d_final is not None:
         d_final = d_final.contiguous()

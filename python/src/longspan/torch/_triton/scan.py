@@ -51,7 +51,7 @@ def store_marks(after, before, tokens, reference, count, EXPONENTIAL: tl.constex
 
 
 @triton.jit
-def _gates(log_decay, token, is_key, C: tl.constexpr):
+def gate_sums(log_decay, token, is_key, C: tl.constexpr):
     """Of a chunk, logarithms of what decays up to each row and after it, of all of it, and its gates. Sums of their own, not differences
     of running sums, which lose digits where those are large. A gate of 0 is finite: 0 times minus infinity would be NaN."""
     g = tl.load(log_decay + token, mask=is_key, other=0.0)
@@ -62,7 +62,7 @@ def _gates(log_decay, token, is_key, C: tl.constexpr):
 
 
 @triton.jit
-def _between(g, C: tl.constexpr, REVERSE: tl.constexpr):
+def between_pairs(g, C: tl.constexpr, REVERSE: tl.constexpr):
     """Logarithms of what decays between a key and a row, ``[rows, columns]``: keys are the columns or, in ``REVERSE``, the rows."""
     r = tl.arange(0, C)
     if REVERSE:
@@ -116,7 +116,7 @@ def _scan(
     queries, keys, offset, first_chunk, kv_heads, segments, record, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
     ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, TURN: tl.constexpr, BLOCKS: tl.constexpr,
-    SUMMED: tl.constexpr, KEYS: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr,
+    SUMMED: tl.constexpr, KEYS: tl.constexpr, STRICT: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr,
     END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
     CAREFUL: tl.constexpr, C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -256,7 +256,7 @@ def _scan(
         up_to, after_it = tl.maximum(token - near, 0).to(tl.float32), tl.maximum(far - token, 0).to(tl.float32)
         gates = tl.zeros([C], tl.float32)
         if GATED:
-            up_to, after_it, fallen, gates = _gates(log_decay, token, is_key, C)
+            up_to, after_it, fallen, gates = gate_sums(log_decay, token, is_key, C)
             passed += fallen
         elif DECAY:
             fallen = gamma * (far - near).to(tl.float32)
@@ -346,10 +346,12 @@ def _scan(
                 added = tl.sum(features * (plus * factor)[:, None], 0)
 
             seen = (r[:, None] <= r[None, :]) if REVERSE else (r[:, None] >= r[None, :]) & there_s[None, :]
+            if STRICT:
+                seen = seen & (r[:, None] != r[None, :])
             if not SUMS:
                 between = tl.zeros([C, C], tl.float32)
                 if CAUSAL and GATED:
-                    between = _between(gates, C, REVERSE)
+                    between = between_pairs(gates, C, REVERSE)
                 elif CAUSAL and DECAY:
                     between = gamma * tl.abs(r[:, None] - r[None, :]).to(tl.float32)
                 if EXPONENTIAL and CAUSAL:
@@ -527,7 +529,7 @@ def scan(
     queries, keys, offset, first_chunk, kv_heads, segments, record, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
     ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, TURN: tl.constexpr, BLOCKS: tl.constexpr,
-    SUMMED: tl.constexpr, KEYS: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr,
+    SUMMED: tl.constexpr, KEYS: tl.constexpr, STRICT: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr,
     END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
     C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -548,13 +550,15 @@ def scan(
     With ``GATED`` there is a decay a token and head, ``log_decay`` in base 2, ``[batch, kv_heads, keys]``: roles dq and dk then write row sums of x
     times its gradient, of which the gates' is made, to ``delta``.
 
+    With ``STRICT`` no row sees its own token.
+
     With ``SUMS`` it writes the state of each segment instead, ``sum_s b_s x_s``; who reads them does so of all segments before.
     """
     bad = _scan(
         q, k, v, out, d_out, denominators, delta, to, records, initial, initial_exponent, end, end_exponent, log_decay, ignored,
         lengths, bounds, row_sums, frequencies, waves, before_call, of_waves, queries, keys, offset, first_chunk, kv_heads, segments,
         record, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL,
-        MAP, TURN, BLOCKS, SUMMED, KEYS, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED, PACKED, GROUP, D, DV, BD, BV, BX, False, C,
+        MAP, TURN, BLOCKS, SUMMED, KEYS, STRICT, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED, PACKED, GROUP, D, DV, BD, BV, BX, False, C,
         TYPE, PRECISION,
     )  # fmt: skip
     if CAUSAL and not SUMS:
@@ -563,6 +567,6 @@ def scan(
                 q, k, v, out, d_out, denominators, delta, to, records, initial, initial_exponent, end, end_exponent, log_decay, ignored,
                 lengths, bounds, row_sums, frequencies, waves, before_call, of_waves, queries, keys, offset, first_chunk, kv_heads, segments,
                 record, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL,
-                MAP, TURN, BLOCKS, SUMMED, KEYS, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED, PACKED, GROUP, D, DV, BD, BV, BX, True, C,
+                MAP, TURN, BLOCKS, SUMMED, KEYS, STRICT, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED, PACKED, GROUP, D, DV, BD, BV, BX, True, C,
                 TYPE, PRECISION,
             )  # fmt: skip

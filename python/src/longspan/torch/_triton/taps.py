@@ -5,29 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import load_rows, store_rows, within
+from .tiles import is_key, load_rows, sequence_of, store_rows, within
 
 _SIZES = ["queries", "keys", "offset", "kv_heads", "count"]
-
-
-@triton.jit
-def _sequence(bounds, sequence, queries, keys, PACKED: tl.constexpr):
-    """The batch entry of a sequence, where its queries and keys begin, and how many there are."""
-    batch, q_start, k_start = sequence, sequence * 0, sequence * 0
-    if PACKED:
-        batch = sequence * 0
-        q_start, k_start = tl.load(bounds + 2 * sequence), tl.load(bounds + 2 * sequence + 1)
-        queries = (tl.load(bounds + 2 * sequence + 2) - q_start).to(tl.int32)
-        keys = (tl.load(bounds + 2 * sequence + 3) - k_start).to(tl.int32)
-    return batch, q_start, k_start, queries, keys
-
-
-@triton.jit
-def _is_key(ignored, token, keys, IGNORED: tl.constexpr):
-    there = within(token, keys)
-    if IGNORED:
-        there = there & (tl.load(ignored + token, mask=there, other=1) == 0)
-    return there
 
 
 @triton.jit
@@ -37,7 +17,7 @@ def _products(
 ):  # fmt: skip
     """Keys times values from ``first`` on, 0 where there is no key; those before the call's are in the state before it."""
     token = first + tl.arange(0, R)
-    there = _is_key(ignored, token, keys, IGNORED)
+    there = is_key(ignored, token, keys, IGNORED)
     u = load_rows(v, first, v_t, there, low, D, R, BX).to(tl.float32)
     if GATED:
         u *= load_rows(k, first, k_t, there, low, D, R, BX).to(tl.float32)
@@ -64,7 +44,7 @@ def convolve(
     kv_head = (program // TILES // count % kv_heads).to(tl.int64)
     sequence = (program // TILES // count // kv_heads).to(tl.int64)
     whose = sequence * kv_heads + kv_head
-    batch, q_start, k_start, n_queries, n_keys = _sequence(bounds, sequence, queries, keys, PACKED)
+    batch, q_start, k_start, n_queries, n_keys = sequence_of(bounds, sequence, queries, keys, PACKED)
     column = low + tl.arange(0, BX)
     there = first + tl.arange(0, R) < n_queries
     k += batch * k_b + kv_head * k_h + k_start * k_t
@@ -144,7 +124,7 @@ def convolve_back(
     kv_head = (program // TILES // count % kv_heads).to(tl.int64)
     sequence = (program // TILES // count // kv_heads).to(tl.int64)
     whose = sequence * kv_heads + kv_head
-    batch, q_start, k_start, n_queries, n_keys = _sequence(bounds, sequence, queries, keys, PACKED)
+    batch, q_start, k_start, n_queries, n_keys = sequence_of(bounds, sequence, queries, keys, PACKED)
     column, r = low + tl.arange(0, BX), tl.arange(0, R)
     d_sums += (batch * kv_heads + kv_head) * queries * D + q_start * D
     last = n_keys
@@ -159,7 +139,7 @@ def convolve_back(
     if END:
         held = first - last + TAPS - 1
         d += load_rows(d_end + whose * RECORD, held, D, within(held + r, TAPS - 1 + tl.zeros([], tl.int32)), low, D, R, BX)
-    there, stored = _is_key(ignored, first + r, n_keys, IGNORED), within(first + r, n_keys)
+    there, stored = is_key(ignored, first + r, n_keys, IGNORED), within(first + r, n_keys)
     of_value = d
     if GATED:
         of_value = d * load_rows(k + batch * k_b + kv_head * k_h + k_start * k_t, first, k_t, there, low, D, R, BX).to(tl.float32)

@@ -41,6 +41,26 @@ def store_rows(tile, start, first, stride, valid, low, WIDTH: tl.constexpr, C: t
 
 
 @triton.jit
+def sequence_of(bounds, sequence, queries, keys, PACKED: tl.constexpr):
+    """The batch entry of a sequence, where its queries and keys begin, and how many there are."""
+    batch, q_start, k_start = sequence, sequence * 0, sequence * 0
+    if PACKED:
+        batch = sequence * 0
+        q_start, k_start = tl.load(bounds + 2 * sequence), tl.load(bounds + 2 * sequence + 1)
+        queries = (tl.load(bounds + 2 * sequence + 2) - q_start).to(tl.int32)
+        keys = (tl.load(bounds + 2 * sequence + 3) - k_start).to(tl.int32)
+    return batch, q_start, k_start, queries, keys
+
+
+@triton.jit
+def is_key(ignored, token, keys, IGNORED: tl.constexpr):
+    there = within(token, keys)
+    if IGNORED:
+        there = there & (tl.load(ignored + token, mask=there, other=1) == 0)
+    return there
+
+
+@triton.jit
 def inverse(denominator):
     """1 over it; 0 where there is nothing to divide by: below the least normal number."""
     nothing = tl.abs(denominator) < 1.1754943508222875e-38
