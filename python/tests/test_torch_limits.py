@@ -277,3 +277,18 @@ def test_in_torch_no_tokens_have_gradients(gate: str) -> None:
     for mechanism, given in (("gated", gates), ("delta", [*gates, beta])):
         out = chunked_attention(q, k, v, given, mechanism=mechanism, options=json.dumps({"gate": gate}), is_causal=True)
         assert out.shape == (2, 1, 0, 3) and all(x.shape for x in torch.autograd.grad(out.sum(), (q, k, v, *given)))
+
+
+def test_rows_of_shaws_table_for_later_tokens_do_not_matter():
+    """One exponent of all rows would let those that no token sees erase all that are seen."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 1, 2, 20, 4)
+    rel = torch.randn(2, 7, 4)
+    raised = rel.clone()
+    raised[:, 4:] = 150
+    kernels = [ops.shaw_attention(q, k, v, x, feature_map="exp", is_causal=True) for x in (rel, raised)]
+    # Under a transform torch's own operations run.
+    one = lambda q, k, v, x: ops.shaw_attention(q[None], k[None], v[None], x, feature_map="exp", is_causal=True)[0]  # noqa: E731
+    own = [torch.func.vmap(one, (0, 0, 0, None))(q, k, v, x) for x in (rel, raised)]
+    assert torch.equal(*kernels) and torch.equal(*own)
+    torch.testing.assert_close(own[0], kernels[0])

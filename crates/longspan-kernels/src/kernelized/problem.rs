@@ -334,16 +334,19 @@ impl<'a, T: Real> Problem<'a, T> {
         let same = shaw.map == RelativeMap::Same;
         let map = if same { self.map } else { FeatureMap::Identity };
         let row_map = self.mapping.rows.as_ref().filter(|_| same);
+        let (count, width, head_width) = (self.table_count(), self.table_width(), self.head_width);
+        let table_dim = self.table_dim();
+        let (tables, heads) = self.tables(shaw);
         let mut shift = T::ZERO;
         if map == FeatureMap::Exp {
-            shift = largest(source);
+            // Of the rows that are seen: under a causal mask none for later tokens.
+            let given =
+                source.chunks((shaw.rows() * table_dim).max(1)).map(|table| largest(&table[..count * table_dim]));
+            shift = given.fold(T::NEG_INFINITY, T::max);
             if !shift.is_finite() {
                 shift = T::ZERO;
             }
         }
-        let (count, width, head_width) = (self.table_count(), self.table_width(), self.head_width);
-        let table_dim = self.table_dim();
-        let (tables, heads) = self.tables(shaw);
         let rows = arena.take(tables * width * head_width);
         let columns = arena.take(tables * width * head_width);
         let work = arena.take(row_map.map_or(0, |map| map.work_len(count)));

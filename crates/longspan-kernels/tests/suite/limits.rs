@@ -234,6 +234,25 @@ fn heads_of_no_width_have_no_features_of_whole_rows() {
     assert!(execute::forward(&elementwise, &case, &inputs).unwrap().out.iter().all(|&x| x == 0.0));
 }
 
+/// One exponent of all rows would let those that no token sees erase all that are seen.
+#[test]
+fn rows_of_shaws_table_for_later_tokens_do_not_matter() {
+    let shaw = KernelizedAttention {
+        feature_map: FeatureMap::Exp,
+        score: Score::Combined(Shaw::new(3)),
+        ..Default::default()
+    };
+    for length in [5, 200] {
+        let subject = Subject::kernelized(&shaw);
+        let case = Case::new(Dims::square(2, 2, length, 4), true);
+        let inputs = execute::random(&subject, &case).cast::<f32>();
+        let mut raised = inputs.clone();
+        raised.parameters[0].chunks_mut(7 * 4).for_each(|table| table[4 * 4..].fill(150.0));
+        let [expected, got] = [&inputs, &raised].map(|inputs| execute::forward(&subject, &case, inputs).unwrap().out);
+        assert_eq!(got, expected, "{length} tokens");
+    }
+}
+
 /// Sums that only fall end at 0. Below the least normal number a product takes a hundred cycles, and `0.9 · x` rounds back to `x`.
 #[test]
 fn decayed_states_end_at_zero() {

@@ -168,7 +168,8 @@ pub(super) fn relative_features(
         (true, None) => table,
         (true, Some(shift)) => table * (-shift).exp(),
         (false, None) => features(options.feature_map, table),
-        (false, Some(shift)) => features(options.feature_map, table - shift),
+        // Rows that are not seen may be larger.
+        (false, Some(shift)) => features(options.feature_map, (table - shift).clamp_max(0.0)),
     }
 }
 
@@ -268,7 +269,9 @@ impl<'a> Inputs<'a> {
             if let (Some(table), Some(shaw)) = (&table, options.score.shaw())
                 && shaw.map == RelativeMap::Same
             {
-                let row_top = largest(table.clone()).expand([batch, heads, 1, 1]);
+                // Of the rows that are seen: under a causal mask none for later tokens.
+                let rows = if mask.order == Order::Causal { shaw.radius + 1 } else { table.dims()[2] };
+                let row_top = largest(table.clone().narrow(2, 0, rows)).expand([batch, heads, 1, 1]);
                 top = Some(top.map_or(row_top.clone(), |top| top.max_pair(row_top)));
             }
             if let Some(top) = top {

@@ -77,9 +77,12 @@ def kernelized(call: Call) -> Tensor:
     if table is not None:
         table = table if table.ndim == 3 else table[None]
         if name == "exp" and same and divided and table.numel():
-            of_rows = table.amax((1, 2)).detach()[None, :, None, None]
+            # Of the rows that are seen: under a causal mask none for later tokens, which may be larger.
+            seen = table[:, : table.shape[1] // 2 + 1] if call.is_causal else table
+            of_rows = seen.amax((1, 2)).detach()[None, :, None, None]
+            table = (table - of_rows[0]).clamp(max=0)
         # A raw table is a factor of the weights as it is.
-        rows = rho(table - of_rows[0]).expand(heads, -1, -1)
+        rows = rho(table).expand(heads, -1, -1)
         radius = rows.shape[1] // 2
     decay = settings.get("decay")
     if decay is not None and not call.is_causal:
