@@ -11,21 +11,24 @@ use crate::error::Error;
 use crate::simd::Real;
 
 /// Queries, keys and values.
-const PARTS: usize = 3;
+const INPUTS: usize = 3;
+
+/// The part of a state that holds earlier queries; those of keys and values follow.
+const PAST: usize = 3;
 
 /// The inputs of a checked call after their convolutions, row-major, and its initial state in parts.
 pub(super) struct Convolved<'c, T: 'static> {
     learned: &'c LearnedGates,
     call: &'c Call<'c, T>,
     convolution: ShortConvolution,
-    inputs: [Lines<T>; PARTS],
+    inputs: [Lines<T>; INPUTS],
     initial: Option<States<T>>,
 }
 
 /// The state of the attention, and those of the convolutions.
 pub(super) struct States<T> {
     pub attention: State<T>,
-    parts: [State<T>; PARTS],
+    parts: [State<T>; INPUTS],
 }
 
 impl LearnedGates {
@@ -40,7 +43,7 @@ impl LearnedGates {
     }
 
     /// Numbers that a state holds of earlier queries, keys and values of a key/value head.
-    pub(super) fn past(&self, dims: &Dims) -> [usize; PARTS] {
+    pub(super) fn past(&self, dims: &Dims) -> [usize; INPUTS] {
         let before = self.convolution.map_or(0, |width| width.saturating_sub(1));
         let heads = dims.heads.checked_div(dims.kv_heads).unwrap_or(0);
         [heads.saturating_mul(dims.head_dim), dims.head_dim, dims.value_dim].map(|width| width.saturating_mul(before))
@@ -72,7 +75,7 @@ impl<T: Real> States<T> {
         });
         for (n, part) in own.parts.iter_mut().enumerate() {
             let len = part.shape().parts[0].max(1);
-            let rows = all.each(PARTS + n).flat_map(|rows| rows.chunks(len));
+            let rows = all.each(PAST + n).flat_map(|rows| rows.chunks(len));
             for ([to, _, tokens, ..], from) in part.heads_mut().zip(rows) {
                 to.copy_from_slice(from);
                 // Rows that are not there are 0.
@@ -92,7 +95,7 @@ impl<T: Real> States<T> {
         for (n, part) in self.parts.iter().enumerate() {
             let mut rows = part.each(0);
             for to in all.heads_mut() {
-                let to = to[PARTS + n].chunks_mut(part.shape().parts[0].max(1));
+                let to = to[PAST + n].chunks_mut(part.shape().parts[0].max(1));
                 to.zip(&mut rows).for_each(|(to, from)| to.copy_from_slice(from));
             }
         }
@@ -103,7 +106,7 @@ impl<T: Real> States<T> {
 fn part<'a, T: Real>(call: &Call<'a, T>, n: usize, initial: Option<&'a States<T>>) -> Call<'a, T> {
     let dims = LearnedGates::part(&call.dims, n);
     let none = |shape| View::contiguous(&[], shape);
-    let taps = call.parameters.len() - PARTS + n;
+    let taps = call.parameters.len() - INPUTS + n;
     Call::new(dims, none(dims.q()), none(dims.k()), [call.q, call.k, call.v][n])
         .with_parameters(&call.parameters[taps..=taps])
         .with_mask(Mask { order: Order::Causal, ..call.mask })
@@ -148,7 +151,7 @@ impl<'c, T: Real> Convolved<'c, T> {
         let shapes = shapes(self.learned, &self.call.dims);
         let view = |n: usize| View::contiguous(&self.inputs[n], shapes[n]);
         Call::new(self.call.dims, view(0), view(1), view(2))
-            .with_parameters(&self.call.parameters[..self.call.parameters.len() - PARTS])
+            .with_parameters(&self.call.parameters[..self.call.parameters.len() - INPUTS])
             .with_mask(self.call.mask)
             .with_initial_state(self.initial.as_ref().map(|states| &states.attention))
     }
@@ -168,7 +171,7 @@ impl<'c, T: Real> Convolved<'c, T> {
         let shapes = shapes(learned, dims);
         let zeros = |n: usize| Lines::zeros(shapes[n].iter().product());
         let [mut by_q, mut by_k, mut by_v] = [zeros(0)?, zeros(1)?, zeros(2)?];
-        let (given, taps) = parameters.split_at_mut(parameters.len() - PARTS);
+        let (given, taps) = parameters.split_at_mut(parameters.len() - INPUTS);
         let mut given: Vec<&mut [T]> = given.iter_mut().map(|x| &mut **x).collect();
         let own = Gradients {
             dq: ViewMut::contiguous(&mut by_q, shapes[0]),
@@ -222,7 +225,7 @@ impl<'c> Convolved<'c, f64> {
 }
 
 /// Of queries, keys with what gates are made of, and values.
-fn shapes(learned: &LearnedGates, dims: &Dims) -> [[usize; 4]; PARTS] {
+fn shapes(learned: &LearnedGates, dims: &Dims) -> [[usize; 4]; INPUTS] {
     let [batch, heads, keys, _] = dims.k();
     [dims.q(), [batch, heads, keys, learned.key_dim(dims)], dims.v()]
 }
