@@ -80,7 +80,8 @@ def kernelized(call: Call) -> Tensor:
             # Of the rows that are seen: under a causal mask none for later tokens, which may be larger.
             seen = table[:, : table.shape[1] // 2 + 1] if call.is_causal else table
             of_rows = seen.amax((1, 2)).detach()[None, :, None, None]
-            table = (table - of_rows[0]).clamp(max=0)
+            table = table - of_rows[0]
+            table = table.masked_fill(table > 0, 0)
         # A raw table is a factor of the weights as it is.
         rows = rho(table).expand(heads, -1, -1)
         radius = rows.shape[1] // 2
