@@ -191,6 +191,20 @@ mod tests {
     }
 
     #[test]
+    fn sequences_behind_a_convolution_are_not_split() {
+        let split = |attention: &str, options: Value| {
+            let given = json!({ "pairs": "a", "attention": attention, "attention_options": options });
+            check_split(&with::<PairsSettings>(given).model)
+        };
+        for (attention, options) in
+            [("gated", json!({ "convolution": 4 })), ("gated,shaw", json!({ "gated": { "convolution": 4 } }))]
+        {
+            assert!(split(attention, options).unwrap_err().to_string().contains("not with the option convolution"));
+        }
+        split("gated", json!({ "convolution": null })).unwrap();
+    }
+
+    #[test]
     fn unknown_names_are_answered_with_all() {
         let error = named("shw", &[], &Map::new()).unwrap_err().to_string();
         assert!(error.contains("did you mean `shaw`"), "{error}");

@@ -135,14 +135,13 @@ impl<'c, T: Real> Convolved<'c, T> {
     ) -> Result<Self, Error> {
         let (dims, convolution) = (&call.dims, learned.short_convolution());
         let initial = call.initial_state.map(|all| States::of(learned, dims, all)).transpose()?;
-        let mut inputs = shapes(learned, dims).map(|shape| Lines::zeros(shape.iter().product()));
-        for (n, shape) in shapes(learned, dims).into_iter().enumerate() {
-            let Ok(to) = &mut inputs[n] else { break };
+        let shapes = shapes(learned, dims);
+        let zeros = |n: usize| Lines::zeros(shapes[n].iter().product());
+        let mut inputs = [zeros(0)?, zeros(1)?, zeros(2)?];
+        for (n, (to, shape)) in inputs.iter_mut().zip(shapes).enumerate() {
             convolve(initial.as_ref(), n, &convolution, ViewMut::contiguous(to, shape))?;
         }
-        let [q, k, v] = inputs;
-        let mut inputs = [q?, k?, v?];
-        copy_gates(call, &call.k, &mut ViewMut::contiguous(&mut inputs[1], shapes(learned, dims)[1]), learned);
+        copy_gates(call, &call.k, &mut ViewMut::contiguous(&mut inputs[1], shapes[1]), learned);
         Ok(Self { learned, call, convolution, inputs, initial })
     }
 
