@@ -110,6 +110,11 @@ pub trait Task: Sized + Sync {
         "nats per token"
     }
 
+    /// A trained model as its answers to development examples want it, where they want it otherwise.
+    fn calibrated(&self, _: &Self::Model, _: &Data<Self>, _: &How<'_, Self>) -> Result<Option<Self::Model>> {
+        Ok(None)
+    }
+
     /// Answers texts and scores the likeliest answer to each.
     fn score(&self, model: &Self::Model, texts: &[Self::Text], how: &How<'_, Self>) -> Result<Self::Scores>;
 

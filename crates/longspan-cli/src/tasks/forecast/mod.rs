@@ -1,5 +1,6 @@
 //! Forecasts: a model of points learns to tell the next values of a series at their times, with quantiles.
 
+mod calibration;
 mod scores;
 mod window;
 
@@ -231,6 +232,17 @@ impl Task for Forecast {
         "mean pinball loss, in deviations of what is seen"
     }
 
+    fn calibrated(&self, model: &SeriesModel, data: &Data<Self>, how: &Answering<'_>) -> Result<Option<SeriesModel>> {
+        let mut distances = calibration::Distances::default();
+        let rows = self.numbers(model, &data.development.iter().map(|one| &one.seen).collect::<Vec<_>>(), how)?;
+        for (example, row) in data.development.iter().zip(rows) {
+            for (target, row) in example.targets.iter().zip(row.chunks(QUANTILES.len())) {
+                distances.add(*target, &in_order(row));
+            }
+        }
+        Ok(calibration::widened(model.clone(), distances))
+    }
+
     fn score(&self, model: &SeriesModel, windows: &[Window], how: &Answering<'_>) -> Result<Scores> {
         let seen: Vec<Seen> =
             windows.par_iter().map(|window| Ok(window.example(&self.scaling, None)?.seen)).collect::<Result<_>>()?;
@@ -360,6 +372,13 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
 }
 
 type Quantiles = [f64; QUANTILES.len()];
+
+/// Each is learned by itself, so that two may cross.
+fn in_order(row: &[f32]) -> [f32; QUANTILES.len()] {
+    let mut row: [f32; QUANTILES.len()] = std::array::from_fn(|q| row[q]);
+    row.sort_unstable_by(f32::total_cmp);
+    row
+}
 
 /// With the digits that they have beside a unit, or beside their interval where it is narrower.
 fn rounded(row: &Quantiles, unit: f64) -> Quantiles {
@@ -673,11 +692,11 @@ impl Forecast {
         Ok(found.reshape([count * longest, outputs]).select(0, places))
     }
 
-    /// What is told of every value of each window, point after point, in the unit of its series.
-    fn quantiles(&self, model: &SeriesModel, seen: &[&Seen], how: &Answering<'_>) -> Result<Vec<Vec<Quantiles>>> {
+    /// What the model gives for the points to be told of each window.
+    fn numbers(&self, model: &SeriesModel, seen: &[&Seen], how: &Answering<'_>) -> Result<Vec<Vec<f32>>> {
         let most = seen.iter().map(|seen| seen.told).max().unwrap_or(0);
         let width = most * self.outputs();
-        let rows = labels::outputs(
+        labels::outputs(
             seen,
             |seen| seen.points.1.len(),
             width,
@@ -686,17 +705,15 @@ impl Forecast {
                 let rows = self.rows(model, batch.iter().copied().copied(), Some(most), &Device::flex())?;
                 Ok(rows.reshape([batch.len(), width]))
             },
-        )?;
+        )
+    }
+
+    /// What is told of every value of each window, point after point, in the unit of its series.
+    fn quantiles(&self, model: &SeriesModel, seen: &[&Seen], how: &Answering<'_>) -> Result<Vec<Vec<Quantiles>>> {
         let of = |seen: &Seen, row: &[f32]| {
             let values = row.chunks(QUANTILES.len()).take(seen.told * self.scaling.channels()).enumerate();
-            let values = values.map(|(n, told)| {
-                let mut found: Quantiles = std::array::from_fn(|q| seen.value(n, told[q]));
-                // Each is learned by itself, so that two may cross.
-                found.sort_by(f64::total_cmp);
-                found
-            });
-            values.collect()
+            values.map(|(n, told)| in_order(told).map(|number| seen.value(n, number))).collect()
         };
-        Ok(seen.iter().zip(&rows).map(|(seen, row)| of(seen, row)).collect())
+        Ok(seen.iter().zip(&self.numbers(model, seen, how)?).map(|(seen, row)| of(seen, row)).collect())
     }
 }
