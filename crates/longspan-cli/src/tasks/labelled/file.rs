@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::split::composed;
-use crate::tasks::table::columns::TextColumn;
+use crate::tasks::table::columns::{TextColumn, say_read};
 use crate::tasks::table::{Form, Table};
 use crate::terminal::notes::note;
 
@@ -33,6 +33,13 @@ pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
     if again > 0 {
         note(format_args!("{name}: {again} lines repeat a text and its label; each counts once"));
     }
+    let texts: HashSet<&str> = all.iter().map(|one| one.text.as_str()).collect();
+    match all.len() - texts.len() {
+        0 => {}
+        more => {
+            note(format_args!("{name}: texts come {more} times again with another label; each counts as an example"))
+        }
+    }
     Ok(all)
 }
 
@@ -51,6 +58,8 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     }
     let place = TEXT.place(&table, columns.text.as_ref(), None)?;
     let label = LABEL.place(&table, columns.label.as_ref(), Some(place))?;
+    say_read(&table, [(&TEXT, place), (&LABEL, label)]);
+    table.say_doubtful(&[], Some(label));
     let pointed = table.with_points(&[label]);
     let table = pointed.as_ref().unwrap_or(&table);
     let (mut all, mut known, mut again) = (Vec::new(), HashSet::new(), 0);
