@@ -16,7 +16,7 @@ use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
 use crate::tasks::split::composed;
-use crate::tasks::table::columns::{Roles, counts_rows, is_different, is_time, named_id, names, time_text};
+use crate::tasks::table::columns::{Roles, counts_rows, is_different, is_time, named_id, names, no_time, time_text};
 use crate::tasks::table::dates::Dates;
 use crate::tasks::table::{Form, Row, Table, is_missing, json, value};
 use crate::tasks::task::Asked;
@@ -443,18 +443,20 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
         let (_, _, points, label) = &mut found[place];
         let time = match (&texts[n], &dates) {
             _ if roles.time.is_empty() => points.len() as f64,
-            (None, _) => return Err(row.wrong(name, format_args!("the column `{}` is empty; give a time, or leave the row out", title(&roles.time)))),
+            (None, _) => {
+                return Err(row.wrong(
+                    name,
+                    format_args!("the column `{}` is empty; give a time, or leave the row out", title(&roles.time)),
+                ));
+            }
             (Some(text), Some(dates)) => dates.number(text).ok_or_else(|| {
                 let others = || format!("no date as the others, such as {:?}", some[0]);
                 let problem = dates.off_calendar(text).map_or_else(others, |why| format!("not on the calendar: {why}"));
                 row.wrong(name, format_args!("{text:?} in the column `{}` is {problem}", title(&roles.time)))
             })?,
-            (Some(text), None) => value(text).filter(|time| !time.is_nan()).ok_or_else(|| {
-                row.wrong(name, format_args!(
-                    "{text:?} in the column `{}` is neither a number nor a date that is known; say how dates are written, such as --dates %d.%m.%Y",
-                    title(&roles.time)
-                ))
-            })?,
+            (Some(text), None) => {
+                value(text).filter(|time| !time.is_nan()).ok_or_else(|| no_time(table, &roles.time, row, text))?
+            }
         };
         points.push((time, numbers.iter().map(|channel| channel[n]).collect()));
         if let Some(own) = roles.label.map(|place| cell(row, place)).filter(|own| !own.is_empty()) {
@@ -1008,6 +1010,12 @@ mod tests {
                 none(),
                 "f, line 3: \"1.25\" in the column `x` is no number; others of it have decimal commas",
             ),
+            (
+                ",Week,x\n1,1991 weeks 6,1\n2,1991 weeks 7,2\n",
+                none(),
+                "f, line 2: \"1991 weeks 6\" in the column `Week` is neither a number nor a date that is known",
+            ),
+            ("year,x\n1991,1\n1992,2\nTotal,3\n", none(), "f, line 4: \"Total\" in the column `year` is neither"),
             ("time x\n0 1\n", none(), "columns have commas, semicolons, tabs or bars between them, not spaces"),
             ("land,1990,1991\na,1,2\n", none(), "a column a time, give --wide"),
             ("land,Lat,1/22/20,1/23/20,1/24/20\na,5,1,2,3\n", none(), "a column a time, give --wide"),

@@ -489,6 +489,15 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     if let [one] = all[..] {
         return Ok(with_hours(one));
     }
+    // What may be the time is not passed over for the number of the row.
+    let is_strange = |place: usize| {
+        free.len() > 1 && speaks_of_time(place) && is_different(table, place) && !holds_dates(table, place)
+    };
+    for place in free.iter().copied().filter(|place| is_strange(*place)) {
+        if let Err(row) = table.numbers(place) {
+            return Err(no_time(table, &[place], row, &text(&row.cells[place]).unwrap_or_default()));
+        }
+    }
     if let Some(one) = free.iter().copied().find(|place| is_index(&lower(*place)) && is_row_numbers(table, *place)) {
         return Ok(vec![one]);
     }
@@ -505,6 +514,14 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         table.at_header(),
         table.titles()
     )
+}
+
+/// Says that a text is no time.
+pub fn no_time(table: &Table, places: &[usize], row: &Row, text: &str) -> anyhow::Error {
+    let titles = names(table, places, ",").replace('`', "");
+    row.wrong(&table.name, format_args!(
+        "{text:?} in the column `{titles}` is neither a number nor a date that is known; say how dates are written, such as --dates %d.%m.%Y"
+    ))
 }
 
 /// The text of a time that several columns are together.

@@ -41,7 +41,7 @@ const DAYS: &str = "%Y-%m-%d|%Y/%m/%d|%Y.%m.%d|%Y%m%d|%d.%m.%Y|%d.%m.%y|%d/%m/%Y
 
 /// months, quarters and weeks,
 const MONTHS: &str = "%Y-%m|%Y/%m|%Y %b|%Y-%b|%Y %B|%b %Y|%B %Y|%b-%Y|%b-%y|%b %y|%m/%Y|%YM%m|%Y-M%m|%Y Q%q|%YQ%q|%Y-Q%q|Q%q %Y|Q%q-%Y|\
-                      %Y-%B|%G-W%V-%u|%G-W%V|%GW%V";
+                      %Y-%B|%G-W%V-%u|%G-W%V|%GW%V|%G W%V";
 
 /// times of the day after a day and a space or a T,
 const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H-%M-%S|%H%M%S|%H%M|%I:%M %p|%I:%M:%S %p";
@@ -95,6 +95,12 @@ impl Dates {
                         }
                 };
                 let found = NUMBERS.iter().find(fits).map(|(_, format)| *format).or_else(|| epoch_of(texts));
+                if found.is_none() && are_bare_months(texts) {
+                    let october = texts.iter().find(|text| text.ends_with(".1")).unwrap_or(&first);
+                    return Err(format!(
+                        "{october:?} looks like a year and a month, whose last 0 is gone in October: write 2024-10, or give --dates number"
+                    ));
+                }
                 let Some(format) = found else { return Ok(None) };
                 vec![format.to_string()]
             }
@@ -262,6 +268,20 @@ fn epoch_of(texts: &[&str]) -> Option<&'static str> {
     (whole && days.len() > 2).then_some(format)
 }
 
+/// Whether numbers are years and months, such as 2024.09 and 2024.1 for October, as programs write them that take them for numbers.
+fn are_bare_months(texts: &[&str]) -> bool {
+    let month = |text: &str| {
+        let (year, month) = text.split_once('.')?;
+        let hundredths = 100.0 * format!("0.{month}").parse::<f64>().ok()?;
+        let is_month = (hundredths - hundredths.round()).abs() < 0.02 && (1.0..12.5).contains(&hundredths.round());
+        let year: u16 = year.parse().ok().filter(|year| (1700..2200).contains(year) && is_month)?;
+        Some((year, hundredths.round() as u8))
+    };
+    let found: Option<BTreeSet<(u16, u8)>> = texts.iter().map(|text| month(text)).collect();
+    let months = |all: &BTreeSet<(u16, u8)>| all.iter().map(|(_, month)| *month).collect::<BTreeSet<_>>().len();
+    found.is_some_and(|all| months(&all) == 12)
+}
+
 fn formats() -> Vec<String> {
     let mut all: Vec<String> =
         DAYS.split('|').chain(MONTHS.split('|')).chain(LOGS.split('|')).map(String::from).collect();
@@ -361,6 +381,7 @@ mod tests {
             ),
             (["Friday, March 1, 2024", "Saturday, March 2, 2024", "Sunday, March 3, 2024"], "Monday, March 4, 2024"),
             (["1974Q1", "1974Q2", "1974Q3"], "1974Q4"),
+            (["1991 W51", "1991 W52", "1992 W01"], "1992 W02"),
             (["Jan 1 2000", "Feb 1 2000", "Mar 1 2000"], "Apr 1 2000"),
             (["Jan-1-1995", "Feb-1-1995", "Mar-1-1995"], "Apr-1-1995"),
             (["2012-01-31", "2012-02-29", "2012-03-31"], "2012-04-30"),
@@ -452,6 +473,14 @@ mod tests {
             error.contains("\"01/02/2024\"") && error.contains("--dates '%d/%m/%Y' or --dates '%m/%d/%Y'"),
             "{error}"
         );
+        let months: Vec<String> = (1..=24).map(|n| format!("{}.{:02}", 2023 + n / 13, (n - 1) % 12 + 1)).collect();
+        let bare: Vec<&str> = months.iter().map(|text| text.trim_end_matches('0')).collect();
+        assert!(
+            Dates::of(&bare, None).unwrap_err().starts_with("\"2023.1\" looks like a year and a month"),
+            "{bare:?}"
+        );
+        assert_eq!(Dates::of(&bare[..9], None).unwrap().unwrap().format, "%Y.%m");
+        assert_eq!(Dates::of(&bare, Some("number")).unwrap(), None);
         // One order of the year is as good as the other.
         let error = Dates::of(&["20/01/31", "05/06/11", "07/08/29"], None).unwrap_err();
         assert!(error.contains("--dates '%d/%m/%y' or --dates '%y/%m/%d'"), "{error}");
