@@ -1214,7 +1214,6 @@ mod tests {
                 "jsonl",
                 "f, line 2: 2 channels, the series before it have 1",
             ),
-            ("", "jsonl", "f: no series in it"),
             ("a,b\n1,2\n", "csv", "no column of times is known among `a`, `b`"),
             (
                 "time,x\nsoon,2\n",
