@@ -46,8 +46,7 @@ pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
 /// The labelled texts, no two alike, and how many lines came again.
 pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Labelled>, usize)> {
     let text = lines::text(bytes, name)?;
-    let table = Table::of_texts(&text, Form::of(ending, &text), name, &[&TEXT, &LABEL], columns)?;
-    let Some(table) = table.filter(|table| !table.rows.is_empty()) else {
+    let Some(table) = Table::of_texts(&text, Form::of(ending, &text), name, &[&TEXT, &LABEL], columns)? else {
         bail!("{name}: no labelled texts in it; give a file with one text and its label a line");
     };
     let has = |key: &str| table.find(key).is_some();
@@ -82,6 +81,9 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
         } else {
             again += 1;
         }
+    }
+    if all.is_empty() {
+        bail!("{name}: no labelled texts in it; give a file with one text and its label a line");
     }
     Ok((all, again))
 }

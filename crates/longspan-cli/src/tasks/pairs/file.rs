@@ -35,8 +35,7 @@ pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Example>> {
 /// Lines that are entirely empty are passed over. A column may be empty.
 pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<Vec<Entry>> {
     let text = lines::text(bytes, name)?;
-    let table = Table::of_texts(&text, Form::of(ending, &text), name, &[&SOURCE, &TARGET], columns)?;
-    let Some(table) = table.filter(|table| !table.rows.is_empty()) else {
+    let Some(table) = Table::of_texts(&text, Form::of(ending, &text), name, &[&SOURCE, &TARGET], columns)? else {
         bail!("{name}: no pairs in it; give a file with one pair a line");
     };
     if columns.source.is_none() && table.find("text").is_some() && table.find("label").is_some() {
@@ -66,6 +65,9 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
         };
         let source = string("source", &row.cells[source])?;
         entries.extend(targets.into_iter().map(|target| Entry { line: row.line, source: source.clone(), target }));
+    }
+    if entries.is_empty() {
+        bail!("{name}: no pairs in it; give a file with one pair a line");
     }
     Ok(entries)
 }
