@@ -317,3 +317,40 @@ fn a_changed_letter_in_any_file_is_refused_until_it_is_accepted() {
     change(&place, "run/config.json", "\"steps\": 14", "\"steps\": null");
     place.fails(&["info", "run", "--accept-changes"], &["neither steps nor minutes"]);
 }
+
+#[test]
+fn what_a_file_may_mean_otherwise_is_said() {
+    let place = Place::new();
+    for (name, contents, part) in [
+        (
+            "thousands.csv",
+            "date;x\n2024-01-01;1.050\n2024-01-02;2.150\n",
+            "1.050 in the column `x` is read with a decimal point",
+        ),
+        ("label.csv", "text;label\na b;1.050\nc d;950\n", "1.050 in the column `label` is read with a decimal point"),
+        ("code.csv", "time,x\n0,5\n1,-999\n2,7\n", "1 value of `x`: -999, the others from 5 to 7"),
+        ("again.csv", "time,x\n1,5\n0,6\n0,7\n2,8\n", "1 series have several points at one time"),
+        ("quoted.tsv", "\"text\"\t\"label\"\n\"a b\"\t\"x\"\n", "fields in double quotes are read without them"),
+        ("some.tsv", "\"a \"\"b\"\"\"\tx\nc d\ty\n", "double quotes are read as they stand"),
+        (
+            "wide.csv",
+            "id,text,label,target\n1,a b,x,y\n",
+            "columns: text `text`, label `label`; not read: `id`, `target`; --text-column and --label decide otherwise",
+        ),
+        (
+            "pairs.jsonl",
+            "{\"instruction\": \"do\", \"input\": \"a\", \"output\": \"b\"}\n",
+            "columns: source `input`, target `output`; not read: `instruction`; --source and --target decide otherwise",
+        ),
+    ] {
+        place.write(name, contents.as_bytes());
+        let said = place.said(&["info", name]).1;
+        assert!(said.contains(part), "{name}: {said}");
+    }
+    let rows: String = (0..60).map(|n| format!("text {n}\t{}\n", ["yes", "no", "No"][n % 3])).collect();
+    place.write("labels.tsv", format!("{rows}text 0\tno\ntext 1\tyes\n").as_bytes());
+    let said = place.said(&support::train(&["--labelled", "labels.tsv"], "run", "1", &[])).1;
+    for part in ["the labels \"No\" and \"no\" differ in case alone", "texts come 2 times again with another label"] {
+        assert!(said.contains(part), "{said}");
+    }
+}

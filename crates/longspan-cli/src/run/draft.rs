@@ -116,20 +116,6 @@ mod tests {
     use crate::run::folder::CONFIG;
 
     #[test]
-    fn a_failed_draft_leaves_nothing() {
-        let place = tempfile::tempdir().unwrap();
-        let path = place.path().join("run");
-        let result = Draft::claim(&path).unwrap().unwrap().finish(|folder| {
-            folder.write(CONFIG, b"{}")?;
-            bail!("cannot write {}", folder.file(CONFIG).display())
-        });
-        let expected = format!("cannot write {}", path.join("config.json").display());
-        assert_eq!(result.unwrap_err().to_string(), expected);
-        drop(Draft::claim(&path).unwrap());
-        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 0);
-    }
-
-    #[test]
     fn a_name_is_claimed_once_and_an_empty_folder_taken() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("run");

@@ -185,25 +185,6 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_a_task_does_not_use_are_refused() {
-        for (data, assignment, flag, others) in [
-            ("pairs=a", "pooling=nonsense", "--pairs", "--labelled, --series"),
-            ("pairs=a", "segment=3", "--pairs", "--text"),
-            ("text=['a']", "source_tokens=bytes", "--text", "--pairs"),
-            ("labelled=a", "vocabulary=300", "--labelled", "--text"),
-            ("series=a", "context=3", "--series", "--series with --forecast"),
-            ("synthetic=mqar", "missing=refuse", "--synthetic", "--series, --series with --forecast"),
-        ] {
-            let error = given(&[data, assignment]).unwrap_err().to_string();
-            let key = assignment.split('=').next().unwrap();
-            assert_eq!(error, format!("--set: `{key}` is not used by {flag}; it belongs to {others}: leave it out"));
-        }
-        let error = given(&["series=a", "forecast=3", "label_smoothing=0.1"]).unwrap_err().to_string();
-        assert!(error.contains("it belongs to --pairs, --text, --labelled, --series, --synthetic"), "{error}");
-        given(&["series=a", "forecast=3", "steps=3"]).unwrap();
-    }
-
-    #[test]
     fn senseless_values_are_named() {
         for (assignment, part) in [
             ("heads=5", "not a multiple of heads = 5"),

@@ -65,20 +65,3 @@ pub fn help(error: &io::Error) -> &'static str {
         _ => "choose another folder with --out",
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn writing_replaces_in_one_piece_and_leaves_no_draft() {
-        let place = tempfile::tempdir().unwrap();
-        let path = place.path().join("file");
-        write_atomic(&path, b"one").unwrap();
-        write_atomic(&path, b"two").unwrap();
-        assert_eq!(std::fs::read(&path).unwrap(), b"two");
-        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 1);
-        let below_a_file = path.join("x");
-        assert!(write_atomic(&below_a_file, b"").unwrap_err().to_string().starts_with("cannot write"));
-    }
-}

@@ -36,6 +36,9 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     let titled = columns.label.is_some()
         || table.as_ref().is_some_and(|table| ["label", "class"].iter().any(|key| table.find(key).is_some()));
     let has_labels = titled || forecast.as_ref().is_ok_and(|found| found.series.iter().any(|one| one.label.is_some()));
+    if let Ok(found) = &forecast {
+        series::say_unusual(&name, &found.series);
+    }
     let (labelled, forecast) = if has_labels { (series(true), Some(forecast)) } else { (forecast, None) };
     let forecast = forecast.filter(|found| labelled.is_err() && found.is_ok());
     let said = |found: Result<String>| {

@@ -57,6 +57,7 @@ impl Task for Labels {
         let name = config.data_name();
         let labels = split.train.iter().map(|labelled| labelled.label.as_str());
         let target = Target::of(labels, &mut config.task.labels.target, &name, Self::EXAMPLES)?;
+        target.say_unlearned(&name, split.scored().map(|one| one.label.as_str()));
         let (bag, unseen) = bag(&target, &split)?;
         let task = Self { tokenizer, target, bag: Some(bag) };
         let data = task.encode(split, unseen, config)?;

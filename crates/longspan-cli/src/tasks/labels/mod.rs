@@ -4,7 +4,7 @@ mod confusion;
 mod numbers;
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::{self, Display};
 
 use anyhow::{Result, bail};
@@ -146,7 +146,26 @@ impl Target {
                 None => labels.push(label.into()),
             }
         }
+        let mut alike: HashMap<String, &str> = HashMap::new();
+        for label in &labels {
+            if let Some(other) = alike.insert(label.to_lowercase(), label) {
+                note(format_args!(
+                    "{name}: the labels {other:?} and {label:?} differ in case alone, and are two classes"
+                ));
+            }
+        }
         Ok(Self::Labels(labels))
+    }
+
+    /// Says which of these labels are none of those to learn from, so that they are never predicted.
+    pub fn say_unlearned<'a>(&self, name: &str, labels: impl Iterator<Item = &'a str>) {
+        let unlearned: BTreeSet<&str> = labels.filter(|label| matches!(self.goal(label), Ok(None))).collect();
+        if let Some(first) = unlearned.first() {
+            let more = if unlearned.len() > 1 { format!(" and {} more", unlearned.len() - 1) } else { String::new() };
+            note(format_args!(
+                "{name}: the label {first:?}{more} is held out or for development alone, and so is never predicted; give more of it"
+            ));
+        }
     }
 
     pub fn load(folder: &RunFolder) -> Result<Self> {

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::example::{Entry, Example, group};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
-use crate::tasks::table::columns::TextColumn;
+use crate::tasks::table::columns::{TextColumn, say_read};
 use crate::tasks::table::{Form, Table};
 use crate::terminal::notes::note;
 
@@ -43,6 +43,7 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     }
     let source = SOURCE.place(&table, columns.source.as_ref(), None)?;
     let target = TARGET.place(&table, columns.target.as_ref(), Some(source))?;
+    say_read(&table, [(&SOURCE, source), (&TARGET, target)]);
     let mut entries = Vec::new();
     for row in &table.rows {
         let string = |key: &str, value: &Value| match value {

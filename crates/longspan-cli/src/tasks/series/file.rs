@@ -16,7 +16,7 @@ use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
 use crate::tasks::split::composed;
-use crate::tasks::table::columns::{Roles, counts_rows, is_different, is_time, named_id, names, time_text};
+use crate::tasks::table::columns::{Roles, counts_rows, is_different, is_time, named_id, names, no_time, time_text};
 use crate::tasks::table::dates::Dates;
 use crate::tasks::table::{Form, Row, Table, is_missing, json, value};
 use crate::tasks::task::Asked;
@@ -129,7 +129,7 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
     let (name, bytes) = (lines::name(path), lines::read(path)?);
     let found = parse(&bytes, &lines::ending(path), &name, reading)?;
     let all = &found.series;
-    let count = |holds: fn(&Series) -> bool| all.iter().filter(|one| holds(one)).count();
+    say_unusual(&name, all);
     let missing = |one: &Series| one.values.iter().filter(|value| value.is_nan()).count();
     if let (true, Some(one)) = (refuse, all.iter().find(|one| missing(one) > 0)) {
         let place = one.values.iter().position(|value| value.is_nan()).unwrap_or(0);
@@ -141,6 +141,20 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
             one.time(one.times[place / one.width])
         );
     }
+    match all.iter().map(missing).sum::<usize>() {
+        0 => {}
+        some => {
+            let of: usize = all.iter().map(|one| one.values.len()).sum();
+            let share = 100.0 * some as f64 / of as f64;
+            note(format_args!("{name}: {some} of {of} values are missing ({share:.1} %); {instead} stands for each"));
+        }
+    }
+    Ok(found)
+}
+
+/// Says what is unusual about times and values.
+pub fn say_unusual(name: &str, all: &[Series]) {
+    let count = |holds: fn(&Series) -> bool| all.iter().filter(|one| holds(one)).count();
     match count(|one| one.backwards) {
         0 => {}
         some => note(format_args!("{name}: the times of {some} series run backwards; their points are sorted")),
@@ -152,15 +166,6 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
     codes(all)
         .iter()
         .for_each(|code| note(format_args!("{name}: {code}; if it says that a value is missing, leave it empty")));
-    match all.iter().map(missing).sum::<usize>() {
-        0 => {}
-        some => {
-            let of: usize = all.iter().map(|one| one.values.len()).sum();
-            let share = 100.0 * some as f64 / of as f64;
-            note(format_args!("{name}: {some} of {of} values are missing ({share:.1} %); {instead} stands for each"));
-        }
-    }
-    Ok(found)
 }
 
 /// The series of a file that is answered whole, once each is checked; `None` of lines of JSON, which are answered as they come.
@@ -405,13 +410,8 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     let mut numbers = Vec::with_capacity(roles.channels.len());
     for &place in &roles.channels {
         numbers.push(table.numbers(place).map_err(|row| no_number(table, &roles, place, row))?);
-        if let Some(text) = table.doubtful(place) {
-            let title = &table.header[place];
-            note(format_args!(
-                "{name}: {text} in the column `{title}` is read with a decimal point; if it stands between thousands, leave such points out"
-            ));
-        }
     }
+    table.say_doubtful(&roles.channels, roles.label);
     let names: Arc<[String]> = roles.channels.iter().map(|&place| table.header[place].clone()).collect();
     if let Some(wanted) =
         columns.known.iter().find(|wanted| !names.iter().any(|name| name.to_lowercase() == wanted.to_lowercase()))
@@ -443,18 +443,20 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
         let (_, _, points, label) = &mut found[place];
         let time = match (&texts[n], &dates) {
             _ if roles.time.is_empty() => points.len() as f64,
-            (None, _) => return Err(row.wrong(name, format_args!("the column `{}` is empty; give a time, or leave the row out", title(&roles.time)))),
+            (None, _) => {
+                return Err(row.wrong(
+                    name,
+                    format_args!("the column `{}` is empty; give a time, or leave the row out", title(&roles.time)),
+                ));
+            }
             (Some(text), Some(dates)) => dates.number(text).ok_or_else(|| {
                 let others = || format!("no date as the others, such as {:?}", some[0]);
                 let problem = dates.off_calendar(text).map_or_else(others, |why| format!("not on the calendar: {why}"));
                 row.wrong(name, format_args!("{text:?} in the column `{}` is {problem}", title(&roles.time)))
             })?,
-            (Some(text), None) => value(text).filter(|time| !time.is_nan()).ok_or_else(|| {
-                row.wrong(name, format_args!(
-                    "{text:?} in the column `{}` is neither a number nor a date that is known; say how dates are written, such as --dates %d.%m.%Y",
-                    title(&roles.time)
-                ))
-            })?,
+            (Some(text), None) => {
+                value(text).filter(|time| !time.is_nan()).ok_or_else(|| no_time(table, &roles.time, row, text))?
+            }
         };
         points.push((time, numbers.iter().map(|channel| channel[n]).collect()));
         if let Some(own) = roles.label.map(|place| cell(row, place)).filter(|own| !own.is_empty()) {
@@ -600,19 +602,26 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     )
 }
 
-/// Numbers that often stand for missing values, come again, and lie further off than all others from one another.
+/// Numbers that may stand for missing values: the least or the greatest, further off than all others from one another, which come again or
+/// are all nines, such as -999.
 fn codes(all: &[Series]) -> Vec<String> {
-    const CODES: [f64; 8] = [-99.0, -999.0, -9999.0, -99999.0, 99.0, 999.0, 9999.0, 99999.0];
+    /// So many different values are no classes.
+    const DIFFERENT: usize = 10;
     let mut found = Vec::new();
     for channel in 0..all.first().map_or(0, |one| one.width) {
-        let values = || all.iter().flat_map(|one| one.values.iter().skip(channel).step_by(one.width)).copied();
-        for code in CODES.into_iter().filter(|code| values().filter(|value| value == code).count() > 1) {
-            let others = values().filter(|value| !value.is_nan() && *value != code);
-            let (low, high) =
-                others.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
-            if low < high && (low - code).max(code - high) > high - low {
+        let values = all.iter().flat_map(|one| one.values.iter().skip(channel).step_by(one.width)).copied();
+        let mut values: Vec<f64> = values.filter(|value| !value.is_nan()).collect();
+        values.sort_by(f64::total_cmp);
+        for code in values.first().into_iter().chain(values.last()).copied() {
+            let mut others: Vec<f64> = values.iter().copied().filter(|value| *value != code).collect();
+            let count = values.len() - others.len();
+            others.dedup();
+            let (Some(&low), Some(&high)) = (others.first(), others.last()) else { continue };
+            let is_nines = code.abs() >= 99.0 && (code.abs() + 1.0).log10().fract() == 0.0;
+            let is_code = is_nines || count > 1 && others.len() >= DIFFERENT;
+            if is_code && low < high && (low - code).max(code - high) > high - low {
                 let of = all[0].names.get(channel).map_or(String::new(), |name| format!(" of `{name}`"));
-                found.push(format!("some values{of} are {code}, the others from {low} to {high}"));
+                found.push(format!("{}{of}: {code}, the others from {low} to {high}", counted(count, "values")));
             }
         }
     }
@@ -705,6 +714,7 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
     };
     let numbers = values.iter().map(|place| table.numbers(*place)).collect::<Result<Vec<_>, _>>();
     let numbers = numbers.map_err(|row| row.wrong(name, "a value is no number; leave it empty if it is missing"))?;
+    table.say_doubtful(&values, label);
     let found = with_values(
         name,
         table.rows.iter().enumerate().map(|(n, row)| {
@@ -984,6 +994,11 @@ mod tests {
                 "--id y: no such column; the header is `time`, `x`",
             ),
             ("5,2\n3,4\n", none(), "no column of times is known among `column 1`, `column 2`"),
+            (
+                "TrackID,time,x\n1,0,5\n1,1,6\n2,7,5\n2,8,6\n",
+                none(),
+                "`TrackID` may say which series a row is of: say so with --id TrackID, or name all channels with --channels",
+            ),
             ("date,x\n01/02/2024,1\n02/03/2024,2\n", none(), "--dates '%d/%m/%Y'"),
             (
                 "id,time,x\na,0,1\na,1,1\n,1,2\n",
@@ -995,6 +1010,12 @@ mod tests {
                 none(),
                 "f, line 3: \"1.25\" in the column `x` is no number; others of it have decimal commas",
             ),
+            (
+                ",Week,x\n1,1991 weeks 6,1\n2,1991 weeks 7,2\n",
+                none(),
+                "f, line 2: \"1991 weeks 6\" in the column `Week` is neither a number nor a date that is known",
+            ),
+            ("year,x\n1991,1\n1992,2\nTotal,3\n", none(), "f, line 4: \"Total\" in the column `year` is neither"),
             ("time x\n0 1\n", none(), "columns have commas, semicolons, tabs or bars between them, not spaces"),
             ("land,1990,1991\na,1,2\n", none(), "a column a time, give --wide"),
             ("land,Lat,1/22/20,1/23/20,1/24/20\na,5,1,2,3\n", none(), "a column a time, give --wide"),
@@ -1154,13 +1175,19 @@ mod tests {
     #[test]
     fn numbers_that_stand_for_missing_values_are_found() {
         let codes = |text: &str| codes(&all(text, "csv"));
-        assert_eq!(
-            codes("time,x\n0,5\n1,-999\n2,7\n3,-999\n"),
-            ["some values of `x` are -999, the others from 5 to 7"]
-        );
-        for other in ["time,x\n0,-990\n1,-999\n2,7\n3,-999\n", "time,x\n0,5\n1,-999\n2,7\n", "time,x\n0,99\n1,99\n"] {
+        assert_eq!(codes("time,x\n0,5\n1,-999\n2,7\n3,-999\n"), ["2 values of `x`: -999, the others from 5 to 7"]);
+        assert_eq!(codes("time,x\n0,5\n1,-999\n2,7\n"), ["1 value of `x`: -999, the others from 5 to 7"]);
+        let rows = |code: &str| {
+            let row = |n| if n % 7 == 3 { format!("{n},{code}\n") } else { format!("{n},{}\n", 20 + n) };
+            format!("time,x\n{}", (0..14).map(row).collect::<String>())
+        };
+        for code in ["-1", "0", "-6999", "100000000000000000000"] {
+            assert_eq!(codes(&rows(code)), [format!("2 values of `x`: {code}, the others from 20 to 33")]);
+        }
+        for other in ["time,x\n0,-990\n1,-999\n2,7\n3,-999\n", "time,x\n0,99\n1,99\n", "time,x\n0,9\n1,0\n2,1\n3,9\n"] {
             assert!(codes(other).is_empty(), "{other}");
         }
+        assert!(codes(&rows("10")).is_empty(), "as near as they are wide");
     }
 
     #[test]
@@ -1187,7 +1214,6 @@ mod tests {
                 "jsonl",
                 "f, line 2: 2 channels, the series before it have 1",
             ),
-            ("", "jsonl", "f: no series in it"),
             ("a,b\n1,2\n", "csv", "no column of times is known among `a`, `b`"),
             (
                 "time,x\nsoon,2\n",

@@ -75,6 +75,7 @@ impl Task for SeriesTask {
         let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
         let name = config.data_name();
         let target = Target::of(labels, &mut config.task.labels.target, &name, Self::EXAMPLES)?;
+        target.say_unlearned(&name, split.scored().filter_map(|one| one.label.as_deref()));
         let clock = if config.task.clock.unwrap_or(true) { Clock::of(&split.train) } else { None };
         if config.task.clock == Some(true) && clock.is_none() {
             bail!(

@@ -75,7 +75,7 @@ impl Roles {
         let mut taken: HashSet<usize> = channels.iter().copied().chain(label).collect();
         let time = match &columns.time {
             Some(name) if name == "row" && table.find(name).is_none() => Vec::new(),
-            Some(names) => table.several(names, "--time")?,
+            Some(names) => table.several(names, if soft { "the run's column of times" } else { "--time" })?,
             None => time(table, &taken)?,
         };
         taken.extend(&time);
@@ -117,8 +117,11 @@ impl Roles {
         let id = match &columns.id {
             Some(names) if !soft || table.several(names, "--id").is_ok() => table.several(names, "--id")?,
             _ => {
-                let named =
-                    (0..table.header.len()).filter(|place| is_free(&taken, *place) && is_one(IDS, &lower[*place]));
+                let is_id = |place: usize| {
+                    let speaks = || speaks_of_id(&table.header[place]) && is_different(table, place);
+                    is_free(&taken, place) && (is_one(IDS, &lower[place]) || speaks())
+                };
+                let named = (0..table.header.len()).filter(|place| is_id(*place));
                 // A number for each row is no series.
                 let (single, named): (Vec<usize>, Vec<usize>) =
                     named.partition(|place| table.rows.len() > 1 && is_different(table, *place));
@@ -135,6 +138,17 @@ impl Roles {
             }
         };
         taken.extend(&id);
+        if columns.id.is_none() && columns.channels.is_empty() {
+            let is_open = |place: &usize| is_free(&taken, *place) && speaks_of_id(&table.header[*place]);
+            if let Some(place) = (0..table.header.len()).filter(is_open).find(|place| holds_numbers(table, *place)) {
+                let title = &table.header[place];
+                bail!(
+                    "{}: `{title}` may say which series a row is of: say so with --id {}, or name all channels with --channels",
+                    table.at_header(),
+                    shell::quoted(title)
+                );
+            }
+        }
         if columns.time.is_none() && columns.id.is_none() && !time.is_empty() {
             let shared = sharing(table, &[&id, &time]);
             if shared * 2 > table.rows.len() {
@@ -314,6 +328,16 @@ fn is_one(names: &str, title: &str) -> bool {
     names.split('|').any(|name| name == title)
 }
 
+/// Whether a name is that of numbers of things: `device_id`, `TrackID` or `tripid`.
+fn speaks_of_id(title: &str) -> bool {
+    let lower = title.to_lowercase();
+    let is_camel =
+        title.strip_suffix("ID").or(title.strip_suffix("Id")).is_some_and(|of| of.ends_with(char::is_lowercase));
+    let is_of_thing =
+        |of: &str| of.ends_with([' ', '_', '.', '-']) || is_one("track|trip|user|device|vehicle|traj", of);
+    is_camel || lower.strip_suffix("id").is_some_and(is_of_thing)
+}
+
 /// Whether a name has one of some words, in small letters.
 fn has_word(title: &str, is_wanted: impl Fn(&str) -> bool) -> bool {
     title.to_lowercase().split(|c: char| !c.is_alphanumeric()).any(is_wanted)
@@ -465,6 +489,15 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     if let [one] = all[..] {
         return Ok(with_hours(one));
     }
+    // What may be the time is not passed over for the number of the row.
+    let is_strange = |place: usize| {
+        free.len() > 1 && speaks_of_time(place) && is_different(table, place) && !holds_dates(table, place)
+    };
+    for place in free.iter().copied().filter(|place| is_strange(*place)) {
+        if let Err(row) = table.numbers(place) {
+            return Err(no_time(table, &[place], row, &text(&row.cells[place]).unwrap_or_default()));
+        }
+    }
     if let Some(one) = free.iter().copied().find(|place| is_index(&lower(*place)) && is_row_numbers(table, *place)) {
         return Ok(vec![one]);
     }
@@ -481,6 +514,14 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         table.at_header(),
         table.titles()
     )
+}
+
+/// Says that a text is no time.
+pub fn no_time(table: &Table, places: &[usize], row: &Row, text: &str) -> anyhow::Error {
+    let titles = names(table, places, ",").replace('`', "");
+    row.wrong(&table.name, format_args!(
+        "{text:?} in the column `{titles}` is neither a number nor a date that is known; say how dates are written, such as --dates %d.%m.%Y"
+    ))
 }
 
 /// The text of a time that several columns are together.
@@ -596,6 +637,21 @@ fn sharing(table: &Table, places: &[&[usize]]) -> usize {
 
 pub fn names(table: &Table, places: &[usize], between: &str) -> String {
     places.iter().map(|place| format!("`{}`", table.header[*place])).collect::<Vec<_>>().join(between)
+}
+
+/// Says which of more columns than these are read.
+pub fn say_read(table: &Table, read: [(&TextColumn, usize); 2]) {
+    let unread: Vec<usize> =
+        (0..table.header.len()).filter(|place| read.iter().all(|(_, used)| used != place)).collect();
+    if !unread.is_empty() {
+        let found = read.map(|(column, place)| format!("{} `{}`", column.key, table.header[place])).join(", ");
+        let [a, b] = read.map(|(column, _)| column.flag);
+        note(format_args!(
+            "{}: columns: {found}; not read: {}; {a} and {b} decide otherwise",
+            table.name,
+            names(table, &unread, ", ")
+        ));
+    }
 }
 
 /// A column of texts: its name on the command line, and names that it often has.

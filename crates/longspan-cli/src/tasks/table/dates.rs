@@ -36,21 +36,25 @@ pub enum Calendar {
 /// Days, as people write them,
 const DAYS: &str = "%Y-%m-%d|%Y/%m/%d|%Y.%m.%d|%Y%m%d|%d.%m.%Y|%d.%m.%y|%d/%m/%Y|%m/%d/%Y|%d-%m-%Y|%m-%d-%Y|%d/%m/%y|%m/%d/%y|\
                     %d-%m-%y|%m-%d-%y|%y/%m/%d|%y-%m-%d|%y.%m.%d|\
-                    %b %d %Y|%b %d, %Y|%b-%d-%Y|%B %d %Y|%B %d, %Y|%d %b %Y|%d-%b-%Y|%d-%b-%y|%d %b %y|%d %B %Y|%Y-%b-%d|%a, %d %b %Y|%a, %b %d, %Y";
+                    %b %d %Y|%b %d, %Y|%b-%d-%Y|%B %d %Y|%B %d, %Y|%d %b %Y|%d-%b-%Y|%d-%b-%y|%d %b %y|%d %B %Y|%Y-%b-%d|%d/%b/%Y|\
+                    %a, %d %b %Y|%a, %b %d, %Y|%a %b %d %Y|%a %d %b %Y|%a %d.%m.%Y|%a %d/%m/%Y|%a %m/%d/%Y|%A, %B %d, %Y|%A, %d %B %Y";
 
 /// months, quarters and weeks,
 const MONTHS: &str = "%Y-%m|%Y/%m|%Y %b|%Y-%b|%Y %B|%b %Y|%B %Y|%b-%Y|%b-%y|%b %y|%m/%Y|%YM%m|%Y-M%m|%Y Q%q|%YQ%q|%Y-Q%q|Q%q %Y|Q%q-%Y|\
-                      %Y-%B|%G-W%V-%u|%G-W%V|%GW%V";
+                      %Y-%B|%G-W%V-%u|%G-W%V|%GW%V|%G W%V";
 
 /// times of the day after a day and a space or a T,
 const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H-%M-%S|%H%M%S|%H%M|%I:%M %p|%I:%M:%S %p";
 
 /// time zones after them,
-const ZONES: &str = "|Z|%:z|%z|%:::z| %:z| %z| UTC";
+const ZONES: &str = "|Z|%:z|%z|%:::z| %:z| %z| UTC| GMT";
+
+/// those of logs and of C,
+const LOGS: &str = "%d/%b/%Y:%H:%M:%S %z|%a %b %d %H:%M:%S %Y";
 
 /// dates that look like numbers, by their length.
-const NUMBERS: [(usize, &str); 6] =
-    [(8, "%Y%m%d"), (6, "%Y%m"), (6, "%y%m%d"), (7, "%Y.%m"), (12, "%Y%m%d%H%M"), (14, "%Y%m%d%H%M%S")];
+const NUMBERS: [(usize, &str); 7] =
+    [(8, "%Y%m%d"), (6, "%Y%m"), (6, "%G%V"), (6, "%y%m%d"), (7, "%Y.%m"), (12, "%Y%m%d%H%M"), (14, "%Y%m%d%H%M%S")];
 
 /// and counts since 1970, in nanoseconds.
 const EPOCHS: [(&str, i128); 4] =
@@ -78,12 +82,25 @@ impl Dates {
                         text.len() == *length && year(text).is_some_and(|year| (1700..2200).contains(&year))
                     })
                 };
-                let months = |format: &str| {
-                    texts.iter().filter_map(|text| Some(parse(format, text)?.0.month())).collect::<BTreeSet<_>>()
+                // Within one month, or one year of weeks, numbers might as well count up.
+                let differ = |format: &str, of: fn(DateTime) -> i16| {
+                    texts.iter().filter_map(|text| Some(of(parse(format, text)?.0))).collect::<BTreeSet<_>>().len() > 1
                 };
-                // Within one month `%y%m%d` might as well count up.
-                let fits = |form: &&(usize, &str)| are_dates(form) && (form.1 != "%y%m%d" || months(form.1).len() > 1);
+                let fits = |form: &&(usize, &str)| {
+                    are_dates(form)
+                        && match form.1 {
+                            "%y%m%d" => differ(form.1, |date| i16::from(date.month())),
+                            "%G%V" => differ(form.1, DateTime::year),
+                            _ => true,
+                        }
+                };
                 let found = NUMBERS.iter().find(fits).map(|(_, format)| *format).or_else(|| epoch_of(texts));
+                if found.is_none() && are_bare_months(texts) {
+                    let october = texts.iter().find(|text| text.ends_with(".1")).unwrap_or(&first);
+                    return Err(format!(
+                        "{october:?} looks like a year and a month, whose last 0 is gone in October: write 2024-10, or give --dates number"
+                    ));
+                }
                 let Some(format) = found else { return Ok(None) };
                 vec![format.to_string()]
             }
@@ -251,8 +268,23 @@ fn epoch_of(texts: &[&str]) -> Option<&'static str> {
     (whole && days.len() > 2).then_some(format)
 }
 
+/// Whether numbers are years and months, such as 2024.09 and 2024.1 for October, as programs write them that take them for numbers.
+fn are_bare_months(texts: &[&str]) -> bool {
+    let month = |text: &str| {
+        let (year, month) = text.split_once('.')?;
+        let hundredths = 100.0 * format!("0.{month}").parse::<f64>().ok()?;
+        let is_month = (hundredths - hundredths.round()).abs() < 0.02 && (1.0..12.5).contains(&hundredths.round());
+        let year: u16 = year.parse().ok().filter(|year| (1700..2200).contains(year) && is_month)?;
+        Some((year, hundredths.round() as u8))
+    };
+    let found: Option<BTreeSet<(u16, u8)>> = texts.iter().map(|text| month(text)).collect();
+    let months = |all: &BTreeSet<(u16, u8)>| all.iter().map(|(_, month)| *month).collect::<BTreeSet<_>>().len();
+    found.is_some_and(|all| months(&all) == 12)
+}
+
 fn formats() -> Vec<String> {
-    let mut all: Vec<String> = DAYS.split('|').chain(MONTHS.split('|')).map(String::from).collect();
+    let mut all: Vec<String> =
+        DAYS.split('|').chain(MONTHS.split('|')).chain(LOGS.split('|')).map(String::from).collect();
     for day in DAYS.split('|') {
         for between in [" ", "T"] {
             for time in TIMES.split('|') {
@@ -338,7 +370,18 @@ mod tests {
             (["1949-10", "1949-11", "1949-12"], "1950-01"),
             (["1991 Oct", "1991 Nov", "1991 Dec"], "1992 Jan"),
             (["1970 Q2", "1970 Q3", "1970 Q4"], "1971 Q1"),
+            (["202052", "202053", "202101"], "202102"),
+            (
+                ["Fri Dec 29 23:00:00 2023", "Sat Dec 30 23:00:00 2023", "Sun Dec 31 23:00:00 2023"],
+                "Mon Jan 01 23:00:00 2024",
+            ),
+            (
+                ["01/Jan/2024:10:00:00 +0000", "01/Jan/2024:11:00:00 +0000", "01/Jan/2024:12:00:00 +0000"],
+                "01/Jan/2024:13:00:00 +0000",
+            ),
+            (["Friday, March 1, 2024", "Saturday, March 2, 2024", "Sunday, March 3, 2024"], "Monday, March 4, 2024"),
             (["1974Q1", "1974Q2", "1974Q3"], "1974Q4"),
+            (["1991 W51", "1991 W52", "1992 W01"], "1992 W02"),
             (["Jan 1 2000", "Feb 1 2000", "Mar 1 2000"], "Apr 1 2000"),
             (["Jan-1-1995", "Feb-1-1995", "Mar-1-1995"], "Apr-1-1995"),
             (["2012-01-31", "2012-02-29", "2012-03-31"], "2012-04-30"),
@@ -430,6 +473,14 @@ mod tests {
             error.contains("\"01/02/2024\"") && error.contains("--dates '%d/%m/%Y' or --dates '%m/%d/%Y'"),
             "{error}"
         );
+        let months: Vec<String> = (1..=24).map(|n| format!("{}.{:02}", 2023 + n / 13, (n - 1) % 12 + 1)).collect();
+        let bare: Vec<&str> = months.iter().map(|text| text.trim_end_matches('0')).collect();
+        assert!(
+            Dates::of(&bare, None).unwrap_err().starts_with("\"2023.1\" looks like a year and a month"),
+            "{bare:?}"
+        );
+        assert_eq!(Dates::of(&bare[..9], None).unwrap().unwrap().format, "%Y.%m");
+        assert_eq!(Dates::of(&bare, Some("number")).unwrap(), None);
         // One order of the year is as good as the other.
         let error = Dates::of(&["20/01/31", "05/06/11", "07/08/29"], None).unwrap_err();
         assert!(error.contains("--dates '%d/%m/%y' or --dates '%y/%m/%d'"), "{error}");

@@ -237,7 +237,8 @@ impl Table {
     /// The place of a column that a person named with `flag`.
     pub fn named(&self, name: &str, flag: &str) -> Result<usize> {
         let place = self.find(name).ok_or_else(|| {
-            anyhow!("{}: {flag} {name}: no such column; the header is {}", self.at_header(), self.titles())
+            let help = if flag.starts_with("the run") { "; call it as in training" } else { "" };
+            anyhow!("{}: {flag} {name}: no such column; the header is {}{help}", self.at_header(), self.titles())
         })?;
         let is_exact = self.header[place] == name;
         let same = |title: &&String| {
@@ -280,14 +281,34 @@ impl Table {
         self.numbers(place).ok().filter(|_| is_clear)
     }
 
-    /// A number of a column whose points may as well stand between thousands: three digits follow each, and those without are smaller.
-    pub fn doubtful(&self, place: usize) -> Option<String> {
-        let (with, without): (Vec<String>, Vec<String>) =
-            self.texts(place).flatten().partition(|text| text.contains('.'));
-        let is_grouped = |text: &String| with_point(text).is_some_and(|whole| !whole.contains('.'));
-        let is_below = |text: &String| value(text).is_some_and(|number| number.abs() < 1000.0);
-        let open = self.commas && !self.groups && !without.is_empty();
-        (open && with.iter().all(is_grouped) && without.iter().all(is_below)).then(|| with.into_iter().next())?
+    /// Says of numbers, and of labels that may be some, what else they may be.
+    pub fn say_doubtful(&self, numbers: &[usize], label: Option<usize>) {
+        // Labels with such commas stay texts.
+        let label = label.filter(|place| self.texts(*place).flatten().all(|text| !text.contains(',')));
+        for doubt in numbers.iter().copied().chain(label).filter_map(|place| self.doubtful(place)) {
+            note(format_args!("{}: {doubt}", self.name));
+        }
+    }
+
+    /// That the points of a column, or its commas, are decimal ones, where they may as well stand between thousands: three digits follow
+    /// each, and numbers without them are smaller.
+    fn doubtful(&self, place: usize) -> Option<String> {
+        let texts: Vec<String> = self.texts(place).flatten().collect();
+        let (mark, called) = if texts.iter().any(|text| text.contains(',')) { (',', "comma") } else { ('.', "point") };
+        let other = if mark == ',' { '.' } else { ',' };
+        let is_grouped = |text: &String| {
+            if !text.contains(mark) {
+                return value(text).is_some_and(|number| number.abs() < 1000.0);
+            }
+            !text.contains(other) && with_point(&text.replace(mark, ".")).is_some_and(|whole| !whole.contains('.'))
+        };
+        let marked = texts.iter().find(|text| text.contains(mark))?;
+        let title = &self.header[place];
+        (self.commas && !self.groups && texts.iter().all(is_grouped)).then(|| {
+            format!(
+                "{marked} in the column `{title}` is read with a decimal {called}; if it stands between thousands, leave such {called}s out"
+            )
+        })
     }
 
     /// The same with points in those of these columns that hold numbers with decimal commas, if any does: times and labels are read as
@@ -374,13 +395,14 @@ fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
     let skipped: usize = text.split_inclusive('\n').take_while(comments).map(str::len).sum();
     let first = first_line(text);
     let delimiter = if form == Form::Tabs { b'\t' } else { delimiter(first) };
+    let quoted = form == Form::Tabs && is_quoted(text);
     let quote = if first.starts_with('\'') && !first.contains('"') { b'\'' } else { b'"' };
     // Within quotes that are never closed the end is no end of a record, and the reader would not say so.
     const END: &str = "\u{1}";
     let input = format!("{}\n{END}\n", &text[skipped..]);
     // A carriage return within a line is a character of a field, which Python writes without quotes.
     let mut reader = ReaderBuilder::new();
-    reader.has_headers(false).flexible(true).delimiter(delimiter).quote(quote).quoting(form == Form::Csv);
+    reader.has_headers(false).flexible(true).delimiter(delimiter).quote(quote).quoting(form == Form::Csv || quoted);
     let mut reader = reader.terminator(Terminator::Any(b'\n')).from_reader(input.as_bytes());
     let (mut record, mut rows) = (csv::StringRecord::new(), Vec::new());
     let (mut at, mut line) = (0, 1 + text[..skipped].matches('\n').count());
@@ -402,12 +424,37 @@ fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
         }
     }
     match rows.pop() {
-        Some(last) if last.cells == [Value::from(END)] => Ok((rows, delimiter != b',')),
+        Some(last) if last.cells == [Value::from(END)] => {
+            let is_doubled = |field: &str| is_wrapped(field) && field[1..field.len() - 1].contains("\"\"");
+            if quoted && rows.len() > 1 {
+                note(format_args!("{name}: fields in double quotes are read without them"));
+            } else if form == Form::Tabs && text.lines().flat_map(|line| line.split('\t')).any(is_doubled) {
+                note(format_args!(
+                    "{name}: double quotes are read as they stand, doubled ones too; if they enclose fields, call the file .csv"
+                ));
+            }
+            Ok((rows, delimiter != b','))
+        }
         last => bail!(
             "{name}, line {}: a quote is opened and never closed; close it, or double it where it is meant as a character",
             last.map_or(1, |row| row.line)
         ),
     }
+}
+
+fn is_wrapped(field: &str) -> bool {
+    field.len() > 1 && field.starts_with('"') && field.ends_with('"')
+}
+
+/// Whether fields between tabs stand in quotes, as R and spreadsheets write texts: some do in each line, and no other has a quote.
+fn is_quoted(text: &str) -> bool {
+    let is_quoted = |line: &str| {
+        let fields: Vec<&str> = line.split('\t').collect();
+        let (quoted, others): (Vec<&str>, Vec<&str>) = fields.iter().partition(|field| is_wrapped(field));
+        fields.len() > 1 && !quoted.is_empty() && others.iter().all(|field| !field.contains('"'))
+    };
+    let mut lines = text.lines().filter(|line| !line.trim().is_empty()).peekable();
+    lines.peek().is_some() && lines.all(is_quoted)
 }
 
 /// What stands between the columns of a line: the commonest of tab, semicolon and comma.
@@ -484,6 +531,15 @@ mod tests {
     }
 
     #[test]
+    fn fields_between_tabs_may_be_quoted_in_every_line() {
+        let quoted = "\"a\"\t\"b\"\n\n\"1 \"\"x\"\"\"\t2\n";
+        assert_eq!(rows(quoted, Form::Tabs), expected(&[(1, &["a", "b"]), (3, &["1 \"x\"", "2"])]));
+        for stands in ["\"a\"\tb\n1\t2\n", "\"a\"\t\"b\" c\n", "\"a\" b\t\"c\"\n"] {
+            assert!(rows(stands, Form::Tabs)[0].1.iter().any(|field| field.starts_with('"')), "{stands}");
+        }
+    }
+
+    #[test]
     fn numbers_have_points_or_commas() {
         let numbers = |text: &str, form| read(text, form).unwrap().numbers(0).map_err(|row| row.line);
         assert_eq!(numbers("x;y\n1,5;a\n1.234,5;b\n2;c\n", Form::Csv), Ok(vec![1.5, 1234.5, 2.0]));
@@ -495,8 +551,20 @@ mod tests {
         assert_eq!(numbers("x;y\n0.500;2,5\n0.250;1,5\n", Form::Csv), Ok(vec![0.5, 0.25]), "no thousands begin with 0");
         assert_eq!(numbers("x;y\n1.500;2\n", Form::Csv), Ok(vec![1.5]));
         let doubtful = |text: &str| read(text, Form::Csv).unwrap().doubtful(0);
-        assert_eq!(doubtful("x;y\n999;a\n1.500;b\n").as_deref(), Some("1.500"));
-        for clear in ["x;y\n1.500;a\n2.500;b\n", "x;y\n1.5;a\n9;b\n", "x;y\n2000;a\n1.500;b\n", "x,y\n9,a\n1.500,b\n"] {
+        for (text, mark) in [
+            ("x;y\n999;a\n1.500;b\n", "1.500 in the column `x` is read with a decimal point"),
+            ("x;y\n2.999;a\n1.500;b\n", "2.999 in the column `x` is read with a decimal point"),
+            ("x;y\n999;a\n1,500;b\n", "1,500 in the column `x` is read with a decimal comma"),
+        ] {
+            assert!(doubtful(text).unwrap().starts_with(mark), "{text}");
+        }
+        for clear in [
+            "x;y\n0.500;a\n2.500;b\n",
+            "x;y\n1.5;a\n9;b\n",
+            "x;y\n2000;a\n1.500;b\n",
+            "x,y\n9,a\n1.500,b\n",
+            "x;y\n1,500;2,5\n",
+        ] {
             assert_eq!(doubtful(clear), None, "{clear}");
         }
         assert_eq!(numbers("sep=;\r\nx;y\r\n1,5;a\r\n", Form::Csv), Ok(vec![1.5]));
