@@ -107,8 +107,8 @@ pub struct Output<'a, T> {
     /// denominator is below the least normal number.
     pub out: ViewMut<'a, T>,
     /// In training, the denominators, row-major and in the shape of [`Mechanism::denominators`]: what the backward wants to be
-    /// given. With [`FeatureMap::Exp`](crate::FeatureMap::Exp) they are relative to the running maxima. All 1 where the
-    /// mechanism does not normalise.
+    /// given. With [`FeatureMap::Exp`](crate::FeatureMap::Exp) they are relative to the running maxima, and beyond the last key a constant
+    /// decay takes no more from them. All 1 where the mechanism does not normalise.
     pub denominators: Option<&'a mut [T]>,
     /// The state after the last key (trailing padding is not part of a sequence); causal masks only.
     pub final_state: Option<&'a mut State<T>>,

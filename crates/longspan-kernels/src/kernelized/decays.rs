@@ -9,8 +9,9 @@ use crate::simd::block::{decay_by, multiply};
 pub(super) enum Decay<'a, T> {
     /// Not at all.
     None,
-    /// By the same factor with every token.
-    Constant(f64),
+    /// By the same factor with every token up to `end`. Rows that stand beyond see all keys from there where they are divided by the sum of
+    /// their weights: what else they would fall by is common to all, and could erase them.
+    Constant { gamma: f64, end: isize },
     /// By a factor with each key; by none before the first and after the last.
     Gates(&'a [T]),
 }
@@ -24,7 +25,7 @@ impl<T: Real> Decay<'_, T> {
     pub fn between(&self, from: isize, to: isize) -> T {
         match *self {
             Self::None => T::ONE,
-            Self::Constant(gamma) => T::from_f64(gamma.powf((to - from) as f64)),
+            Self::Constant { gamma, end } => T::from_f64(gamma.powf((to.min(end) - from.min(end)) as f64)),
             Self::Gates(factors) => {
                 let place = |token: isize| (token + 1).clamp(0, factors.len() as isize) as usize;
                 let seen = &factors[place(from)..place(to).max(place(from))];
@@ -40,8 +41,29 @@ impl<T: Real> Decay<'_, T> {
 
     /// What a weight falls by from each of the tokens from `first` on to the next.
     pub fn steps(&self, first: isize, to: &mut [T]) {
-        let Self::Gates(_) = self else { return to.fill(self.between(0, 1)) };
-        to.iter_mut().zip(first..).for_each(|(to, token)| *to = self.between(token, token + 1));
+        let step = self.power(1);
+        for (to, token) in to.iter_mut().zip(first..) {
+            *to = match self {
+                Self::Gates(_) => self.between(token, token + 1),
+                _ => {
+                    if token < self.end() {
+                        step
+                    } else {
+                        T::ONE
+                    }
+                }
+            };
+        }
+    }
+
+    /// What a weight falls by over so many tokens of a call.
+    pub fn power(&self, tokens: usize) -> T {
+        if let Self::Constant { gamma, .. } = *self { T::from_f64(gamma.powf(tokens as f64)) } else { T::ONE }
+    }
+
+    /// The token up to which weights fall.
+    fn end(&self) -> isize {
+        if let Self::Constant { end, .. } = *self { end } else { isize::MAX }
     }
 
     /// What the sums of a state fall by until token 0 is there. Under a constant decay they have already.
@@ -67,6 +89,8 @@ pub(super) struct Decays<'s, T> {
     columns: usize,
     /// The columns before that of the first row.
     lead: usize,
+    /// Rows from this one on, which may be negative, see keys as it does.
+    last_row: isize,
     gates: bool,
 }
 
@@ -85,13 +109,14 @@ impl<'s, T: Real> Decays<'s, T> {
             table: arena.take(len(if gates { rows * columns } else { rows + columns })),
             columns,
             lead: 0,
+            last_row: 0,
             gates,
         }
     }
 
     pub fn start(&mut self, decay: Decay<'_, T>) {
         if !self.gates {
-            self.table.iter_mut().rev().zip(0..).for_each(|(power, n)| *power = decay.between(0, n));
+            self.table.iter_mut().rev().zip(0..).for_each(|(power, n)| *power = decay.power(n));
         }
     }
 
@@ -104,13 +129,15 @@ impl<'s, T: Real> Decays<'s, T> {
         count: usize,
         (rows, lead, columns): (usize, usize, usize),
     ) {
-        self.lead = lead;
+        (self.lead, self.last_row) = (lead, decay.end().saturating_sub(first));
         let Decay::Gates(_) = decay else {
             // Empty where no unit decays, and all 1 where others do.
-            let powers = self.table.iter().rev();
-            self.from_start.iter_mut().zip(powers.clone()).take(count).for_each(|(to, &power)| *to = power);
-            let to_end = self.to_end.iter_mut().take(count).rev();
-            to_end.zip(powers.skip(1)).for_each(|(to, &power)| *to = power);
+            let power = |n: usize| self.table[self.table.len() - 1 - n];
+            let falling = self.last_row.clamp(0, count as isize) as usize;
+            for n in 0..count.min(self.from_start.len()) {
+                self.from_start[n] = power(n.min(falling));
+                self.to_end[n] = power(falling - n.min(falling));
+            }
             return;
         };
         let step = |token: isize| decay.between(token - 1, token);
@@ -152,18 +179,26 @@ impl<'s, T: Real> Decays<'s, T> {
 
     /// The decays from each of the first `columns` keys of the tile to row `row`, as far as it sees them.
     pub fn row(&self, row: usize, columns: usize) -> &[T] {
-        let seen = (self.lead + row + 1).min(columns);
-        if self.gates {
-            &self.table[row * self.columns..][..seen]
-        } else {
-            &self.table[self.table.len() - (self.lead + row + 1)..][..seen]
-        }
+        let behind = (self.last_row.min(row as isize) + self.lead as isize + 1).max(0) as usize;
+        let seen = behind.min(columns);
+        let start = if self.gates { row * self.columns } else { self.table.len() - behind };
+        &self.table[start..][..seen]
     }
 
-    /// The decays over `radius` tokens: those in column `n` of row `row + n` of the tile, which lack the factor of token `missing + n`.
-    pub fn over(&self, decay: Decay<'_, T>, radius: usize, (row, missing): (usize, isize), to: &mut [T]) {
+    /// The decays over `radius` tokens from `first` on and from those after it: for gates those in column `n` of row `row + n` of the tile,
+    /// which lack the factor of token `missing + n`.
+    pub fn over(
+        &self,
+        decay: Decay<'_, T>,
+        (first, radius): (isize, usize),
+        (row, missing): (usize, isize),
+        to: &mut [T],
+    ) {
         if !self.gates || radius == 0 {
-            return to.fill(decay.between(0, radius as isize));
+            let (all, reach) = (decay.power(radius), radius as isize);
+            let over =
+                |token: isize| if token + reach <= decay.end() { all } else { decay.between(token, token + reach) };
+            return (first..).zip(to).for_each(|(token, to)| *to = over(token));
         }
         for (n, to) in to.iter_mut().enumerate() {
             let missing = missing + n as isize;

@@ -43,13 +43,13 @@ impl<T: Real> Visitor<T> for Sink<'_, T> {
         let (problem, unit) = (walk.problem, &walk.unit);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
         let sequence = &unit.sequence;
-        let scales = Scales::new(problem, walk.table.as_ref(), scene);
         let decays = !unit.decay.is_none();
         if problem.content && piece.keys > 0 {
             buffers.transpose_keys(problem, piece);
         }
         let run_sum = std::mem::take(&mut buffers.far);
         for head in problem.heads(unit) {
+            let scales = Scales::new(problem, walk.table.map(|table| table.shift(head)), scene);
             let (first, count) = (piece.row, piece.rows);
             problem.load_queries(unit, head, first, count, buffers.q_shift, buffers.q, &mut buffers.lift);
             buffers.sums[..piece.rows].fill(T::ZERO);

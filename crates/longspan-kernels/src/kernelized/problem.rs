@@ -87,13 +87,18 @@ pub(super) struct Table<'a, T> {
     head_width: usize,
     /// Query heads that share one table.
     heads: usize,
-    /// The exponent subtracted under an exponential map.
-    pub shift: T,
+    /// The exponent subtracted from each table under an exponential map.
+    shifts: &'a [T],
 }
 
 impl<'a, T: Real> Table<'a, T> {
     pub fn of(&self, head: usize) -> usize {
         head / self.heads
+    }
+
+    /// The exponent subtracted from the rows of one head: heads whose tables are far below another's keep theirs.
+    pub fn shift(&self, head: usize) -> T {
+        self.shifts[self.of(head)]
     }
 
     /// `ρ(r)` of one head, row-major.
@@ -235,7 +240,10 @@ impl<'a, T: Real> Problem<'a, T> {
                 let place = sequence.place(&self.dims, kv_head);
                 Decay::Gates(self.factors.get(place..place + sequence.keys).unwrap_or_default())
             }
-            Some(decay) if decay[kv_head] != 1.0 => Decay::Constant(decay[kv_head]),
+            Some(decay) if decay[kv_head] != 1.0 => {
+                let end = if self.attention.normalizes() { sequence.keys as isize } else { isize::MAX };
+                Decay::Constant { gamma: decay[kv_head], end }
+            }
             _ => Decay::None,
         };
         Unit {
@@ -299,7 +307,7 @@ impl<'a, T: Real> Problem<'a, T> {
         let Some(shaw) = self.attention.score.shaw() else { return 0 };
         let (tables, _) = self.tables(shaw);
         let work = self.mapping.rows.as_ref().map_or(0, |map| map.work_len(self.table_count()));
-        2 * tables * self.table_width() * self.head_width + padded::<T>(work)
+        2 * tables * self.table_width() * self.head_width + padded::<T>(work) + padded::<T>(tables)
     }
 
     /// Numbers in one row of the table: raw ones go through the map, others stand beside its features.
@@ -337,48 +345,39 @@ impl<'a, T: Real> Problem<'a, T> {
         let (count, width, head_width) = (self.table_count(), self.table_width(), self.head_width);
         let table_dim = self.table_dim();
         let (tables, heads) = self.tables(shaw);
-        let mut shift = T::ZERO;
-        if map == FeatureMap::Exp {
-            // Of the rows that are seen: under a causal mask none for later tokens.
-            let given =
-                source.chunks((shaw.rows() * table_dim).max(1)).map(|table| largest(&table[..count * table_dim]));
-            shift = given.fold(T::NEG_INFINITY, T::max);
-            if !shift.is_finite() {
-                shift = T::ZERO;
-            }
-        }
         let rows = arena.take(tables * width * head_width);
         let columns = arena.take(tables * width * head_width);
         let work = arena.take(row_map.map_or(0, |map| map.work_len(count)));
+        let shifts = arena.take(tables);
         let group = self.dims.group().max(1);
         let of = |table: usize| {
             let given = if shaw.shared { 0 } else { table };
             let data = &source[given * shaw.rows() * table_dim..];
             RawRows::new(MapSide::Key(table * heads / group), Rows { data, stride: table_dim }, count)
         };
-        if let Some(map) = row_map.filter(|_| self.exponential) {
-            shift = T::NEG_INFINITY;
-            for table in 0..tables {
-                let row_max = &mut columns[..count];
-                map.row_max(of(table), row_max, work);
-                shift = shift.max(row_max.iter().copied().filter(|top| top.is_finite()).fold(shift, T::max));
-            }
-            if !shift.is_finite() {
-                shift = T::ZERO;
-            }
-        }
-        for table in 0..tables {
-            let rows = &mut rows[table * width * head_width..][..width * head_width];
+        let len = width * head_width;
+        for (table, shift) in shifts.iter_mut().enumerate() {
+            let (rows, columns) = (&mut rows[table * len..][..len], &mut columns[table * len..][..len]);
+            // Of the rows that are seen: under a causal mask none for later tokens.
+            let top = match row_map {
+                Some(map) if self.exponential => {
+                    let row_max = &mut columns[..count];
+                    map.row_max(of(table), row_max, work);
+                    row_max.iter().copied().filter(|top| top.is_finite()).fold(T::NEG_INFINITY, T::max)
+                }
+                None if map == FeatureMap::Exp => largest(&of(table).from.data[..count * table_dim]),
+                _ => T::ZERO,
+            };
+            *shift = if top.is_finite() { top } else { T::ZERO };
             if let Some(map) = row_map {
-                map.write(of(table), Shift::One(shift), rows, head_width, work);
+                map.write(of(table), Shift::One(*shift), rows, head_width, work);
             } else {
-                load_features((map, shift), of(table).from, (count, table_dim), None, (rows, head_width));
+                load_features((map, *shift), of(table).from, (count, table_dim), None, (rows, head_width));
             }
             rows[count * head_width..].fill(T::ZERO);
-            let columns = &mut columns[table * width * head_width..][..width * head_width];
             transpose((rows, head_width), (width, head_width), (columns, width));
         }
-        Some(Table { rows, columns, count, width, head_width, heads, shift })
+        Some(Table { rows, columns, count, width, head_width, heads, shifts })
     }
 }
 
@@ -488,9 +487,10 @@ impl<T: Real> Unit<'_, T> {
         [self.decay.between(place(segment.from), place(segment.to)); 2]
     }
 
-    /// The same over so many tokens without row or key, which there are without gates alone.
+    /// The same over so many tokens behind the last key, where no row stands.
     pub fn idle(&self, tokens: usize) -> [T; 2] {
-        [self.decay.between(0, tokens as isize); 2]
+        let end = self.sequence.keys as isize;
+        [self.decay.between(end, end + tokens as isize); 2]
     }
 
     /// Key indices bounded to the sequence.

@@ -245,7 +245,8 @@ impl<'s, T: Real> Buffers<'s, T> {
             // The far sum already holds every key.
             gains[..rows].fill(T::ZERO);
         } else {
-            self.decays.over(unit.decay, radius, (0, first - radius as isize + 1), &mut gains[..rows]);
+            let entering = first - radius as isize;
+            self.decays.over(unit.decay, (entering, radius), (0, entering + 1), &mut gains[..rows]);
             multiply(&mut gains[..rows], self.present);
         }
         unit.decay.steps(first, &mut steps[..rows]);

@@ -8,10 +8,10 @@ use longspan_kernels::aft::Variant;
 use longspan_kernels::threads::{Team, on_team};
 use longspan_kernels::{
     Aft, AnyKernel, Beyond, Bias, Dims, Error, FeatureMap, Fourier, Gate, GatedAttention, Kernel, KernelizedAttention,
-    LearnedGates, Mask, Parameter, Positions, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention, State,
-    Toeplitz, Token, Update,
+    LearnedGates, Mask, Parameter, Positions, RelativeMap, Score, Scratch, Shaw, ShortConvolution, SoftmaxAttention,
+    State, Toeplitz, Token, Update,
 };
-use longspan_testing::{Assumptions, Case, Inputs, KeyMask, Number, Subject, execute};
+use longspan_testing::{Assumptions, Case, Inputs, KeyMask, Number, Subject, accuracy, execute};
 
 /// Leaves all work to its caller, and says another size each time it is asked.
 struct Idle(AtomicUsize);
@@ -250,6 +250,70 @@ fn rows_of_shaws_table_for_later_tokens_do_not_matter() {
         raised.parameters[0].chunks_mut(7 * 4).for_each(|table| table[4 * 4..].fill(150.0));
         let [expected, got] = [&inputs, &raised].map(|inputs| execute::forward(&subject, &case, inputs).unwrap().out);
         assert_eq!(got, expected, "{length} tokens");
+    }
+}
+
+/// One exponent for all tables would let the largest take all from those that are far below it, their positions first.
+#[test]
+fn heads_with_tables_far_apart_keep_their_positions() {
+    let scores = [Score::Relative(Shaw::new(3)), Score::Combined(Shaw::new(3)), Score::Combined(Shaw::new(0))];
+    for score in scores {
+        let attention = KernelizedAttention { feature_map: FeatureMap::Exp, score, ..Default::default() };
+        for subject in Subject::every_algorithm(&attention) {
+            for (causal, kv_heads) in [true, false].into_iter().flat_map(|causal| [(causal, 1), (causal, 2)]) {
+                // Exact in f32, and the keys of the lower heads are as low as their tables.
+                let exact = |x: f64, level: f64| (x * 256.0).round() / 256.0 + level;
+                let level = |head: usize| if head < 2 { 0.0 } else { -120.0 };
+                let dims = Dims { heads: 4, kv_heads, ..Dims::square(1, 4, 200, 4) };
+                let case = Case::new(dims, causal);
+                let mut inputs = execute::random(&subject, &case);
+                let per_head = inputs.parameters[0].len() / 4;
+                for (n, x) in inputs.parameters[0].iter_mut().enumerate() {
+                    *x = exact(*x, level(n / per_head));
+                }
+                let per_key_head = inputs.k.len() / kv_heads;
+                for (n, x) in inputs.k.iter_mut().enumerate() {
+                    *x = exact(*x, level(2 * n / per_key_head + 2 * (2 - kv_heads)));
+                }
+                inputs.q.iter_mut().for_each(|x| *x = exact(*x, 0.0));
+                accuracy::forward_of::<f32>(&subject, &case, &inputs).unwrap();
+                accuracy::gradient_in_f32_of(&subject, &case, &inputs).unwrap();
+            }
+        }
+    }
+}
+
+/// What a decay takes from all keys of a row alike cancels in its division, and would take their digits before it takes all.
+#[test]
+fn rows_far_beyond_the_last_key_keep_their_digits() {
+    let shaw = |radius| Shaw { map: RelativeMap::Same, ..Shaw::new(radius) };
+    let scores = [
+        Score::Content,
+        Score::Relative(shaw(0)),
+        Score::Combined(shaw(3)),
+        Score::Combined(shaw(150)),
+        Score::Fourier(Fourier::default()),
+    ];
+    for score in scores {
+        let attention = KernelizedAttention { decay: Some(vec![0.5, 0.9]), score, ..Default::default() };
+        for subject in Subject::every_algorithm(&attention) {
+            for (queries, keys, offset) in [(3, 5, 131), (10, 90, 200), (300, 70, 0), (40, 20, 3000)] {
+                let dims = Dims { queries, keys, ..Dims::square(2, 2, 0, 4) };
+                let case = Case { offset, ..Case::new(dims, true) };
+                let lengths = Case {
+                    keys: KeyMask::Padding((0..2 * keys).map(|j| j == 1 || j + 2 >= keys).collect()),
+                    ..case.clone()
+                };
+                for case in [case, lengths] {
+                    accuracy::forward::<f32>(&subject, &case).unwrap();
+                    accuracy::forward::<f64>(&subject, &case).unwrap();
+                    accuracy::gradient_in_f32(&subject, &case).unwrap();
+                    if attention.score.fourier().is_none() {
+                        accuracy::gradient(&subject, &case).unwrap();
+                    }
+                }
+            }
+        }
     }
 }
 

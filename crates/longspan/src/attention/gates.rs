@@ -8,8 +8,8 @@ use burn::nn::Initializer;
 use burn::tensor::activation::softplus;
 use burn::tensor::{Device, Tensor};
 use longspan_kernels::{
-    Algorithm, Call, Cotangent, Dims, Error, Gradients, Kernel, KernelizedAttention, Mask, Mechanism, Output,
-    Parameter, Parameters, Plan, Real, Reference, Scratch, State, Token, ViewMut,
+    Algorithm, Call, Cotangent, Dims, Error, FeatureMap, Gradients, Kernel, KernelizedAttention, Mask, Mechanism,
+    Output, Parameter, Parameters, Plan, Real, Reference, Scratch, State, Token, ViewMut,
 };
 
 use super::AttentionMask;
@@ -85,11 +85,6 @@ pub(super) fn in_chunks(
 #[derive(Debug, Clone)]
 struct GatesWithKeys(Arc<KernelizedAttention>);
 
-/// `ln(1 + eˣ)`.
-fn softplus_of(x: f64) -> f64 {
-    x.max(0.0) + (-x.abs()).exp().ln_1p()
-}
-
 impl GatesWithKeys {
     /// `e^rate` and the bias of a head.
     fn learned<T: Real>(parameters: &[&[T]], head: usize) -> [f64; 2] {
@@ -129,7 +124,7 @@ impl GatesWithKeys {
             let [rate, bias] = Self::learned(call.parameters, head);
             (0..keys).map(move |token| {
                 let x = call.k.token(batch, head, token, head_dim + 1)[head_dim].to_f64();
-                T::from_f64(-rate * softplus_of(x + bias))
+                T::from_f64(-rate * FeatureMap::Softplus.apply(x + bias))
             })
         };
         units.flat_map(of_unit).collect()
@@ -255,7 +250,7 @@ macro_rules! kernels {
                 let k: Vec<$t> = rows().flat_map(|row| &row[..row.len() - 1]).copied().collect();
                 let logs = rows().enumerate().map(|(unit, row)| {
                     let [rate, bias] = Self::learned(token.parameters, unit % kv_heads);
-                    <$t>::from_f64(-rate * softplus_of(row[row.len() - 1].to_f64() + bias))
+                    <$t>::from_f64(-rate * FeatureMap::Softplus.apply(row[row.len() - 1].to_f64() + bias))
                 });
                 let logs: Vec<$t> = logs.collect();
                 let parameters = Self::given(token.parameters, &logs);

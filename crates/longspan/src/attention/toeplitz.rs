@@ -14,7 +14,9 @@ use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name, index_tensor};
 use crate::backend::pairs::{Pairs, hide};
-use crate::backend::tensor::{CHUNK, Inputs, distances, divide, flattened, narrow_float, place, shift, spread, widen};
+use crate::backend::tensor::{
+    CHUNK, Inputs, LOWEST, distances, divide, flattened, narrow_float, place, shift, spread, widen,
+};
 use crate::backend::{AnyKernel, Layer, Running, Sums, zeros_like};
 use crate::error::{Result, config};
 
@@ -238,7 +240,8 @@ impl Layer for ToeplitzAttention {
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let (dtype, [batch, _, queries, _], [_, _, keys, value_dim]) = (q.dtype(), q.dims(), v.dims());
         let (content, learned) = (self.content(), self.map.as_ref().map(LearnedMap::tensors));
-        let inputs = Inputs::new(&content, &learned, q, k, v, None, mask, None);
+        let mut inputs = Inputs::new(&content, &learned, q, k, v, None, mask, None);
+        inputs.k = inputs.keys();
         let sums = match self.radius() {
             // Two chunks as long as the radius are the whole sequence.
             Some(radius) if 2 * radius < queries.max(keys) => {
@@ -270,7 +273,7 @@ impl Sums for ToeplitzAttention {
         let sizes = [(ring, features), (ring, width), (ring, 1), (features, width), (1, 1)];
         let mut tensors: Vec<_> = sizes.into_iter().map(|(rows, width)| zeros_like(like, rows, width)).collect();
         if content.feature_map.is_exponential() && content.normalize {
-            tensors.push(zeros_like(like, 1, 1).add_scalar(NOTHING));
+            tensors.push(zeros_like(like, 1, 1).add_scalar(LOWEST));
         }
         Running::new(like, value_dim, tensors)
     }
@@ -283,14 +286,15 @@ impl Sums for ToeplitzAttention {
         let [mut ring_k, ring_v, ring_seen, mut far, mut count] = [(); 5].map(|()| next());
         let before = kept.next();
         let mut inputs = Inputs::new(&content, &learned, q, k, v, None, &AttentionMask::causal(), before.clone());
-        if let (Some(before), Some(after)) = (before, inputs.shift.clone()) {
+        let shift = inputs.exponents.as_ref().map(|exponents| exponents.all.clone());
+        if let (Some(before), Some(after)) = (before, shift.clone()) {
             let fall = (before - after).exp();
             (ring_k, far) = (ring_k * fall.clone(), far * fall);
         }
         let ring = ring_k.dims()[2];
         let [batch, heads, ..] = inputs.q.dims();
         let ones = Tensor::ones([batch, heads, tokens, 1], (&inputs.q.device(), inputs.q.dtype()));
-        inputs.k = Tensor::cat(vec![ring_k, inputs.k], 2);
+        inputs.k = Tensor::cat(vec![ring_k, inputs.keys()], 2);
         inputs.values = Tensor::cat(vec![ring_v, inputs.values], 2);
         let seen = Tensor::cat(vec![ring_seen, ones], 2);
         let mask = AttentionMask::causal().with_offset(ring as isize);
@@ -301,13 +305,10 @@ impl Sums for ToeplitzAttention {
         far = far + first(&inputs.k).swap_dims(2, 3).matmul(first(&inputs.values));
         count = count + first(&seen).sum_dim(2);
         let latest = [inputs.k, inputs.values, seen].map(|x| x.narrow(2, tokens, ring));
-        *state.tensors() = latest.into_iter().chain([far, count]).chain(inputs.shift).collect();
+        *state.tensors() = latest.into_iter().chain([far, count]).chain(shift).collect();
         narrow_float(divide(sums, value_dim, content.normalize), dtype)
     }
 }
-
-/// An exponent below all others, and finite, so that no difference is NaN.
-const NOTHING: f64 = -1e30;
 
 /// The sums over the keys that each query sees, of which there are those that are `seen`, `[batch or 1, 1, keys, 1]`, not 0, and `far`: the
 /// sums over keys before all of these, beyond the radius, and how many they are. All keys of few queries, and else those of a query's chunk
@@ -338,7 +339,7 @@ fn near_and_far(
         if few {
             return x.clone().unsqueeze_dim::<5>(2);
         }
-        place(x.clone(), front, chunks * chunk - front - tokens).reshape([batch, heads, chunks, chunk, width])
+        place(x.clone(), front, chunks * chunk - front - tokens, 0.0).reshape([batch, heads, chunks, chunk, width])
     };
     let (q, k, values, seen) = (cut(q, front), cut(k, key_front), cut(values, key_front), cut(&seen, key_front));
     let near: &[isize] = match (chunks, causal) {

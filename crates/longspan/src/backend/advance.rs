@@ -30,17 +30,12 @@ pub(crate) fn advance(
 ) -> Result<Tensor<4>> {
     check(layer, &q, &k, &v)?;
     let [queries, keys] = [&q, &k].map(|x| x.dims()[2]);
-    argument(
-        queries == keys,
-        layer.name(),
-        "tokens",
-        || format!("{queries} keys, as many as queries"),
-        || keys.to_string(),
-    )?;
+    let expected = || format!("{queries} keys, as many as queries");
+    argument(queries == keys, layer.name(), "tokens", expected, || keys.to_string())?;
     if kernels_take(layer, &q, state, true) {
-        return in_kernels(layer, q, k, v, state);
+        return in_kernels(layer, [q, k, v], state);
     }
-    let (out, mut next) = in_tensors(layer, q, k, v, state)?;
+    let (out, mut next) = in_tensors(layer, [q, k, v], state)?;
     // The next segment's backward ends here.
     next.detach();
     *state = next;
@@ -67,9 +62,9 @@ pub(crate) fn step(
     }
     let trains = trains(layer, &q);
     if kernels_take(layer, &q, state, !trains) {
-        return if trains { in_kernels(layer, q, k, v, state) } else { step_in_kernels(layer, q, k, v, state) };
+        return if trains { in_kernels(layer, [q, k, v], state) } else { step_in_kernels(layer, [q, k, v], state) };
     }
-    let (out, next) = in_tensors(layer, q, k, v, state)?;
+    let (out, next) = in_tensors(layer, [q, k, v], state)?;
     *state = next;
     Ok(out)
 }
@@ -116,9 +111,7 @@ pub(crate) fn kernels_take<const D: usize>(
 /// Tokens after a state in tensor operations: their outputs, and the state after them.
 fn in_tensors(
     layer: &dyn Layer,
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
+    [q, k, v]: [Tensor<4>; 3],
     state: &AttentionState,
 ) -> Result<(Tensor<4>, AttentionState)> {
     let dims = dims_of(&q, &v);
@@ -200,13 +193,7 @@ fn check_tensors(
 }
 
 /// [`advance`] in the kernels.
-fn in_kernels(
-    layer: &dyn Layer,
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    state: &mut AttentionState,
-) -> Result<Tensor<4>> {
+fn in_kernels(layer: &dyn Layer, [q, k, v]: [Tensor<4>; 3], state: &mut AttentionState) -> Result<Tensor<4>> {
     let parameters = super::flat(layer, place(&q))?;
     let dims = dims_of(&q, &v);
     let states = states_of(layer, dims, q.dtype(), state)?;
@@ -226,13 +213,7 @@ pub(crate) fn states_of(layer: &dyn Layer, dims: Dims, dtype: DType, state: &Att
 }
 
 /// [`step`] in the kernels, which change the state in its place.
-fn step_in_kernels(
-    layer: &dyn Layer,
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    state: &mut AttentionState,
-) -> Result<Tensor<4>> {
+fn step_in_kernels(layer: &dyn Layer, [q, k, v]: [Tensor<4>; 3], state: &mut AttentionState) -> Result<Tensor<4>> {
     let kernel = &*layer.kernel();
     let sizes = [k.dims()[0], k.dims()[1]];
     let parameters = super::flat(layer, place(&q))?.map(to_flex).transpose()?;

@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor};
 use longspan_kernels::{FourierNormalizer, KernelizedAttention, RelativeMap};
 
 use super::feature_map::Learned;
-use super::tensor::{Inputs, decays, divide, narrow_float, place, powers, spread, widen_type};
+use super::tensor::{Inputs, LOWEST, decays, divide, narrow_float, place, powers, spread, widen_type};
 use crate::attention::AttentionMask;
 
 /// The state of a prefix in tensors, of constant size, one for each query head.
@@ -40,8 +40,7 @@ impl Running {
         let radius = options.score.shaw().map_or(0, |shaw| shaw.radius);
         let sums = Sums {
             content: zeros(keeps.content, rotated.unwrap_or(features), width),
-            // Below every exponent, and finite, so that no difference is NaN.
-            shift: zeros(keeps.shift, 1, 1).map(|x| x.add_scalar(-1e30)),
+            shift: zeros(keeps.shift, 1, 1).map(|x| x.add_scalar(LOWEST)),
             recent: zeros(keeps.recent, 1, width).zip(zeros(keeps.recent, radius, width)),
             plain: zeros(keeps.plain, features, 1),
         };
@@ -112,9 +111,14 @@ impl Running {
         self.tokens += if options.score.fourier().is_some() { tokens } else { 0 };
         let inputs = Inputs { q, k, ..plain.clone() };
         let mut sums = inputs.sums(mask, chunk);
-        let fall = kept.shift.take().zip(inputs.shift.clone()).map(|(before, after)| (before - after).exp());
-        let Inputs { q, k, values, weights, shift, gates, .. } = inputs;
-        kept.shift = shift;
+        // What brings the state to its exponent after the tokens, and to those of their rows.
+        let (mut fall, mut to_rows) = (None, None);
+        if let (Some(shift), Some(exponents)) = (&mut kept.shift, &inputs.exponents) {
+            let before = std::mem::replace(shift, exponents.all.clone());
+            (fall, to_rows) = (Some((before.clone() - shift.clone()).exp()), Some(exponents.to_rows(before)));
+        }
+        let (k, plain_k) = (inputs.keys(), plain.keys());
+        let Inputs { q, values, weights, gates, .. } = inputs;
         // What has decayed: of the state at each token, of it after the last, and of each token after the last.
         let places = || Tensor::<1, Int>::arange(0..tokens as i64, &q.device()).reshape([1, 1, tokens, 1]);
         let constant = decays(options, heads).map(|decay| {
@@ -123,26 +127,25 @@ impl Running {
         });
         let brought = gates.map(|logs| {
             // Sums of what stands after each token, not differences of sums from the start.
-            let later = if tokens > 1 { place(logs.clone().narrow(2, 1, tokens - 1), 0, 1) } else { logs.zeros_like() };
+            let later =
+                if tokens > 1 { place(logs.clone().narrow(2, 1, tokens - 1), 0, 1, 0.0) } else { logs.zeros_like() };
             (logs.cumsum(2).exp(), later.flip([2]).cumsum(2).flip([2]).exp())
         });
         let (since, until) = constant.or(brought).unzip();
         let whole = since.clone().map(|since| since.narrow(2, tokens - 1, 1));
         let times = |x: Tensor<4>, by: &Option<Tensor<4>>| by.clone().map_or(x.clone(), |by| x * by);
         if let Some(content) = kept.content.take() {
-            let content = times(content, &fall);
-            sums = sums + times(q.matmul(content.clone()), &since);
+            sums = sums + times(times(q.matmul(content.clone()), &to_rows), &since);
             let own = times(k, &until).swap_dims(2, 3).matmul(values.clone());
-            kept.content = Some(times(content, &whole) + own);
+            kept.content = Some(times(times(content, &fall), &whole) + own);
         }
         if let Some(sum) = kept.plain.take() {
-            let sum = times(sum, &fall);
             let ones = plain.values.clone().narrow(3, value_dim, 1);
-            let own = times(plain.k.clone(), &until).swap_dims(2, 3).matmul(ones.clone());
-            let before = times(plain.q.clone().matmul(sum.clone()), &since);
+            let own = times(plain_k, &until).swap_dims(2, 3).matmul(ones.clone());
+            let before = times(times(plain.q.clone().matmul(sum.clone()), &to_rows), &since);
             let denominators = Inputs { values: ones, ..plain }.sums(mask, chunk) + before;
             sums = Tensor::cat(vec![sums.narrow(3, 0, value_dim), denominators], 3);
-            kept.plain = Some(times(sum, &whole) + own);
+            kept.plain = Some(times(times(sum, &fall), &whole) + own);
         }
         if let (Some((far, ring)), Some(weights)) = (kept.recent.take(), weights) {
             let radius = ring.dims()[2];

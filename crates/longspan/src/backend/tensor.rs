@@ -157,27 +157,26 @@ pub(super) fn relative_rows(
     }
 }
 
-/// These rows as features, `[1 or batch, heads, 2R+1, m]`, with `shift` subtracted from their exponents.
-pub(super) fn relative_features(
-    options: &KernelizedAttention,
-    table: Tensor<4>,
-    shift: Option<Tensor<4>>,
-) -> Tensor<4> {
-    let identity = options.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
-    match (identity, shift) {
-        (true, None) => table,
-        (true, Some(shift)) => table * (-shift).exp(),
-        (false, None) => features(options.feature_map, table),
-        // Rows that are not seen may be larger.
-        (false, Some(shift)) => features(options.feature_map, (table - shift).clamp_max(0.0)),
-    }
+/// An exponent below all others, and finite, so that no difference is NaN.
+pub(crate) const LOWEST: f64 = -1e30;
+
+/// What an exponential map subtracts from the exponents of keys and rows of a table, of rows that are divided by the sum of their weights.
+#[derive(Clone)]
+pub(crate) struct Exponents {
+    /// From those of each key, `[batch, heads, keys, 1]`; [`LOWEST`] where one is ignored.
+    keys: Tensor<4>,
+    /// What the weights of each query count from, `[batch, heads, queries, 1]`: the largest that it sees. One for all under a
+    /// bidirectional mask.
+    rows: Tensor<4>,
+    /// The largest of all, `[batch, heads, 1, 1]`.
+    pub all: Tensor<4>,
 }
 
-/// The largest entry of each batch entry and head, `[batch, heads, 1, 1]`; 0 where there is none.
-pub(crate) fn largest(x: Tensor<4>) -> Tensor<4> {
-    let top = x.detach().max_dim(3).max_dim(2);
-    let none = top.clone().equal_elem(f32::NEG_INFINITY);
-    top.mask_fill(none, 0.0)
+impl Exponents {
+    /// What brings sums of weights that count from `before`, `[batch, heads, 1, 1]`, to each query's exponent.
+    pub fn to_rows(&self, before: Tensor<4>) -> Tensor<4> {
+        (before - self.rows.clone()).exp()
+    }
 }
 
 /// One key/value head for each query head.
@@ -222,8 +221,8 @@ pub(crate) struct Inputs<'a> {
     pub values: Tensor<4>,
     /// `w = φ(q)·ρ(r)ᵀ`, `[batch, heads, queries, 2R+1]`.
     pub weights: Option<Tensor<4>>,
-    /// What an exponential map subtracts from the exponents of keys, `[batch, heads, 1, 1]`.
-    pub shift: Option<Tensor<4>>,
+    /// Of `φ(k)`, under an exponential map; `w` counts from those of rows.
+    pub exponents: Option<Exponents>,
     /// Whether each key is ignored, `[batch, 1, keys, 1]`; none where none is.
     pub ignored: Option<Tensor<4, Bool>>,
     /// The log decay that each token brings, `[batch, heads, tokens, 1]`, of at most a chunk of them.
@@ -243,7 +242,7 @@ impl<'a> Inputs<'a> {
         mask: &AttentionMask,
         least: Option<Tensor<4>>,
     ) -> Self {
-        let [batch, heads, _, dim] = q.dims();
+        let [batch, heads, queries, dim] = q.dims();
         let [_, _, keys, value_dim] = v.dims();
         let (mut q, mut k, mut v) = (widen(q), widen(repeat_heads(k, heads)), widen(repeat_heads(v, heads)));
         let ignored = mask.ignored(batch, keys, &q.device());
@@ -255,39 +254,58 @@ impl<'a> Inputs<'a> {
         q = lift(options.feature_map, learned, Side::Queries, q);
         k = lift(options.feature_map, learned, Side::Keys, k);
         let table = table.map(|table| relative_rows(options, learned, table, heads));
-        let mut shift = None;
+        // A raw table counts as it is.
+        let raw = options.score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
+        let (mut exponents, mut of_table) = (None, None);
         if options.feature_map.is_exponential() && options.normalize {
             // Any factor common to a row's weights cancels in the division.
-            let top_q = q.clone().detach().max_dim(3);
-            q = q - top_q;
-            let mut seen = k.clone();
-            if let Some(ignored) = &ignored {
-                let shape = seen.shape();
-                seen = seen.mask_fill(ignored.clone().expand(shape), f32::NEG_INFINITY);
-            }
-            let mut top = options.score.content().then(|| largest(seen));
-            if let (Some(table), Some(shaw)) = (&table, options.score.shaw())
-                && shaw.map == RelativeMap::Same
-            {
+            q = q.clone() - q.detach().max_dim(3);
+            let causal = mask.order == Order::Causal;
+            of_table = table.as_ref().map(|table| {
                 // Of the rows that are seen: under a causal mask none for later tokens.
-                let rows = if mask.order == Order::Causal { shaw.radius + 1 } else { table.dims()[2] };
-                let row_top = largest(table.clone().narrow(2, 0, rows)).expand([batch, heads, 1, 1]);
-                top = Some(top.map_or(row_top.clone(), |top| top.max_pair(row_top)));
+                let rows = if causal { table.dims()[2] / 2 + 1 } else { table.dims()[2] };
+                let top = table.clone().detach().narrow(2, 0, rows).max_dim(3).max_dim(2);
+                if raw { top.zeros_like() } else { top }
+            });
+            let mut own = k.clone().detach().max_dim(3);
+            if let Some(ignored) = ignored.clone().filter(|_| options.score.content()) {
+                own = own.mask_fill(ignored.expand([batch, heads, keys, 1]), f32::NEG_INFINITY);
             }
-            if let Some(top) = top {
-                let top = least.map_or(top.clone(), |least| top.max_pair(least));
-                k = k - top.clone();
-                shift = Some(top);
-            }
+            let none = own.clone().equal_elem(f32::NEG_INFINITY);
+            k = k - own.clone().mask_fill(none.clone(), 0.0);
+            own = if options.score.content() { own.mask_fill(none, LOWEST) } else { own.full_like(LOWEST) };
+            let at_least = |x: Tensor<4>| {
+                let larger = |x: Tensor<4>, least: Tensor<4>| x.clone().max_pair(least.expand(x.dims()));
+                of_table.clone().into_iter().chain(least.clone()).fold(x, larger)
+            };
+            let all = at_least(own.clone().max_dim(2));
+            // Beyond these offsets rows see no key, or all of them.
+            let offset = mask.offset.clamp(-(queries as isize), keys as isize);
+            let so_far = || at_least(clamped(own.clone().cummax(2), 2, offset, queries));
+            let rows = if causal { so_far() } else { all.clone() };
+            exponents = Some(Exponents { keys: own, rows, all });
         }
         let q = features(options.feature_map, q);
         let k = features(options.feature_map, k);
         let values = with_ones(v, ignored.as_ref(), options.normalize);
         let weights = table.map(|table| {
-            let rows = relative_features(options, table, shift.clone());
-            q.clone().matmul(rows.swap_dims(2, 3))
+            let rows = match &of_table {
+                _ if raw => table,
+                // Rows that are not seen may be larger.
+                Some(top) => features(options.feature_map, (table - top.clone()).clamp_max(0.0)),
+                None => features(options.feature_map, table),
+            };
+            let weights = q.clone().matmul(rows.swap_dims(2, 3));
+            let to_rows = exponents.as_ref().zip(of_table).map(|(exponents, of_table)| exponents.to_rows(of_table));
+            to_rows.map_or(weights.clone(), |to_rows| weights * to_rows)
         });
-        Self { options, q, k, values, weights, shift, ignored, gates: None }
+        Self { options, q, k, values, weights, exponents, ignored, gates: None }
+    }
+
+    /// `φ(k)`, all keys at one exponent.
+    pub fn keys(&self) -> Tensor<4> {
+        let factors = self.exponents.as_ref().map(|of| (of.keys.clone() - of.all.clone()).exp());
+        factors.map_or_else(|| self.k.clone(), |factors| self.k.clone() * factors)
     }
 
     /// Sums of the weighted `v⁺` over the keys that each query sees.
@@ -304,7 +322,7 @@ impl<'a> Inputs<'a> {
 
     /// The content term where every query sees every key: `φ(q)·(φ(k)ᵀ v⁺)`.
     fn content_total(&self) -> Tensor<4> {
-        self.q.clone().matmul(self.k.clone().swap_dims(2, 3).matmul(self.values.clone()))
+        self.q.clone().matmul(self.keys().swap_dims(2, 3).matmul(self.values.clone()))
     }
 
     fn radius(&self) -> usize {
@@ -319,6 +337,8 @@ struct Grid<'a> {
     causal: bool,
     /// Positions before query 0.
     front: usize,
+    /// The position after the last key, from where on decays take no more of rows that are divided by the sum of their weights.
+    end: i64,
     chunks: usize,
     chunk: usize,
     /// `[batch, heads, chunks, chunk, ·]`, all of them; positions without a token are 0.
@@ -326,6 +346,8 @@ struct Grid<'a> {
     k: Tensor<5>,
     values: Tensor<5>,
     weights: Option<Tensor<5>>,
+    /// The exponents of keys and of rows.
+    exponents: Option<[Tensor<5>; 2]>,
     /// The power of the decay that [`Grid::causal`] left out.
     scale: Option<Tensor<4>>,
 }
@@ -365,20 +387,24 @@ impl<'a> Grid<'a> {
         let chunk = chunk.max(inputs.radius()).min(span);
         let chunks = span.div_ceil(chunk);
         let key_front = (-offset - first) as usize;
-        let cut = |x: &Tensor<4>, front: usize| {
+        let cut = |x: &Tensor<4>, front: usize, around: f64| {
             let [batch, heads, tokens, width] = x.dims();
-            place(x.clone(), front, chunks * chunk - front - tokens).reshape([batch, heads, chunks, chunk, width])
+            place(x.clone(), front, chunks * chunk - front - tokens, around)
+                .reshape([batch, heads, chunks, chunk, width])
         };
+        let exponents = inputs.exponents.as_ref().filter(|_| causal && inputs.options.score.content());
         Self {
             inputs,
             causal,
             front,
+            end: if inputs.options.normalize { key_front + keys } else { (chunks + 2) * chunk } as i64,
             chunks,
             chunk,
-            q: cut(&inputs.q, front),
-            k: cut(&inputs.k, key_front),
-            values: cut(&inputs.values, key_front),
-            weights: inputs.weights.as_ref().map(|w| cut(w, front)),
+            q: cut(&inputs.q, front, 0.0),
+            k: cut(&inputs.k, key_front, 0.0),
+            values: cut(&inputs.values, key_front, 0.0),
+            weights: inputs.weights.as_ref().map(|w| cut(w, front, 0.0)),
+            exponents: exponents.map(|of| [cut(&of.keys, key_front, LOWEST), cut(&of.rows, front, 0.0)]),
             scale: None,
         }
     }
@@ -431,7 +457,12 @@ impl<'a> Grid<'a> {
         let first = near[0] * self.chunk as isize;
         let mut scores = None;
         if self.causal && self.inputs.options.score.content() {
-            scores = Some(self.q.clone().matmul(gather(&self.k).swap_dims(3, 4)));
+            let mut content = self.q.clone().matmul(gather(&self.k).swap_dims(3, 4));
+            if let Some([keys, rows]) = &self.exponents {
+                // Keys that a row does not see may be larger.
+                content = content * (gather(keys).swap_dims(3, 4) - rows.clone()).clamp_max(0.0).exp();
+            }
+            scores = Some(content);
         }
         if let Some(weights) = &self.weights {
             let relative = spread(weights.clone(), first, width);
@@ -447,9 +478,12 @@ impl<'a> Grid<'a> {
             let shape = scores.shape();
             scores = scores.mask_fill(distance.clone().greater_elem(0).unsqueeze::<5>().expand(shape), 0.0);
             if let Some(decay) = self.decay() {
-                let back = distance.neg().clamp_min(0).unsqueeze::<5>();
-                let powers = powers(&decay, back, scores.dtype());
-                scores = scores * powers;
+                let mut back = distance.neg().unsqueeze::<5>();
+                if self.end < (self.chunks * self.chunk) as i64 {
+                    back = back + self.places().clamp_max(self.end) - self.places();
+                }
+                let fall = powers(&decay, back.clamp_min(0), scores.dtype());
+                scores = scores * fall;
             }
             if let Some(gates) = &self.inputs.gates {
                 scores = scores * decays_between(gates.clone()).unsqueeze_dim::<5>(2);
@@ -461,52 +495,81 @@ impl<'a> Grid<'a> {
     /// The sums over the chunks before the tile, as one running sum: the content and the table's first row are its
     /// features.
     fn before(&self) -> Option<Tensor<5>> {
+        let lag: isize = if self.weights.is_some() { 2 } else { 1 };
+        if self.chunks as isize <= lag {
+            return None;
+        }
         let mut query_features = Vec::new();
         let mut key_features = Vec::new();
+        // What the sums of each chunk and all before it count from: the largest exponent so far.
+        let mut levels = None;
         if self.causal && self.inputs.options.score.content() {
-            query_features.push(self.q.clone());
-            key_features.push(self.k.clone());
+            let (mut q, mut k) = (self.q.clone(), self.k.clone());
+            if let Some([keys, rows]) = &self.exponents {
+                let tops = keys.clone().max_dim(3).cummax(2);
+                let before = shift(tops.clone(), -lag) - rows.clone();
+                q = q * before.clamp_max(0.0).exp();
+                k = k * (keys.clone() - tops.clone()).exp();
+                let [batch, heads, chunks, ..] = tops.dims();
+                levels = Some(tops.expand([batch, heads, chunks, k.dims()[4], 1]));
+            }
+            query_features.push(q);
+            key_features.push(k);
         }
         if let Some(weights) = &self.weights {
             let [batch, heads, chunks, chunk, _] = weights.dims();
             query_features.push(weights.clone().narrow(4, 0, 1));
-            key_features.push(Tensor::ones([batch, heads, chunks, chunk, 1], (&weights.device(), weights.dtype())));
-        }
-        let lag = if self.weights.is_some() { 2 } else { 1 };
-        if self.chunks <= lag {
-            return None;
+            let place = (&weights.device(), weights.dtype());
+            key_features.push(Tensor::ones([batch, heads, chunks, chunk, 1], place));
+            levels = levels.map(|of| Tensor::cat(vec![of, Tensor::zeros([batch, heads, chunks, 1, 1], place)], 3));
         }
         let mut query_features = join(query_features);
         let mut key_features = join(key_features);
         let decay = self.decay();
         if let Some(decay) = &decay {
-            // A key at p in its chunk is C − p + x + (chunks between)·C tokens before position x of a later chunk.
-            let places = Tensor::<1, Int>::arange(0..self.chunk as i64, &self.q.device());
-            let places = places.reshape([1, 1, 1, self.chunk, 1]);
-            let until = places.clone().neg().add_scalar((lag * self.chunk) as i64);
-            query_features = query_features * powers(decay, places, self.q.dtype());
+            // Sums of a chunk count from the first position of the chunk that reads them.
+            let until = (self.starts(lag) - self.places()).clamp_min(0);
+            let since = self.places().clamp_max(self.end) - self.starts(0);
+            query_features = query_features * powers(decay, since, self.q.dtype());
             key_features = key_features * powers(decay, until, self.q.dtype());
         }
         let chunk_sums = key_features.swap_dims(3, 4).matmul(self.values.clone());
-        let mut running = match &decay {
-            None => chunk_sums.cumsum(2),
-            Some(decay) => self.decayed_cumsum(chunk_sums, decay),
+        let mut running = match (&decay, &levels) {
+            (None, None) => chunk_sums.cumsum(2),
+            _ => self.falling_cumsum(chunk_sums, lag, levels.as_ref()),
         };
-        running = shift(running, -(lag as isize));
+        running = shift(running, -lag);
         Some(query_features.matmul(running))
     }
 
-    /// `S_c = Σ_{c' ≤ c} γ^{(c − c')·C} X_c'` along axis 2, by doubling: ⌈log₂ chunks⌉ passes.
-    fn decayed_cumsum(&self, x: Tensor<5>, decay: &[f64]) -> Tensor<5> {
-        let mut sums = x;
-        let mut by = 1;
-        while by < self.chunks {
-            let powers: Vec<f64> = decay.iter().map(|g| g.powf((by * self.chunk) as f64)).collect();
-            let powers = self.constant(powers, [1, decay.len(), 1, 1, 1]);
-            sums = sums.clone() + shift(sums, -(by as isize)) * powers;
+    /// `S_c = Σ_{c' ≤ c} γ^{t_c − t_c'} e^{λ_c' − λ_c} X_c'` along axis 2, by doubling: ⌈log₂ chunks⌉ passes. `t_c` is where chunk
+    /// `c + lag` begins, and the levels `λ` do not fall.
+    fn falling_cumsum(&self, x: Tensor<5>, lag: isize, levels: Option<&Tensor<5>>) -> Tensor<5> {
+        let (mut sums, mut by) = (x, 1);
+        while by < self.chunks as isize {
+            let mut before = shift(sums.clone(), -by);
+            if let Some(decay) = self.decay() {
+                before = before * powers(&decay, self.starts(lag) - self.starts(lag - by), self.q.dtype());
+            }
+            if let Some(levels) = levels {
+                before = before * (shift(levels.clone(), -by) - levels.clone()).clamp_max(0.0).exp();
+            }
+            sums = sums + before;
             by *= 2;
         }
         sums
+    }
+
+    /// The positions where the chunks begin that stand `by` after each one, as decays count them, `[1, 1, chunks, 1, 1]`.
+    fn starts(&self, by: isize) -> Tensor<5, Int> {
+        let chunks = Tensor::<1, Int>::arange(by as i64..(by + self.chunks as isize) as i64, &self.q.device());
+        chunks.mul_scalar(self.chunk as i64).clamp_max(self.end).reshape([1, 1, self.chunks, 1, 1])
+    }
+
+    /// All positions, `[1, 1, chunks, chunk, 1]`.
+    fn places(&self) -> Tensor<5, Int> {
+        let places = Tensor::<1, Int>::arange(0..(self.chunks * self.chunk) as i64, &self.q.device());
+        places.reshape([1, 1, self.chunks, self.chunk, 1])
     }
 
     /// The decay of each query head.
@@ -576,14 +639,14 @@ pub(crate) fn clamped<const D: usize>(x: Tensor<D>, axis: usize, first: isize, c
     if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, axis) }
 }
 
-/// `x` with zeros before and after on the token axis.
-pub(crate) fn place(x: Tensor<4>, front: usize, back: usize) -> Tensor<4> {
+/// `x` with a number before and after on the token axis.
+pub(crate) fn place(x: Tensor<4>, front: usize, back: usize, around: f64) -> Tensor<4> {
     if front + back == 0 {
         return x;
     }
     let [batch, heads, _, width] = x.dims();
-    let zeros = |tokens| Tensor::zeros([batch, heads, tokens, width], (&x.device(), x.dtype()));
-    let parts = [(front > 0).then(|| zeros(front)), Some(x.clone()), (back > 0).then(|| zeros(back))];
+    let all = |tokens| Tensor::full([batch, heads, tokens, width], around, (&x.device(), x.dtype()));
+    let parts = [(front > 0).then(|| all(front)), Some(x.clone()), (back > 0).then(|| all(back))];
     Tensor::cat(parts.into_iter().flatten().collect(), 2)
 }
 
@@ -631,7 +694,7 @@ impl Total {
         // The sums do not depend on queries.
         let no_query = Tensor::zeros([batch, heads, 1, dim], (&k.device(), k.dtype()));
         let inputs = Inputs::new(&options, learned, no_query, k, v, None, mask, None);
-        let sum = inputs.k.swap_dims(2, 3).matmul(inputs.values);
+        let sum = inputs.keys().swap_dims(2, 3).matmul(inputs.values);
         Self { options, sum, head_dim: dim, value_dim }
     }
 

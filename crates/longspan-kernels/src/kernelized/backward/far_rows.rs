@@ -50,7 +50,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             let row = first + n;
             let mut weight = dot(&buffers.q[row * head_width..][..head_width], entry);
             if problem.exponential && weight != T::ZERO {
-                weight *= (table.shift - buffers.shift[row]).exp();
+                weight *= (table.shift(head) - buffers.shift[row]).exp();
             }
             let d = &buffers.d[row * value_width..][..value_width];
             add_scaled(&mut buffers.far_rows[n * value_width..][..value_width], weight, d);

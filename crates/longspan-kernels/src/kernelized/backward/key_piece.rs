@@ -127,7 +127,8 @@ impl<T: Real> KeyWalk<'_, '_, T> {
             self.clear_far_rows(entering, keys, buffers);
             unit.decay.steps(entering, &mut buffers.far_steps[..keys]);
             let KeyBuffers { decays, far_gains, .. } = buffers;
-            decays.over(unit.decay, radius, (radius.saturating_sub(1), entering), &mut far_gains[..keys]);
+            let near = (radius.saturating_sub(1), entering);
+            decays.over(unit.decay, (first, radius), near, &mut far_gains[..keys]);
         }
         for head in problem.heads(unit).filter(|_| window > 0 && piece.met) {
             self.load_rows(head, first_position, window, buffers);
@@ -282,7 +283,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
                 let column = (1 + from - begin) as usize;
                 let (from, len) = (from as usize, (to - from) as usize);
                 let factor = match &self.table {
-                    Some(table) if problem.exponential => (table.shift - buffers.shift[x]).exp(),
+                    Some(table) if problem.exponential => (table.shift(head) - buffers.shift[x]).exp(),
                     _ => T::ONE,
                 };
                 // Rows that are not there have features 0 and any factor will do.

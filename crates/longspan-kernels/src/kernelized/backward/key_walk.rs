@@ -23,7 +23,7 @@ pub(super) struct KeyWalk<'w, 'a, T: 'static> {
     /// Its number, and where the gradients of the parameters of Fourier positions go, `[unit, stage]`.
     pub index: usize,
     pub sums: SharedRows<'w, T>,
-    /// The exponent of each row's piece; under an exponential map only.
+    /// The exponent of each row's piece, head by head; under an exponential map only.
     pub shifts: &'w [T],
     /// The sums of all rows, where every key reads them.
     pub row_sums: Option<SummaryRef<'w, T>>,
@@ -68,10 +68,12 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let exp = problem.exponential;
         let q = &mut buffers.q[a * head_width..];
         problem.load_queries(&self.unit, head, row, b - a, &mut buffers.shift[a..], q, &mut buffers.lift);
+        let of_head = self.shifts.len() / problem.dims.group().max(1);
+        let shifts = &self.shifts[(head - problem.heads(&self.unit).start) * of_head..];
         if exp {
             for n in 0..b - a {
                 // Kept for the scale of an unnormalised row until `shift` takes its final meaning below.
-                buffers.shift[a + n] += self.shifts[row + n];
+                buffers.shift[a + n] += shifts[row + n];
             }
         }
         let shift = &*buffers.shift;
@@ -79,7 +81,7 @@ impl<T: Real> KeyWalk<'_, '_, T> {
         let (d, c) = (&mut buffers.d[a * value_width..], &mut buffers.c[a..]);
         self.source.load(problem, &self.unit, head, row, b - a, scale, d, c);
         for n in a..b {
-            buffers.shift[n] = if exp { self.shifts[row + n - a] } else { T::ZERO };
+            buffers.shift[n] = if exp { shifts[row + n - a] } else { T::ZERO };
         }
     }
 

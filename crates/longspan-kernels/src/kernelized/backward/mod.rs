@@ -65,7 +65,7 @@ pub(super) fn backward<T: Real>(
 
     let entry = problem.table_width() * problem.head_width + problem.sums_len();
     let per_unit_table = most_segments * group * entry;
-    let per_unit_shifts = if exp { padded::<T>(longest) } else { 0 };
+    let per_unit_shifts = if exp { group * padded::<T>(longest) } else { 0 };
     let chunk = Sizes::new(problem).chunk;
     let keys = memory(problem, chunk);
     let memory = Memory::new(problem, true);
@@ -95,14 +95,14 @@ pub(super) fn backward<T: Real>(
     all_row_sums.chunks_exact_mut(row_sums.len().max(1)).for_each(|unit| row_sums.clear(unit));
     let row_places = SharedRows::new(&mut *all_row_sums, [row_sums.len(), 0, 1]);
     let gradients = SharedRows::new(&mut *table_gradients, [per_unit_table, group * entry, 0]);
-    let shifts = SharedRows::new(&mut *shifts, [per_unit_shifts, 0, 1]);
+    let shifts = SharedRows::new(&mut *shifts, [per_unit_shifts, padded::<T>(longest), 1]);
     let visitor = |unit: usize, segment: usize| {
         // SAFETY: a unit's segment has one visitor at a time.
         let table = unsafe { gradients.row(unit, segment, 0, group * entry) };
         table.fill(T::ZERO);
         // SAFETY: as above; a unit's segments come in turn where one place serves them.
         let sums = unsafe { row_sums.place(&row_places, unit, segment) };
-        QueryGradients { source, sink, table, shifts: (shifts, unit), has_state: false, sums }
+        QueryGradients { source, sink, table, shifts: (shifts, unit), state: None, sums }
     };
     let places = d_initial.map(|state| {
         state.numbers_mut().fill(T::ZERO);

@@ -18,10 +18,10 @@ pub(super) struct QueryGradients<'a, 's, T> {
     /// For each head of the unit, over this segment: the gradient of the relative table, `[table width, head_width]`, and the sums for
     /// the parameters of Fourier positions and of the map.
     pub table: &'s mut [T],
-    /// The common exponent of each row's piece, for the walk over the keys, and which unit's; under an exponential map only.
+    /// The exponent of each row's piece and head, for the walk over the keys, and which unit's; under an exponential map only.
     pub shifts: (SharedRows<'a, T>, usize),
-    /// Whether the last piece had a state; its transpose stays in the buffers.
-    pub has_state: bool,
+    /// How the state was formed whose transpose is in the buffers, if the last piece had one.
+    pub state: Option<Scales<T>>,
     /// The sums that keys read, where every key reads those of all rows.
     pub sums: Option<row_sums::Place<'s, T>>,
 }
@@ -30,28 +30,12 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
     fn attend(&mut self, walk: &Walk<'_, '_, T>, piece: &Piece, scene: &Scene<'_, T>, buffers: &mut Buffers<'_, T>) {
         let (problem, unit) = (walk.problem, &walk.unit);
         let (head_width, value_width) = (problem.head_width, problem.value_width);
-        let scales = Scales::new(problem, walk.table.as_ref(), scene);
         let decays = !unit.decay.is_none();
         let row_length = buffers.sizes.tile_row;
         let near = near_columns(problem);
         let sequence = &unit.sequence;
-        if problem.exponential {
-            let (shifts, unit) = self.shifts;
-            // SAFETY: each row belongs to one segment and piece, so to one task.
-            unsafe { shifts.row(unit, 0, piece.row, piece.rows) }.fill(scales.shift);
-        }
-
         // Sᵀ and Vᵀ are wanted by every head; without a mask every piece has the same Sᵀ.
-        let mut has_state = self.has_state && !problem.causal;
-        if problem.content && !has_state {
-            let local = scene.local.map(|local| (local, scales.local));
-            if let Some((sum, keys)) = combine_states(buffers.state, (scene.start, scales.start), local) {
-                transpose((sum, value_width), (head_width, value_width), (buffers.state_columns, head_width));
-                buffers.keys_sum.copy_from_slice(keys);
-                has_state = true;
-            }
-            self.has_state = has_state;
-        }
+        self.state = self.state.filter(|_| !problem.causal);
         let separate = problem.layout.separate();
         let tiled = near > 0 || (problem.content && piece.keys > 0);
         if tiled {
@@ -64,13 +48,28 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
         }
         let run_sum = std::mem::take(&mut buffers.far);
         for (n, head) in problem.heads(unit).enumerate() {
+            let scales = Scales::new(problem, walk.table.map(|table| table.shift(head)), scene);
+            if problem.exponential {
+                let (shifts, unit) = self.shifts;
+                // SAFETY: each row belongs to one segment and piece, so to one task.
+                unsafe { shifts.row(unit, n, piece.row, piece.rows) }.fill(scales.shift);
+            }
+            if problem.content && self.state != Some(scales) {
+                let local = scene.local.map(|local| (local, scales.local));
+                let state = combine_states(buffers.state, (scene.start, scales.start), local);
+                self.state = state.map(|(sum, keys)| {
+                    transpose((sum, value_width), (head_width, value_width), (buffers.state_columns, head_width));
+                    buffers.keys_sum.copy_from_slice(keys);
+                    scales
+                });
+            }
             let (first, count) = (piece.row, piece.rows);
             problem.load_queries(unit, head, first, count, buffers.q_shift, buffers.q, &mut buffers.lift);
             let q_shift = &*buffers.q_shift;
             let scale = |row: usize| if problem.exponential { (scales.shift + q_shift[row]).exp() } else { T::ONE };
             self.source.load(problem, unit, head, piece.row, piece.rows, scale, buffers.o, buffers.sums);
             let mut written = false;
-            if has_state {
+            if self.state.is_some() {
                 let (next, end) = piece.next_rows();
                 let [out, d_out] = self.source.ahead(problem, unit, head, next, end);
                 let ahead = [problem.queries_ahead(unit, head, next, end), out, d_out];
@@ -193,8 +192,13 @@ impl<T: Real> Visitor<T> for QueryGradients<'_, '_, T> {
                 buffers.dq[..piece.rows * head_width].fill(T::ZERO);
             }
             if let Some(place) = &mut self.sums {
-                // Without a mask the exponent is that of the whole unit.
+                // Without a mask the exponent is that of the head, in all pieces.
                 place.sums.raise(-scales.shift);
+                let factor = (-scales.shift - *place.sums.shift()).exp();
+                if factor != T::ONE {
+                    scale_by(&mut buffers.o[..count * value_width], factor);
+                    scale_by(&mut buffers.sums[..count], factor);
+                }
                 let token = sequence.query_start + first;
                 let ahead = self.sink.rows.dq.ahead(sequence.batch, head, token, count, problem.dims.head_dim);
                 let rows = (&*buffers.q, &*buffers.o, &*buffers.sums);

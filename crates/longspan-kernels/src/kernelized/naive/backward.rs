@@ -88,7 +88,7 @@ pub(in super::super) fn backward<T: Real>(
                     for at in 0..range.rows {
                         let d = &mut block.o[at * value_width..][..value_width];
                         (gains[at], c[at]) = (T::ZERO, T::ZERO);
-                        if let Some(sight) = keys.sight(row + at) {
+                        if let Some(sight) = keys.sight(head, row + at) {
                             end = end.max(sight.end);
                             if problem.attention.normalizes() {
                                 let rows = sequence.batch * problem.dims.heads + head;
@@ -130,7 +130,8 @@ pub(in super::super) fn backward<T: Real>(
                         for at in 0..range.rows {
                             let (line, d_line) =
                                 (&mut block.tile[at * tile_width..], &mut d_tile[at * tile_width..][..tile_width]);
-                            let Some(sight) = keys.sight(row + at).filter(|s| s.end > key && gains[at] != T::ZERO)
+                            let Some(sight) =
+                                keys.sight(head, row + at).filter(|s| s.end > key && gains[at] != T::ZERO)
                             else {
                                 line[..tile_width].fill(T::ZERO);
                                 d_line.fill(T::ZERO);
@@ -191,7 +192,7 @@ pub(in super::super) fn backward<T: Real>(
                         for at in 0..range.rows {
                             let d_line = &mut d_tile[at * tile_width..][..tile_width];
                             d_line.fill(T::ZERO);
-                            let sight = keys.sight(row + at).filter(|s| s.end > key && gains[at] != T::ZERO);
+                            let sight = keys.sight(head, row + at).filter(|s| s.end > key && gains[at] != T::ZERO);
                             let Some(sight) = sight else { continue };
                             let d_seen = &mut d_line[..count.min(sight.end - key)];
                             d_seen.fill(c[at] * gains[at]);

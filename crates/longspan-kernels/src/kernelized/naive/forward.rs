@@ -53,7 +53,7 @@ pub(in super::super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_
                 for at in 0..range.rows {
                     let sum = &mut block.o[at * value_width..][..value_width];
                     let (mut denominator, mut exponent) = (T::ZERO, T::ZERO);
-                    if let Some(sight) = keys.sight(row + at) {
+                    if let Some(sight) = keys.sight(head, row + at) {
                         exponent = if problem.exponential { sight.shift + block.exponents[at] } else { T::ZERO };
                         denominator = block.sums[at] * sight.decay;
                         // What a long decay leaves is no normal number: the row gives 0 and says so, so that its gradient

@@ -27,8 +27,8 @@ pub(super) struct Keys<'x, 'a, T: 'static> {
     /// Values, keys × value_width, and in backward each tile's transpose; 0 where a key is ignored.
     pub v: &'x mut [T],
     pub v_columns: &'x mut [T],
-    /// The exponent subtracted from each key, NaN for one without; and of a row that sees the keys up to each, the exponent that weights
-    /// are relative to, and what brings the table's terms to it. Under an exponential map only.
+    /// The exponent subtracted from each key, NaN for one without; and for each head, of a row that sees the keys up to each, the exponent
+    /// that weights are relative to, and what brings the table's terms to it. Under an exponential map only.
     pub row_max: &'x mut [T],
     shifts: &'x mut [T],
     positions: &'x mut [T],
@@ -105,7 +105,8 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
     pub fn len(problem: &Problem<'_, T>, backward: bool) -> usize {
         let keys = padded::<T>(most_keys(problem)).next_multiple_of(tile_width::<T>(most_keys(problem)).max(1));
         keys * (2 * problem.head_width + if backward { 2 } else { 1 } * problem.value_width)
-            + 4 * padded::<T>(most_keys(problem))
+            + 2 * padded::<T>(most_keys(problem))
+            + 2 * padded::<T>(problem.dims.group() * most_keys(problem))
             + keys
     }
 
@@ -133,8 +134,8 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             v: arena.take(whole * value_width),
             v_columns: arena.take(if backward { whole * value_width } else { 0 }),
             row_max: arena.take(if exp { keys } else { 0 }),
-            shifts: arena.take(if exp { keys } else { 0 }),
-            positions: arena.take(if exp { keys } else { 0 }),
+            shifts: arena.take(if exp { problem.dims.group() * keys } else { 0 }),
+            positions: arena.take(if exp { problem.dims.group() * keys } else { 0 }),
             present: arena.take(if problem.taylor.is_some() { whole } else { usize::from(padding.is_some()) * keys }),
             powers: arena.take(if unit.decay.is_none() { 0 } else { keys }),
             tile_width,
@@ -142,7 +143,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         };
         all.load(lift);
         for (n, power) in all.powers.iter_mut().rev().enumerate() {
-            *power = unit.decay.between(0, n as isize);
+            *power = unit.decay.power(n);
         }
         for (key, present) in all.present.iter_mut().enumerate() {
             *present = if key >= keys || unit.sequence.ignores(key) { T::ZERO } else { T::ONE };
@@ -174,20 +175,23 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         if problem.exponential {
             problem.all_key_max(&unit, self.row_max);
         }
-        let mut highest = T::NEG_INFINITY;
-        for (key, (top, shift)) in self.row_max.iter_mut().zip(&mut *self.shifts).enumerate() {
+        for (key, top) in self.row_max.iter_mut().enumerate() {
             if unit.sequence.ignores(key) {
                 *top = T::NEG_INFINITY;
-            } else if top.is_finite() {
-                highest = highest.max(*top);
-            } else {
+            } else if !top.is_finite() {
                 *top = T::from_f64(f64::NAN);
             }
-            let all = self.table.map_or(highest, |table| highest.max(table.shift));
-            *shift = if all.is_finite() { all } else { T::ZERO };
         }
-        for (position, &shift) in self.positions.iter_mut().zip(&*self.shifts) {
-            *position = self.table.map_or(T::ONE, |table| (table.shift - shift).exp());
+        let of_heads = self.shifts.chunks_exact_mut(keys.max(1)).zip(self.positions.chunks_exact_mut(keys.max(1)));
+        for (head, (shifts, positions)) in problem.heads(&unit).zip(of_heads) {
+            let of_table = self.table.map(|table| table.shift(head));
+            let mut highest = of_table.unwrap_or(T::NEG_INFINITY);
+            for ((top, shift), position) in self.row_max.iter().zip(shifts).zip(positions) {
+                // NaN does not count.
+                highest = highest.max(*top);
+                *shift = if highest.is_finite() { highest } else { T::ZERO };
+                *position = of_table.map_or(T::ONE, |of_table| (of_table - *shift).exp());
+            }
         }
         let k = std::mem::take(&mut self.k);
         for (first, count) in pieces(0..keys, TILE) {
@@ -206,8 +210,8 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         self.problem.load_keys(&self.unit, first, count, shift, to, lift);
     }
 
-    /// What row `row` sees, or none if it sees nothing.
-    pub fn sight(&self, row: usize) -> Option<Sight<T>> {
+    /// What row `row` of a head sees, or none if it sees nothing.
+    pub fn sight(&self, head: usize, row: usize) -> Option<Sight<T>> {
         let problem = self.problem;
         let stands = row as isize + problem.offset;
         let end = if problem.causal { self.unit.clamp(stands + 1) } else { self.unit.sequence.keys };
@@ -216,11 +220,12 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         }
         let mut sight = Sight { stands, end, decay: T::ONE, shift: T::ZERO, position: T::ONE };
         // Decay comes with a causal mask alone, so the row stands at the last key that it sees or later.
-        sight.decay = self.unit.decay.between(end as isize, stands + 1);
+        sight.decay = self.unit.decay.between(end as isize - 1, stands);
         if problem.exponential {
-            let of_table = self.table.map_or(T::ZERO, |table| table.shift);
-            sight.shift = self.shifts.get(end - 1).copied().unwrap_or(of_table);
-            sight.position = self.positions.get(end - 1).copied().unwrap_or(T::ONE);
+            let of_table = self.table.map_or(T::ZERO, |table| table.shift(head));
+            let place = (head - problem.heads(&self.unit).start) * self.unit.sequence.keys + end - 1;
+            sight.shift = self.shifts.get(place).copied().unwrap_or(of_table);
+            sight.position = self.positions.get(place).copied().unwrap_or(T::ONE);
         }
         Some(sight)
     }
@@ -250,7 +255,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
             .compute();
         if problem.exponential {
             for row in 0..range.rows {
-                let position = self.sight(range.row + row).map_or(T::ONE, |sight| sight.position);
+                let position = self.sight(range.head, range.row + row).map_or(T::ONE, |sight| sight.position);
                 scale_by(&mut block.relative[row * table.width..][..table.width], position);
             }
         }
@@ -311,7 +316,7 @@ impl<'x, 'a, T: Real> Keys<'x, 'a, T> {
         }
         let mut factors = ContentFactors::new(key);
         for row in 0..range.rows {
-            let Some(sight) = self.sight(range.row + row).filter(|sight| sight.end > key) else { continue };
+            let Some(sight) = self.sight(range.head, range.row + row).filter(|sight| sight.end > key) else { continue };
             let line = &mut block.tile[row * row_length..][..keys.min(sight.end - key)];
             factors.multiply(self, &sight, block.factors, line);
             if let (Some(table), Some((from, to, first))) = (&self.table, self.near(sight.stands, key, line.len())) {

@@ -28,7 +28,7 @@ pub(in crate::kernelized) struct Scene<'x, T> {
 
 /// How the parts of a piece's weights are brought to one exponent under an exponential map; all 1 otherwise, but for
 /// the decay of the start state.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::kernelized) struct Scales<T> {
     pub start: T,
     pub local: T,
@@ -37,7 +37,8 @@ pub(in crate::kernelized) struct Scales<T> {
 }
 
 impl<T: Real> Scales<T> {
-    pub fn new(problem: &Problem<'_, T>, table: Option<&Table<'_, T>>, scene: &Scene<'_, T>) -> Self {
+    /// For a head whose table has the exponent `table`.
+    pub fn new(problem: &Problem<'_, T>, table: Option<T>, scene: &Scene<'_, T>) -> Self {
         let &Scene { start, start_decay, local, .. } = scene;
         let none = Self { start: start_decay, local: T::ONE, relative: T::ONE, shift: T::ZERO };
         if !problem.exponential {
@@ -54,7 +55,7 @@ impl<T: Real> Scales<T> {
             }
         }
         if let Some(table) = table {
-            shift = shift.max(table.shift);
+            shift = shift.max(table);
         }
         if !shift.is_finite() {
             return none;
@@ -63,7 +64,7 @@ impl<T: Real> Scales<T> {
         Self {
             start: start_decay * factor(start.shift()),
             local: local.map_or(T::ZERO, |local| factor(local.shift())),
-            relative: table.map_or(T::ZERO, |table| factor(table.shift)),
+            relative: table.map_or(T::ZERO, factor),
             shift,
         }
     }
