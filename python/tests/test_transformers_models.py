@@ -60,6 +60,7 @@ FORMS, GATED = ["norm_kind=rms", "activation=silu", "gated=true"], "gated_attent
 @pytest.mark.parametrize(
     "settings",
     [["attention=shaw"], ["attention=softmax"], ["attention=shaw,softmax", *FORMS, GATED], ["attention=fourier"], ["attention=aft-conv"], ["attention=toeplitz"],
+     ["attention=gated-delta", "attention_options={convolution=4}", GATED], ["attention=delta,softmax", "attention_options={delta={convolution=2}}"],
      ["attention=kernelized", "norm=post", "activation=gelu"], ["tokens=bpe", "vocabulary=300"]],
     ids=lambda settings: settings[0],
 )  # fmt: skip
