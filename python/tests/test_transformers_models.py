@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 
@@ -26,7 +27,7 @@ from longspan.transformers._models import _CACHE as CACHE  # noqa: E402
 SIZES = {"d_model": 16, "heads": 2, "d_ff": 32, "layers": 2, "encoder_layers": 1, "decoder_layers": 2, "radius": 3}
 MODELS = [LongspanForCausalLM, LongspanForSequenceClassification, LongspanForSeq2SeqLM]
 STREAMED = ["kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax",
-            "short-convolution"]  # fmt: skip
+            "short-convolution", "gated-delta"]  # fmt: skip
 TEXT = "".join(f"It was the {name} of the {thing}.\n" for name in ("best", "worst", "age") for thing in ("sea", "sun", "hill"))
 
 
@@ -219,6 +220,21 @@ def test_padding_on_the_left(attention):
         for some, which in ((ids, mask), (ids[:1, 4:], None), (ids[1:], None))
     )
     torch.testing.assert_close(together, torch.cat([first, second]), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_padding_behind_a_cache():
+    """Tokens that come with ignored ones stand after those of the cache, where a model counts positions."""
+    model, ids, mask = causal(attention="softmax"), torch.randint(4, 30, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 7:] = 0
+    pair = LongspanForSeq2SeqLM(LongspanConfig(**{**SIZES, "attention": "kernelized"}, vocab_size=30, target_vocab_size=30)).eval()
+    for run, name in ((model, ""), (partial(pair, ids), "decoder_")):
+        def rows(part, **more):
+            return run(**{f"{name}input_ids": ids[:, part], f"{name}attention_mask": mask[:, : part.stop]}, **more).logits
+
+        cache = StateCache()
+        pieces = torch.cat([rows(part, **{CACHE: cache}) for part in (slice(0, 4), slice(4, 9))], 1)
+        torch.testing.assert_close(pieces[mask.bool()], rows(slice(0, 9))[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", STREAMED)

@@ -195,10 +195,10 @@ def _sinusoidal(x: Tensor, position: Tensor) -> Tensor:
 
 
 def counted(x: Tensor, ignored: Tensor | None, first: int = 0) -> Tensor:
-    """Positions of the rows of ``x``, of which ignored ones do not count, ``[batch or 1, tokens]``."""
+    """Positions of the rows of ``x``, of which ignored ones do not count, after the ``first``, ``[batch or 1, tokens]``."""
     if ignored is None:
         return torch.arange(first, first + x.shape[1], device=x.device)[None]
-    return ((~ignored).cumsum(1) - 1).clamp(min=0)
+    return first + ((~ignored).cumsum(1) - 1).clamp(min=0)
 
 
 def _beyond(lengths: Tensor, count: int) -> Tensor:
