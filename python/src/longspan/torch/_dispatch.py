@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from enum import Enum
+from operator import index
 from typing import Any
 
 import torch
@@ -247,10 +248,18 @@ _state_shape._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def shape_of_states(call: Request, tensors: Sequence[Any]) -> tuple[str, str, tuple[int, ...]]:
     """Mechanism, options and parts of a call's states."""
     q, k, v, *parameters = tensors
-    # States have fixed sizes: a compiled function is one of these heads and widths, and of any number of tokens.
+    # States have fixed sizes: a compiled function is one of these heads and widths, even if they are symbols there, and of any number of
+    # tokens.
     sharing = _operators.sharing(k, v)
-    sizes = (int(q.shape[1]) * sharing, int(k.shape[1]) * sharing, int(q.shape[3]), int(v.shape[3]))
-    return _state_shape(call.mechanism, call.options, call.operation, _calls.shaped(call.mechanism, parameters), sizes)
+    sizes = tuple([index(size) for size in (q.shape[1] * sharing, k.shape[1] * sharing, q.shape[3], v.shape[3])])
+    shaped = tuple([(name, _fixed(value)) for name, value in _calls.shaped(call.mechanism, parameters)])
+    return _state_shape(call.mechanism, call.options, call.operation, shaped, sizes)
+
+
+def _fixed(size: Any) -> Any:
+    if isinstance(size, tuple):
+        return tuple([index(one) for one in size])
+    return size if size is None or isinstance(size, bool) else index(size)
 
 
 def _transformed(tensors: Sequence[Tensor], state: Any = None) -> bool:
