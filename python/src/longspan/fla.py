@@ -226,13 +226,9 @@ def mamba_chunk_scan_combined(
     if seq_idx is not None:
         if initial_states is not None or return_final_states or cu_seqlens is not None:
             raise ValueError(f"{operation}: seq_idx: expected None with states or cu_seqlens, got both")
-        rows = [tensor.flatten(0, 1)[None] for tensor in (x, dt, B, C)]
-        bounds = sequences(operation, seq_idx, x.shape[:2])
-        gate = None if z is None else z.flatten(0, 1)[None]
-        packed: Tensor = mamba_chunk_scan_combined(
-            rows[0], rows[1], A, rows[2], rows[3], None, D, gate, dt_bias, None, None, bounds, dt_softplus, dt_limit
-        )  # fmt: skip
-        return packed.view(x.shape)
+        cu_seqlens = sequences(operation, seq_idx, x.shape[:2])
+        dt, B, C = (tensor.flatten(0, 1)[None] for tensor in (dt, B, C))
+    shape, x = x.shape, x if seq_idx is None else x.flatten(0, 1)[None]
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -243,6 +239,7 @@ def mamba_chunk_scan_combined(
     )  # fmt: skip
     if D is not None:
         out = out + x * (D if D.dim() == 2 else D[:, None])
+    out = out.reshape(shape)
     if z is not None:
         out = out * F.silu(z)
     out = out.to(x.dtype)
