@@ -2,6 +2,7 @@
 
 import json
 import math
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from agreement import learned  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_runs import WORDS, run_command as run, settings_of  # noqa: E402
+from torch.nn.utils.parametrize import register_parametrization  # noqa: E402
 
 from longspan.torch.runs import END, START, Tokenizer  # noqa: E402
 from longspan.transformers import (  # noqa: E402
@@ -273,6 +275,49 @@ def test_they_learn_and_come_back(kind, tmp_path):
         doubled = kind.from_pretrained(tmp_path, dtype="float64")
         for one, other in zip(model.parameters(), doubled.parameters()):
             torch.testing.assert_close(2 * one.double(), other, rtol=0, atol=0)
+
+
+class Adapted(torch.nn.Module):
+    """A projection with a change, as adapters of peft are: what is wrapped still shows its weights."""
+
+    def __init__(self, base, change):
+        super().__init__()
+        self.base, self.change, self.weight, self.bias = base, change, base.weight, base.bias
+
+    def forward(self, x):
+        return self.base(x) + x @ self.change.T
+
+
+class Plus(torch.nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight):
+        return weight + self.change
+
+
+AROUND = {
+    "module": lambda attention, change: setattr(attention, "query_key_value", Adapted(attention.query_key_value, change)),
+    "hook": lambda attention, change: attention.query_key_value.register_forward_hook(lambda _, x, out: out + x[0] @ change.T),
+    "parametrization": lambda attention, change: register_parametrization(attention.query_key_value, "weight", Plus(change)),
+    "forward": lambda attention, change: setattr(
+        attention.query_key_value, "forward", Adapted(deepcopy(attention.query_key_value), change).forward
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", AROUND)
+@torch.no_grad()
+def test_what_is_put_around_a_projection_counts(way):
+    model = LongspanForSeq2SeqLM(LongspanConfig(**SIZES, vocab_size=30, target_vocab_size=20)).eval()
+    merged, ids, target = deepcopy(model), torch.randint(4, 30, (2, 7)), torch.randint(4, 20, (2, 5))
+    for block, other in zip(model.model.decoder, merged.model.decoder):
+        change = torch.randn(48, 16)
+        AROUND[way](block.cross_attention, change)
+        other.cross_attention.query_key_value.weight += change
+    got, expected = (one(ids, decoder_input_ids=target).logits for one in (model, merged))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_losses_are_those_of_the_labels():
