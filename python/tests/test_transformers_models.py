@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 from agreement import learned  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_runs import WORDS, run_command as run, settings_of  # noqa: E402
-from torch.nn.utils.parametrize import register_parametrization  # noqa: E402
 
 from longspan.torch.runs import END, START, Tokenizer  # noqa: E402
 from longspan.transformers import (  # noqa: E402
@@ -288,19 +287,9 @@ class Adapted(torch.nn.Module):
         return self.base(x) + x @ self.change.T
 
 
-class Plus(torch.nn.Module):
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def forward(self, weight):
-        return weight + self.change
-
-
 AROUND = {
     "module": lambda attention, change: setattr(attention, "query_key_value", Adapted(attention.query_key_value, change)),
     "hook": lambda attention, change: attention.query_key_value.register_forward_hook(lambda _, x, out: out + x[0] @ change.T),
-    "parametrization": lambda attention, change: register_parametrization(attention.query_key_value, "weight", Plus(change)),
     "forward": lambda attention, change: setattr(
         attention.query_key_value, "forward", Adapted(deepcopy(attention.query_key_value), change).forward
     ),
