@@ -9,7 +9,7 @@ use longspan_kernels::{
 };
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyList, PyTuple};
 
 use crate::arrays::{Dtype, Precision, Shape, Tensor, key_padding, with_precision};
 use crate::error;
@@ -90,9 +90,12 @@ impl Mechanism {
         self.expect_shape("v", &v, &[batch, kv_heads, keys, value_dim])?;
         self.expect_groups(query_heads, key_heads)?;
         let parameters = self.parameters(&dims, dtype, parameters)?;
+        let truth = offset.is_instance_of::<PyBool>();
         let offset = offset
             .extract::<isize>()
-            .map_err(|_| error::kind(operation, "offset", "an integer that fits 64 bits", offset.to_string()))?;
+            .ok()
+            .filter(|_| !truth)
+            .ok_or_else(|| error::kind(operation, "offset", "an integer that fits 64 bits", offset.to_string()))?;
         let ignored = key_padding_mask.map(|mask| key_padding(operation, mask, batch, keys)).transpose()?;
         if ignored.is_some() && cu_seqlens.is_some() {
             return Err(self.wrong(

@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyString};
+use pyo3::types::{PyBool, PyInt, PyString};
 
 /// Arguments that have another name in Python than in the kernels.
 const NAMES: [(&str, &str); 11] = [
@@ -59,15 +59,19 @@ pub fn in_words(text: &str) -> String {
 
 /// An argument that is a size, or one of several.
 pub fn size(operation: &str, argument: &str, given: &Bound<'_, PyAny>) -> PyResult<usize> {
-    let wrong = || -> PyResult<PyErr> {
-        let expected = "an integer from 0 on";
-        let got = given.repr()?;
-        let integer = given.is_instance_of::<PyInt>() || given.hasattr("__index__")?;
-        Ok(if integer { value(operation, argument, expected, got) } else { kind(operation, argument, expected, got) })
-    };
+    // To Python a truth value is an integer: a mask of entries would select the first two, over and over.
+    let truth = given.is_instance_of::<PyBool>();
     match given.extract() {
-        Ok(size) => Ok(size),
-        Err(_) => Err(wrong()?),
+        Ok(size) if !truth => Ok(size),
+        _ => {
+            let (expected, got) = ("an integer from 0 on", given.repr()?);
+            let integer = !truth && (given.is_instance_of::<PyInt>() || given.hasattr("__index__")?);
+            Err(if integer {
+                value(operation, argument, expected, got)
+            } else {
+                kind(operation, argument, expected, got)
+            })
+        }
     }
 }
 

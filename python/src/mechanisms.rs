@@ -9,8 +9,8 @@ use std::sync::Arc;
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
     Aft, Algorithm, AnyKernel, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, Gate, GatedAttention,
-    KernelizedAttention, Positions, RelativeMap, Score, Shaw, ShortConvolution, SoftmaxAttention, Toeplitz, Update,
-    Wave,
+    KernelizedAttention, LearnedGates, Positions, RelativeMap, Score, Shaw, ShortConvolution, SoftmaxAttention,
+    Toeplitz, Update, Wave,
 };
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;
@@ -437,6 +437,13 @@ struct GatedOptions {
     l2_norm: bool,
     #[serde(default)]
     scale: Option<f64>,
+    /// Whether gates come with the keys, as in modules; the other options are theirs.
+    #[serde(default)]
+    learned: bool,
+    #[serde(default)]
+    beta_max: Option<f64>,
+    #[serde(default)]
+    convolution: Option<usize>,
 }
 
 #[derive(Deserialize, Default)]
@@ -449,13 +456,17 @@ enum GateName {
 }
 
 fn gated_attention(update: Update, options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let GatedOptions { gate, l2_norm, scale } = read(options)?;
+    let GatedOptions { gate, l2_norm, scale, learned, beta_max, convolution } = read(options)?;
     let gate = match gate {
         GateName::None => Gate::None,
         GateName::Head => Gate::Head,
         GateName::Channel => Gate::Channel,
     };
-    Ok(Arc::new(GatedAttention { update, gate, l2_norm, scale }))
+    let attention = GatedAttention { update, gate, l2_norm, scale };
+    if learned {
+        return Ok(Arc::new(LearnedGates { attention, beta_max: beta_max.unwrap_or(1.0), convolution }));
+    }
+    Ok(Arc::new(attention))
 }
 
 fn gated(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {

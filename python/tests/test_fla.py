@@ -83,6 +83,15 @@ def test_mamba2_scan_is_transformers():
     for one, other in zip(got, expected):
         near(one, other)
     near(*(torch.autograd.grad(out[0].square().sum(), x)[0] for out in (got, expected)))
+    ends = [[0, 30, 30, 100], [0, 1, 99, 100]]
+    index = torch.stack([torch.arange(3).repeat_interleave(torch.tensor(one).diff()) for one in ends])
+    z, options = torch.randn_like(x), {"D": d, "dt_bias": bias, "dt_softplus": True}
+    packed = fla.mamba_chunk_scan_combined(x, dt, a, b, c, z=z, seq_idx=index, **options)
+    for n, one in enumerate(ends):
+        for start, end in zip(one, one[1:]):
+            alone = [tensor[n : n + 1, start:end] for tensor in (x, dt, b, c, z)]
+            right = fla.mamba_chunk_scan_combined(*alone[:2], a, *alone[2:4], z=alone[4], **options)
+            torch.testing.assert_close(packed[n : n + 1, start:end], right)
 
 
 @pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
@@ -232,6 +241,11 @@ def test_what_is_wrong_is_named():
             fla.chunk_gated_delta_rule(*arguments)
     with pytest.raises(ValueError, match="expected tensors on the cpu, got meta.*flash-linear-attention"):
         fla.chunk_gla(*(x.to("meta") for x in (q, k, v[:, :, :2], torch.zeros(2, 5, 2, 16))))
+    with pytest.raises(ValueError, match="conv_state: expected 3 tokens or more, one less than taps, got 1"):
+        fla.causal_conv1d_update(torch.ones(1, 2, 5), torch.zeros(1, 2, 1), torch.ones(2, 4))
+    x, scan = torch.ones(1, 5, 2, 3), partial(fla.mamba_chunk_scan_combined, seq_idx=torch.zeros(1, 5))
+    with pytest.raises(ValueError, match="seq_idx: expected None with states or cu_seqlens"):
+        scan(x, x[..., 0], -torch.ones(2), x, x, return_final_states=True)
     with pytest.raises(ValueError, match="activation"):
         fla.causal_conv1d_fn(torch.ones(1, 2, 3), torch.ones(2, 2), activation="relu")
     for empty in (torch.ones(0, 2, 3), torch.ones(1, 2, 0)):
@@ -294,7 +308,7 @@ def test_accelerated_models_are_the_same(name):
 
 def test_functions_are_replaced_by_the_first_tensors_device():
     """Also where all arguments have names."""
-    theirs, called = (lambda *_, **__: "theirs"), []
+    theirs, called = (lambda x=None, unknown=None, y=None: "theirs"), []
     module = types.ModuleType("somebodys")
     module.function = theirs
     sys.modules["somebodys"] = module
@@ -305,15 +319,31 @@ def test_functions_are_replaced_by_the_first_tensors_device():
     near, far = torch.ones(1), torch.ones(1, device="meta")
     assert module.function(near) == module.function(x=near) == module.function(y=None, x=near) == "ours"
     assert module.function(far) == module.function(x=far) == module.function(None, far) == module.function() == "theirs"
-    assert len(called) == 3
+    assert module.function(near, None, 3) == "ours" and called[-1] == (near, 3)
+    assert len(called) == 4
 
 
-def test_accelerated_models_keep_packed_sequences_apart():
-    config = transformers.Qwen3NextConfig(**MODELS["Qwen3Next"])
+@pytest.mark.parametrize("said", [("cu_seq_lens_q", "seq_idx"), ("cu_seq_lens_q",), ("seq_idx",)], ids=str)
+@pytest.mark.parametrize("name", ["Qwen3Next", "KimiLinear", "Mamba2", "Lfm2", "FalconH1"])
+def test_accelerated_layers_keep_packed_sequences_apart(name, said):
     torch.manual_seed(2)
-    layer = qwen3_next.Qwen3NextGatedDeltaNet(config, 0)
-    accelerate(layer)
-    q, k, v, beta, _ = inputs(60, 2, 4, batch=1)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**MODELS[name]))
+    layer = model.get_submodule(accelerate(model)[0])
+    x = torch.randn(1, 60, 32)
+    packed = {"cu_seq_lens_q": torch.tensor([0, 25, 26, 60], dtype=torch.int32),
+              "seq_idx": torch.tensor([[0] * 25 + [1] + [2] * 34], dtype=torch.int32)}  # fmt: skip
+    found = layer(x, **{name: packed[name] for name in said})
+    near(found, torch.cat([layer(part) for part in x.split([25, 1, 34], 1)], 1))
+    if said == ("seq_idx",):
+        two = layer(torch.cat([x, x.flip(1)]), seq_idx=torch.cat([packed["seq_idx"], torch.zeros(1, 60, dtype=torch.int32)]))
+        near(two, torch.cat([found, layer(x.flip(1))]))
+
+
+def test_a_state_that_comes_without_its_name_is_taken():
+    q, k, v, beta, state = inputs(6, 2, 4)
     g = -torch.rand(v.shape[:3])
-    out, _ = qwen3_next.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, cu_seqlens=torch.tensor([0, 25, 60]))
-    near(out[:, 25:], GATED_DELTA_RULE(*(x[:, 25:] for x in (q, k, v)), g=g[:, 25:], beta=beta[:, 25:])[0])
+    accelerate(qwen3_next.Qwen3NextGatedDeltaNet(transformers.Qwen3NextConfig(**MODELS["Qwen3Next"]), 0))
+    out, after = qwen3_next.torch_recurrent_gated_delta_rule(q, k, v, g, beta, state, True)
+    right = GATED_DELTA_RULE(q, k, v, g, beta, state, True)
+    near(out, right[0])
+    near(after, right[1])

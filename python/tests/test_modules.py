@@ -1,6 +1,7 @@
 """Modules and layers: drop-ins that compute what they say, learn, compile and stream."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 
@@ -251,6 +252,11 @@ def test_modules_compile_and_copy():
     torch.testing.assert_close(got, expected)
     got.sum().backward()
     assert layer.self_attn.attention.rel.grad.abs().sum() > 0
+    compiled = torch.compile(layer.self_attn, fullgraph=True, backend="aot_eager")
+    for ignored in (-torch.inf, torch.finfo().min):
+        numbers = torch.zeros(2, 7).masked_fill(mask, ignored)
+        with nullcontext() if ignored == -torch.inf else pytest.raises(RuntimeError, match="expected only 0 and -inf among its numbers"):
+            torch.testing.assert_close(compiled(x, x, x, numbers)[0], layer.self_attn(x, x, x, mask)[0])
     torch.testing.assert_close(copy.deepcopy(layer)(x, src_key_padding_mask=mask, is_causal=True), expected)
 
 

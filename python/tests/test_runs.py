@@ -43,8 +43,8 @@ RUNS = [
     ("toeplitz", "bias = {kind = 'buckets', buckets = 8, max_distance = 20, bidirectional = true}"), ("aft-full", None),
     ("aft-full", "length = 40, rank = 3"), ("aft-local", "window = 3"), ("aft-simple", None), ("aft-conv", None),
     ("aft-conv", "taps = 4, normalized = false"), ("short-convolution", "width = 3"),
-    ("gated", "gate = 'channel'"), ("delta", "beta_max = 2.0"), ("gated-delta", None), ("softmax", None),
-    ("softmax-window", "window = 4"),
+    ("gated", "gate = 'channel'"), ("gated", "convolution = 3"), ("delta", "beta_max = 2.0"),
+    ("gated-delta", None), ("gated-delta", "gate = 'channel', convolution = 4"), ("softmax", None), ("softmax-window", "window = 4"),
 ]  # fmt: skip
 
 

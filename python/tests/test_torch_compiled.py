@@ -47,10 +47,10 @@ def test_a_stretch_after_a_state(name, path):
     same_gradients(out, expected, tensors, weights=torch.randn_like(out), allow_unused=True)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_stretches_of_any_length(name):
+@pytest.mark.parametrize("name, dynamic", [*((name, None) for name in CASES), ("shaw", True), ("short-convolution", True)])
+def test_stretches_of_any_length(name, dynamic):
     function, parameters = CASES[name]
-    attend = torch.compile(function, fullgraph=True, backend="aot_eager")
+    attend = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     state, expected = None, None
     for length in (5, 3, 4):
         tensors = [x[:, :, :length] for x in inputs()]

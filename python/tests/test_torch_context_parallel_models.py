@@ -156,6 +156,7 @@ def modules(rank, world):
         ("context_parallel: self_attn.attention: expected attention whose stretches add up, got toeplitz", make("toeplitz"), group),
         ("got softmax: its weights need every key", make("softmax"), group),
         ("got aft-full", make("aft-full"), group),
+        ("got delta: states that decay or correct themselves are not exchanged", make("gated-delta", convolution=4), group),
         ("0: expected attention of longspan, got torch's", nn.Sequential(nn.MultiheadAttention(8, 2)), group),
         ("expected a mechanism of longspan, got Identity", make(lambda *_, **__: nn.Identity()), group),
         ("expected one with attention of longspan in it, got Linear", nn.Linear(2, 2), group),

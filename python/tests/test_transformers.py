@@ -45,18 +45,6 @@ def test_generate_is_the_full_forward(name, cache):
 
 
 @torch.no_grad()
-def test_memory_is_constant():
-    llama = model()
-    sizes = []
-    for count in (3, 60):
-        cache = StateCache()
-        llama.generate(torch.randint(2, 50, (1, 5)), max_new_tokens=count, do_sample=False, past_key_values=cache)
-        assert cache.get_seq_length() == 5 + count - 1
-        sizes.append(cache.nbytes)
-    assert sizes[0] == sizes[1] > 0
-
-
-@torch.no_grad()
 def test_padding_on_the_left():
     llama = model()
     ids = torch.randint(2, 50, (2, 9))

@@ -2,6 +2,8 @@
 
 import json
 import math
+from copy import deepcopy
+from functools import partial
 
 import pytest
 
@@ -26,7 +28,7 @@ from longspan.transformers._models import _CACHE as CACHE  # noqa: E402
 SIZES = {"d_model": 16, "heads": 2, "d_ff": 32, "layers": 2, "encoder_layers": 1, "decoder_layers": 2, "radius": 3}
 MODELS = [LongspanForCausalLM, LongspanForSequenceClassification, LongspanForSeq2SeqLM]
 STREAMED = ["kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax",
-            "short-convolution"]  # fmt: skip
+            "short-convolution", "gated-delta"]  # fmt: skip
 TEXT = "".join(f"It was the {name} of the {thing}.\n" for name in ("best", "worst", "age") for thing in ("sea", "sun", "hill"))
 
 
@@ -60,6 +62,7 @@ FORMS, GATED = ["norm_kind=rms", "activation=silu", "gated=true"], "gated_attent
 @pytest.mark.parametrize(
     "settings",
     [["attention=shaw"], ["attention=softmax"], ["attention=shaw,softmax", *FORMS, GATED], ["attention=fourier"], ["attention=aft-conv"], ["attention=toeplitz"],
+     ["attention=gated-delta", "attention_options={convolution=4}", GATED], ["attention=delta,softmax", "attention_options={delta={convolution=2}}"],
      ["attention=kernelized", "norm=post", "activation=gelu"], ["tokens=bpe", "vocabulary=300"]],
     ids=lambda settings: settings[0],
 )  # fmt: skip
@@ -220,6 +223,21 @@ def test_padding_on_the_left(attention):
     torch.testing.assert_close(together, torch.cat([first, second]), rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_padding_behind_a_cache():
+    """Tokens that come with ignored ones stand after those of the cache, where a model counts positions."""
+    model, ids, mask = causal(attention="softmax"), torch.randint(4, 30, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 7:] = 0
+    pair = LongspanForSeq2SeqLM(LongspanConfig(**{**SIZES, "attention": "kernelized"}, vocab_size=30, target_vocab_size=30)).eval()
+    for run, name in ((model, ""), (partial(pair, ids), "decoder_")):
+        def rows(part, **more):
+            return run(**{f"{name}input_ids": ids[:, part], f"{name}attention_mask": mask[:, : part.stop]}, **more).logits
+
+        cache = StateCache()
+        pieces = torch.cat([rows(part, **{CACHE: cache}) for part in (slice(0, 4), slice(4, 9))], 1)
+        torch.testing.assert_close(pieces[mask.bool()], rows(slice(0, 9))[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("attention", STREAMED)
 @torch.no_grad()
 def test_a_decoder_keeps_what_the_encoder_gave(attention):
@@ -256,6 +274,39 @@ def test_they_learn_and_come_back(kind, tmp_path):
         doubled = kind.from_pretrained(tmp_path, dtype="float64")
         for one, other in zip(model.parameters(), doubled.parameters()):
             torch.testing.assert_close(2 * one.double(), other, rtol=0, atol=0)
+
+
+class Adapted(torch.nn.Module):
+    """A projection with a change, as adapters of peft are: what is wrapped still shows its weights."""
+
+    def __init__(self, base, change):
+        super().__init__()
+        self.base, self.change, self.weight, self.bias = base, change, base.weight, base.bias
+
+    def forward(self, x):
+        return self.base(x) + x @ self.change.T
+
+
+AROUND = {
+    "module": lambda attention, change: setattr(attention, "query_key_value", Adapted(attention.query_key_value, change)),
+    "hook": lambda attention, change: attention.query_key_value.register_forward_hook(lambda _, x, out: out + x[0] @ change.T),
+    "forward": lambda attention, change: setattr(
+        attention.query_key_value, "forward", Adapted(deepcopy(attention.query_key_value), change).forward
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", AROUND)
+@torch.no_grad()
+def test_what_is_put_around_a_projection_counts(way):
+    model = LongspanForSeq2SeqLM(LongspanConfig(**SIZES, vocab_size=30, target_vocab_size=20)).eval()
+    merged, ids, target = deepcopy(model), torch.randint(4, 30, (2, 7)), torch.randint(4, 20, (2, 5))
+    for block, other in zip(model.model.decoder, merged.model.decoder):
+        change = torch.randn(48, 16)
+        AROUND[way](block.cross_attention, change)
+        other.cross_attention.query_key_value.weight += change
+    got, expected = (one(ids, decoder_input_ids=target).logits for one in (model, merged))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_losses_are_those_of_the_labels():

@@ -15,7 +15,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from longspan import ops  # noqa: E402
 from longspan._calls import Request  # noqa: E402
-from longspan.torch import TensorState, _dispatch, _operators, _triton, chunked_attention  # noqa: E402
+from longspan.torch import GatedDeltaAttention, TensorState, _dispatch, _operators, _triton, chunked_attention  # noqa: E402
 from longspan.torch._check import CASES, TOLERANCES, Case, error, examine, exactly  # noqa: E402
 from longspan.torch._triton import kernelized  # noqa: E402
 
@@ -338,3 +338,21 @@ def test_generate_keeps_its_states_there():
     got = llama.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
     assert torch.equal(got, greedy(llama, ids, 8))
     assert all(layer.state.numbers.device.type == DEVICE for layer in cache.layers) and cache.nbytes > 0
+
+
+def test_a_module_behind_a_convolution(monkeypatch):
+    """In both directions, through a state and a token after it, with gradients of what it learns."""
+    module = GatedDeltaAttention(4, 8, convolution=4, num_kv_heads=2).to(DEVICE)
+    q, k, v = (torch.randn(1, heads, 70, width, device=DEVICE) for heads, width in ((4, 8), (2, module.key_dim), (2, 8)))
+
+    def found():
+        first, state = module(q[:, :, :69], k[:, :, :69], v[:, :, :69], is_causal=True, output_final_state=True)
+        last, _ = module.step(q[:, :, 69], k[:, :, 69], v[:, :, 69], state)
+        out = torch.cat([first, last[:, :, None]], 2)
+        return [out, module(q, k, v), *torch.autograd.grad(out.cos().sum(), module.parameters())]
+
+    by_triton = found()
+    monkeypatch.setattr(_triton, "serves", lambda tensor: False)
+    module, q, k, v = module.cpu(), q.cpu(), k.cpu(), v.cpu()
+    for got, expected in zip(by_triton, found()):
+        torch.testing.assert_close(got.cpu(), expected, rtol=1e-3, atol=1e-3)

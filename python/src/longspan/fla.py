@@ -169,8 +169,9 @@ fused_recurrent_simple_gla = chunk_simple_gla
 
 def mamba_chunk_scan_combined(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int | None = None, D: Tensor | None = None,
-    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
 ) -> Any:  # fmt: skip
     """Mamba-2's scan (SSD): ``S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T``, ``y_t = S_t^T C_t + D x_t``.
 
@@ -194,6 +195,8 @@ def mamba_chunk_scan_combined(
         Added to ``dt``.
     initial_states : Tensor ``[batch, head, width, state]``, optional
         States before the first token.
+    seq_idx : Tensor of integers ``[batch, token]``, optional
+        The sequence that each token belongs to; no state reaches beyond it.
     cu_seqlens : Tensor of integers, optional
         Boundaries of packed sequences, with a batch of 1.
     dt_softplus : bool
@@ -220,6 +223,12 @@ def mamba_chunk_scan_combined(
     """
     operation = "mamba_chunk_scan_combined"
     _expect_axes(operation, ("x", x, 4), ("dt", dt, 3), ("A", A, 1), ("B", B, 4), ("C", C, 4))
+    if seq_idx is not None:
+        if initial_states is not None or return_final_states or cu_seqlens is not None:
+            raise ValueError(f"{operation}: seq_idx: expected None with states or cu_seqlens, got both")
+        cu_seqlens = sequences(operation, seq_idx, x.shape[:2])
+        dt, B, C = (tensor.flatten(0, 1)[None] for tensor in (dt, B, C))
+    shape, x = x.shape, x if seq_idx is None else x.flatten(0, 1)[None]
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -230,6 +239,7 @@ def mamba_chunk_scan_combined(
     )  # fmt: skip
     if D is not None:
         out = out + x * (D if D.dim() == 2 else D[:, None])
+    out = out.reshape(shape)
     if z is not None:
         out = out * F.silu(z)
     out = out.to(x.dtype)
@@ -288,13 +298,7 @@ def causal_conv1d_fn(
     if initial_states is not None:
         _expect_shape(operation, "initial_states", initial_states, (batch, channels, before))
     seen = x if initial_states is None else torch.cat([initial_states.to(x.dtype), x], dim=2)
-    bounds = None
-    if seq_idx is not None:
-        # One long sequence of all of them, cut where another begins.
-        _expect_shape(operation, "seq_idx", seq_idx, (batch, tokens))
-        changes = torch.ones(batch, tokens, dtype=torch.bool, device=x.device)
-        changes[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-        bounds = F.pad(changes.flatten().nonzero().flatten(), (0, 1), value=batch * tokens)
+    bounds = None if seq_idx is None else sequences(operation, seq_idx, (batch, tokens))
     # In heads of adjacent channels, each what a core works on at a time.
     width = next(n for n in range(min(channels, 128), 0, -1) if channels % n == 0) if channels else 1
     heads = (channels // width, width)
@@ -342,6 +346,8 @@ def causal_conv1d_update(
     operation = "causal_conv1d_update"
     _expect_axes(operation, ("conv_state", conv_state, 3), ("weight", weight, 2))
     _expect_activation(operation, activation)
+    if conv_state.shape[2] < weight.shape[1] - 1:
+        raise ValueError(f"{operation}: conv_state: expected {weight.shape[1] - 1} tokens or more, one less than taps, got {conv_state.shape[2]}")
     new = x[..., None] if x.dim() == 2 else x
     seen = torch.cat([conv_state.to(new.dtype), new], dim=2)
     conv_state.copy_(seen[:, :, -conv_state.shape[2] :])
@@ -349,6 +355,14 @@ def causal_conv1d_update(
     out = F.conv1d(seen.to(weight.dtype), weight[:, None], bias, groups=new.shape[1])
     out = (F.silu(out) if activation else out).to(x.dtype)
     return out[..., 0] if x.dim() == 2 else out
+
+
+def sequences(operation: str, seq_idx: Tensor, shape: Sequence[int]) -> Tensor:
+    """Boundaries in one long sequence of all rows of a batch, cut where another begins."""
+    _expect_shape(operation, "seq_idx", seq_idx, shape)
+    changes = torch.ones(*shape, dtype=torch.bool, device=seq_idx.device)
+    changes[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return F.pad(changes.flatten().nonzero().flatten(), (0, 1), value=changes.numel())
 
 
 def _expect_axes(operation: str, *tensors: tuple[str, Any, int]) -> None:

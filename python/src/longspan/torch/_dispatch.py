@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from enum import Enum
+from operator import index
 from typing import Any
 
 import torch
@@ -167,13 +168,7 @@ def _attend_with_states(
         raise ValueError(f"{call.operation}: cu_seqlens: expected None with a state, because each sequence has its own; give "
                          "each its own batch entry")  # fmt: skip
     q, k, v, *parameters = tensors
-    if torch.compiler.is_compiling() and not (initial_state is None or isinstance(initial_state, TensorState)):
-        raise TypeError(f"{call.operation}: state: expected a longspan.torch.TensorState in a compiled function, got another; give "
-                        "TensorState.of(state)")  # fmt: skip
-    if initial_state is not None and not isinstance(initial_state, TensorState):
-        plain = _calls.plain_state(call.operation, "initial_state", initial_state)
-        assert plain is not None
-        initial_state = TensorState.of(plain)
+    initial_state = None if initial_state is None else _as_tensors(call.operation, initial_state)
     if where is Route.TORCH or _triton.serves(q):
         shape, numbers = _on_a_device(call, tensors, initial_state)
     elif initial_state is None:
@@ -194,6 +189,17 @@ def _attend_with_states(
     return (out, TensorState(*shape, numbers)) if output_final_state else out
 
 
+def _as_tensors(operation: str, state: Any) -> TensorState:
+    if isinstance(state, TensorState):
+        return state
+    if torch.compiler.is_compiling():
+        raise TypeError(f"{operation}: state: expected a longspan.torch.TensorState in a compiled function, got another; give "
+                        "TensorState.of(state)")  # fmt: skip
+    plain = _calls.plain_state(operation, "initial_state", state)
+    assert plain is not None
+    return TensorState.of(plain)
+
+
 def _on_a_device(
     call: Request, tensors: Sequence[Any], initial_state: TensorState | None
 ) -> tuple[_operators.Shape, Tensor | None]:
@@ -206,14 +212,20 @@ def _on_a_device(
     shape = shape_of_states(call, tensors)
     if initial_state is None:
         return shape, None
-    given = (initial_state.mechanism, initial_state.options, tuple(initial_state.parts))
-    if given != shape or tuple(initial_state.numbers.shape[:2]) != (q.shape[0], k.shape[1]):
-        raise ValueError(f"{call.operation}: initial_state: expected a state of {shape[0]} with the call's options, batch "
+    return shape, initial_numbers(call.operation, shape, (q, k), initial_state)
+
+
+def initial_numbers(operation: str, shape: _operators.Shape, tensors: Sequence[Any], state: State | TensorState) -> Tensor:
+    """The numbers of the initial state of a call with these queries and keys, which has to be of this shape."""
+    (q, k), initial = tensors, _as_tensors(operation, state)
+    given = (initial.mechanism, initial.options, tuple(initial.parts))
+    if given != shape or tuple(initial.numbers.shape[:2]) != (q.shape[0], k.shape[1]):
+        raise ValueError(f"{operation}: initial_state: expected a state of {shape[0]} with the call's options, batch "
                          f"{q.shape[0]}, key/value heads {k.shape[1]}, parts {shape[2]}, got one of {given[0]}, batch "
-                         f"{initial_state.batch}, key/value heads {initial_state.kv_heads}, parts {given[2]}, or one that was "
+                         f"{initial.batch}, key/value heads {initial.kv_heads}, parts {given[2]}, or one that was "
                          "made with other options: another feature map, decay or table of positions")  # fmt: skip
     # From the CPU, too: the layout is the same.
-    return shape, initial_state.numbers.to(device=q.device, dtype=torch.promote_types(torch.float32, q.dtype))
+    return initial.numbers.to(device=q.device, dtype=torch.promote_types(torch.float32, q.dtype))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -236,10 +248,18 @@ _state_shape._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def shape_of_states(call: Request, tensors: Sequence[Any]) -> tuple[str, str, tuple[int, ...]]:
     """Mechanism, options and parts of a call's states."""
     q, k, v, *parameters = tensors
-    # States have fixed sizes: a compiled function is one of these heads and widths, and of any number of tokens.
+    # States have fixed sizes: a compiled function is one of these heads and widths, even if they are symbols there, and of any number of
+    # tokens.
     sharing = _operators.sharing(k, v)
-    sizes = (int(q.shape[1]) * sharing, int(k.shape[1]) * sharing, int(q.shape[3]), int(v.shape[3]))
-    return _state_shape(call.mechanism, call.options, call.operation, _calls.shaped(call.mechanism, parameters), sizes)
+    sizes = tuple([index(size) for size in (q.shape[1] * sharing, k.shape[1] * sharing, q.shape[3], v.shape[3])])
+    shaped = tuple([(name, _fixed(value)) for name, value in _calls.shaped(call.mechanism, parameters)])
+    return _state_shape(call.mechanism, call.options, call.operation, shaped, sizes)
+
+
+def _fixed(size: Any) -> Any:
+    if isinstance(size, tuple):
+        return tuple([index(one) for one in size])
+    return size if size is None or isinstance(size, bool) else index(size)
 
 
 def _transformed(tensors: Sequence[Tensor], state: Any = None) -> bool:

@@ -49,6 +49,7 @@ _REFUSED = {
     "toeplitz": "every distance has a weight of its own, so a stretch has no sum that later queries could read",
     "aft-full": "every pair of positions has a bias of its own, so a stretch has no mean that later queries could read",
     "softmax": "its weights need every key, so the exchange would grow with the length",
+    **dict.fromkeys(("gated", "delta"), "states that decay or correct themselves are not exchanged"),
 }
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import _options
+from .._calls import Request
 from .._native import State
-from . import _operators
+from ..ops._convolution import depthwise_convolution_options
+from . import _dispatch, _operators
 from ._states import TensorState
-from .attention import Attention, draw_gates, log_decays
+from .attention import Attention, draw_gates, log_decays, refuse_hooks
 
 _GATES = {"none": 0, "head": 1}
+_TAPS = ("query_taps", "key_taps", "value_taps")
 
 
 class _Gated(Attention):
     def __init__(
         self, num_heads: int, head_dim: int, gates: tuple[str, ...], gate: str, l2_norm: bool, beta_max: float | None,
-        num_kv_heads: int | None, place: dict[str, Any],
+        convolution: int | None, num_kv_heads: int | None, place: dict[str, Any],
     ) -> None:  # fmt: skip
         name = type(self).__name__
         if gate not in gates:
             raise ValueError(f"{name}: gate: expected one of {', '.join(gates)}, got {gate!r}")
         if beta_max is not None and not 0 < beta_max <= 2:
             raise ValueError(f"{name}: beta_max: expected a number above 0, at most 2, got {beta_max!r}")
+        if convolution is not None:
+            _options.expect_integer(name, "convolution", convolution, 1, 64)
         # Rows of length 1 have products of at most 1 however wide they are.
-        options = _options.as_object(gate=gate, l2_norm=l2_norm, scale=1.0 if l2_norm else None)
+        recurrence = {"gate": gate, "l2_norm": l2_norm, "scale": 1.0 if l2_norm else None}
+        options = _options.as_object(**recurrence, learned=True, beta_max=beta_max, convolution=convolution)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
+        #: Options of the operator, which is given gates, and what is convolved already.
+        self._recurrence = _options.as_object(**recurrence)
         self.gate = gate
         self.beta_max = beta_max
+        self.convolution = convolution
         numbers = _GATES.get(gate, head_dim)
         learned = {"rate": torch.empty(self.num_kv_heads, **place), "bias": torch.empty(self.num_kv_heads, numbers, **place)}
-        self._learn(learned if numbers else {}, place)
+        learned = learned if numbers else {}
+        for taps, heads in zip(_TAPS, (num_heads, self.num_kv_heads, self.num_kv_heads)):
+            if convolution is not None:
+                learned[taps] = torch.empty(heads, convolution, head_dim, **place)
+        self._learn(learned, place)
 
     def _draw(self) -> None:
-        if self._own:
+        if "rate" in self._own:
             draw_gates(self.rate, self.bias)
+        if self.convolution is not None:
+            for taps in self._named(_TAPS):
+                nn.init.uniform_(taps, -(self.convolution**-0.5), self.convolution**-0.5)
+
+    def _learned(self) -> tuple[Tensor, ...]:
+        # A gate of one number a head has no axis of numbers there.
+        flat = "bias" if self.gate == "head" else None
+        return tuple([getattr(self, name).flatten() if name == flat else getattr(self, name) for name in self._own])
 
     @property
     def key_dim(self) -> int:
@@ -47,15 +67,10 @@ class _Gated(Attention):
     def _gates(self, k: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         k, x, y = self._columns(k, _GATES.get(self.gate, self.head_dim), int(self.beta_max is not None))
         gates: tuple[Tensor, ...] = ()
-        if self._own:
+        if "rate" in self._own:
             log_decay = log_decays(self.rate, self.bias, x)
             gates = (log_decay[..., 0] if self.gate == "head" else log_decay,)
         return k, gates if self.beta_max is None else (*gates, self.beta_max * y[..., 0].sigmoid())
-
-    def _parameters_at(self, q_positions: Tensor | None, k_positions: Tensor | None) -> tuple[Tensor, ...]:
-        super()._parameters_at(q_positions, k_positions)
-        # What is learned makes gates, and the kernels take these.
-        return ()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, offset: int = 0,
@@ -63,18 +78,105 @@ class _Gated(Attention):
         output_final_state: bool = False, q_positions: Tensor | None = None, k_positions: Tensor | None = None,
     ) -> Any:  # fmt: skip
         """As `Attention.forward`, with keys ``[B, Hkv, L, key_dim]``. Without ``is_causal`` a row is the sum of its sequence read
-        from the start and read from the end."""
-        one_way = functools.partial(super().forward, is_causal=True, offset=offset, q_positions=q_positions, k_positions=k_positions)
-        if is_causal:
-            return one_way(q, k, v, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, initial_state=initial_state,
-                           output_final_state=output_final_state)  # fmt: skip
+        from the start and read from the end, both behind one convolution, which looks back."""
+        self._parameters_at(q_positions, k_positions)
+        if not is_causal and (initial_state is not None or output_final_state):
+            raise ValueError(f"{type(self).__name__}: initial_state: expected is_causal=True beside states, got False")
+        mask = {"key_padding_mask": key_padding_mask, "cu_seqlens": cu_seqlens}
+        if self.convolution is None:
+            return self._attend(q, k, v, is_causal, offset, initial_state, output_final_state, **mask)
+        pasts: Any = (None, None, None)
+        if initial_state is not None:
+            initial_state, pasts = self._split(q, k, v, initial_state)
+        k, gates = k.split([self.head_dim, self.key_dim - self.head_dim], -1)
+        taps = self._like(q, self._named(_TAPS))
+        behind = [self._convolve(*one, output_final_state, **mask) for one in zip((q, k, v), taps, pasts)]
+        (q, _), (k, _), (v, _) = behind
+        out = self._attend(
+            q, torch.cat([k, gates], -1), v, is_causal, offset, initial_state, output_final_state, **mask
+        )  # fmt: skip
+        return (out[0], self._joined(q, k, v, out[1], [past for _, past in behind])) if output_final_state else out
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, offset: int, initial_state: State | TensorState | None,
+        output_final_state: bool, key_padding_mask: Tensor | None, cu_seqlens: Any,
+    ) -> Any:  # fmt: skip
+        """The recurrence, on what is convolved already."""
+        if not is_causal:
+            ignored = None if key_padding_mask is None else key_padding_mask.flip(-1)
+            bounds = _operators.as_boundaries(type(self).__name__, cu_seqlens)
+            turned = None if cu_seqlens is None else tuple([q.shape[2] - bound.flip(0) for bound in bounds if bound is not None])
+            backwards = self._attend(q.flip(2), k.flip(2), v.flip(2), True, offset, None, False, ignored, turned)
+        k, gates = self._gates(k)
+        onwards = _dispatch.attend(
+            type(self).__name__, self.mechanism, self._recurrence, q, k, v, self._like(q, gates), True, offset, key_padding_mask,
+            cu_seqlens, initial_state, output_final_state, token_major=True,
+        )  # fmt: skip
+        return onwards if is_causal else onwards + backwards.flip(2)
+
+    def _convolve(
+        self, x: Tensor, taps: Tensor, past: Tensor | None, output_final_state: bool, **mask: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows behind a convolution, after those of the ``past``, and its last rows where they are wanted."""
+        name, none, before = type(self).__name__, x.detach()[..., :0], taps.shape[1] - 1
+        options, parameters = depthwise_convolution_options(name, taps, None, True)
+        call = Request("short-convolution", options, name, True, 0)
+        state = None
+        if past is not None:
+            # Rows that are not there are 0.
+            rows = past.reshape(*x.shape[:2], before * x.shape[3])
+            rows = torch.cat([rows, rows.new_full((*x.shape[:2], 1), before)], -1)
+            state = TensorState(*_dispatch.shape_of_states(call, (none, none, x, taps)), rows)
+        out = _dispatch.attend(
+            name, "short-convolution", options, none, none, x, parameters, True, initial_state=state,
+            output_final_state=output_final_state, **mask,
+        )  # fmt: skip
+        return (out[0], _numbers(out[1])[..., :-1]) if output_final_state else (out, None)
+
+    def _shapes(self, q: Tensor, k: Tensor, v: Tensor) -> list[_operators.Shape]:
+        """What states are like, and those of the recurrence among them: the first two parts, and zeros up to the next cache line. In
+        parts 3 to 5 the former hold the latest rows of queries, keys and values."""
+        calls = [Request(self.mechanism, options, type(self).__name__, True, 0) for options in (self._options, self._recurrence)]
+        return [_dispatch.shape_of_states(call, (q, k, v)) for call in calls]
+
+    def _split(self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState) -> tuple[TensorState, list[Tensor]]:
+        whole, recurrence = self._shapes(q, k, v)
+        numbers = _dispatch.initial_numbers(type(self).__name__, whole, (q, k), state)
+        sums, gates, _, *pasts = numbers.split(list(whole[2]), -1)
+        padding = sums.new_zeros((*sums.shape[:2], recurrence[2][2]))
+        return TensorState(*recurrence, torch.cat([sums, gates, padding], -1)), pasts
+
+    def _joined(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState, pasts: list[Tensor | None]
+    ) -> State | TensorState:
+        whole, recurrence = self._shapes(q, k, v)
+        sums, gates, *_ = _numbers(state).split(list(recurrence[2]), -1)
+        padding = sums.new_zeros((*sums.shape[:2], whole[2][2]))
+        rows = [past.reshape(*sums.shape[:2], size) for past, size in zip(pasts, whole[2][3:]) if past is not None]
+        joined = TensorState(*whole, torch.cat([sums, gates, padding, *rows], -1))
+        return joined.detach() if isinstance(state, State) else joined
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState | None = None, *, q_positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
+    ) -> tuple[Tensor, State | TensorState]:  # fmt: skip
+        """As `Attention.step`, with a key ``[B, Hkv, key_dim]``."""
+        refuse_hooks(self)
         name = type(self).__name__
-        if initial_state is not None or output_final_state:
-            raise ValueError(f"{name}: initial_state: expected is_causal=True beside states, got False")
-        ignored = None if key_padding_mask is None else key_padding_mask.flip(-1)
-        bounds = tuple([None if bound is None else q.shape[2] - bound.flip(0) for bound in _operators.as_boundaries(name, cu_seqlens)])
-        backwards = one_way(*(x.flip(2) for x in (q, k, v)), key_padding_mask=ignored, cu_seqlens=None if cu_seqlens is None else bounds)
-        return one_way(q, k, v, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens) + backwards.flip(2)
+        learned = self._like(q, self._parameters_at(q_positions, k_positions))
+        call = Request(self.mechanism, self._options, name, True, 0)
+        if _dispatch.route(call, (q, k, v, *learned), state, True) is _dispatch.Route.KERNELS:
+            # They make gates of keys, and have the convolutions, themselves.
+            stepped: tuple[Tensor, State] = _dispatch.step(name, self.mechanism, self._options, q, k, v, learned, state)
+            return stepped
+        with_token = q.dim() == 4
+        tokens = (q, k, v) if with_token else tuple([x[:, :, None] for x in (q, k, v)])
+        out, after = self.forward(*tokens, is_causal=True, initial_state=state, output_final_state=True)
+        return out if with_token else out[:, :, 0], after
+
+
+def _numbers(state: State | TensorState) -> Tensor:
+    return state.numbers if isinstance(state, TensorState) else TensorState.of(state).numbers
 
 
 class GatedAttention(_Gated):
@@ -89,6 +191,10 @@ class GatedAttention(_Gated):
         ``"head"``: one number a head decays the state; ``"channel"``: one each channel of the key; ``"none"``.
     l2_norm : bool
         Queries and keys are divided by their length, and outputs then by nothing else.
+    convolution : int, optional
+        Tokens that a short convolution with SiLU of queries, keys and values sees, before anything else; without it there is none. It
+        learns ``query_taps``, ``key_taps`` and ``value_taps``, ``[heads, convolution, head_dim]``, each head its own, and a state holds the
+        latest ``convolution - 1`` rows of each besides. States then have no sum.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
 
@@ -106,22 +212,24 @@ class GatedAttention(_Gated):
     mechanism = "gated"
 
     def __init__(
-        self, num_heads: int, head_dim: int, *, gate: str = "head", l2_norm: bool = True, num_kv_heads: int | None = None,
-        device: Any = None, dtype: torch.dtype | None = None,
+        self, num_heads: int, head_dim: int, *, gate: str = "head", l2_norm: bool = True, convolution: int | None = None,
+        num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         place = {"device": device, "dtype": dtype}
-        super().__init__(num_heads, head_dim, ("none", "head", "channel"), gate, l2_norm, None, num_kv_heads, place)
+        super().__init__(num_heads, head_dim, ("none", "head", "channel"), gate, l2_norm, None, convolution, num_kv_heads, place)
 
 
 class DeltaAttention(_Gated):
     """`longspan.ops.delta_attention` without a gate as a module; ``beta`` comes with the keys.
 
-    A key is ``[k | y]`` with ``beta = beta_max sigmoid(y)``. It learns nothing.
+    A key is ``[k | y]`` with ``beta = beta_max sigmoid(y)``. Without a convolution it learns nothing.
 
     Parameters
     ----------
     beta_max : float
         What ``beta`` is less than, at most 2.
+    convolution : int, optional
+        As in `GatedAttention`.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
 
@@ -138,10 +246,11 @@ class DeltaAttention(_Gated):
     mechanism = "delta"
 
     def __init__(
-        self, num_heads: int, head_dim: int, *, beta_max: float = 1.0, num_kv_heads: int | None = None, device: Any = None,
-        dtype: torch.dtype | None = None,
+        self, num_heads: int, head_dim: int, *, beta_max: float = 1.0, convolution: int | None = None, num_kv_heads: int | None = None,
+        device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(num_heads, head_dim, ("none",), "none", True, beta_max, num_kv_heads, {"device": device, "dtype": dtype})
+        place = {"device": device, "dtype": dtype}
+        super().__init__(num_heads, head_dim, ("none",), "none", True, beta_max, convolution, num_kv_heads, place)
 
 
 class GatedDeltaAttention(_Gated):
@@ -156,6 +265,8 @@ class GatedDeltaAttention(_Gated):
         ``"head"``: one number a head decays the state; ``"channel"``: one each channel of the key.
     beta_max : float
         What ``beta`` is less than, at most 2.
+    convolution : int, optional
+        As in `GatedAttention`.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
 
@@ -173,8 +284,8 @@ class GatedDeltaAttention(_Gated):
     mechanism = "delta"
 
     def __init__(
-        self, num_heads: int, head_dim: int, *, gate: str = "head", beta_max: float = 1.0, num_kv_heads: int | None = None,
-        device: Any = None, dtype: torch.dtype | None = None,
+        self, num_heads: int, head_dim: int, *, gate: str = "head", beta_max: float = 1.0, convolution: int | None = None,
+        num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         place = {"device": device, "dtype": dtype}
-        super().__init__(num_heads, head_dim, ("head", "channel"), gate, True, beta_max, num_kv_heads, place)
+        super().__init__(num_heads, head_dim, ("head", "channel"), gate, True, beta_max, convolution, num_kv_heads, place)

@@ -96,19 +96,26 @@ class _MultiHead(nn.Module):
             )
         return self._joined(out, gate)
 
+    def _projected(self, x: Tensor, wanted: slice) -> Sequence[Tensor]:
+        """Some of queries, keys and values, without the others where the projection is nothing but its weights."""
+        whole = self.query_key_value
+        if type(whole) is not nn.Linear or whole._forward_hooks or whole._forward_pre_hooks or "forward" in vars(whole):
+            return whole(x).split(self.widths, -1)[wanted]  # type: ignore[no-any-return]
+        parts = zip(whole.weight.split(self.widths), whole.bias.split(self.widths))
+        return [F.linear(x, *part) for part in list(parts)[wanted]]
+
     def attend_to(self, memory: Tensor | None, x: Tensor, ignored: Tensor | None = None, past: Any = None) -> Tensor:
         """Attention to a memory, whose keys and values ``past`` keeps from the first call on."""
-        parts = list(zip(self.query_key_value.weight.split(self.widths), self.query_key_value.bias.split(self.widths)))
         known = None if past is None else past.memory
         if known is None:
             assert memory is not None
-            k, v = (self._split(F.linear(memory, *part)) for part in parts[1:])
+            k, v = (self._split(part) for part in self._projected(memory, slice(1, 3)))
             if past is not None:
                 past.memory = k, v
         else:
             k, v = known
         first = 0 if past is None else past.tokens
-        q, gate = self._queries(F.linear(x, *parts[0]))
+        q, gate = self._queries(self._projected(x, slice(0, 1))[0])
         if gate is not None:
             q, k, v = before_norm(q, k, v)
         return self._joined(self.attention(q, k, v, offset=first, key_padding_mask=ignored), gate)
@@ -195,10 +202,10 @@ def _sinusoidal(x: Tensor, position: Tensor) -> Tensor:
 
 
 def counted(x: Tensor, ignored: Tensor | None, first: int = 0) -> Tensor:
-    """Positions of the rows of ``x``, of which ignored ones do not count, ``[batch or 1, tokens]``."""
+    """Positions of the rows of ``x``, of which ignored ones do not count, after the ``first``, ``[batch or 1, tokens]``."""
     if ignored is None:
         return torch.arange(first, first + x.shape[1], device=x.device)[None]
-    return ((~ignored).cumsum(1) - 1).clamp(min=0)
+    return first + ((~ignored).cumsum(1) - 1).clamp(min=0)
 
 
 def _beyond(lengths: Tensor, count: int) -> Tensor:

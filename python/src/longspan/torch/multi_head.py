@@ -281,9 +281,12 @@ def _ignored(mask: Tensor | None, name: str = "key_padding_mask") -> Tensor | No
         raise TypeError(f"MultiheadAttention: {name}: expected bool, True where a key is ignored, or numbers 0 and -inf, "
                         f"got {mask.dtype}")  # fmt: skip
     ignored = mask == -torch.inf
-    # Reading values would break a compiled graph.
-    if not torch.compiler.is_compiling() and not bool((ignored | (mask == 0)).all()):
-        raise ValueError(f"MultiheadAttention: {name}: expected only 0 and -inf among its numbers, got others")
+    understood, message = (ignored | (mask == 0)).all(), f"MultiheadAttention: {name}: expected only 0 and -inf among its numbers, got others"
+    if torch.compiler.is_compiling():
+        # Reading the value would break the graph.
+        torch.ops.aten._assert_async.msg(understood, message)
+    elif not bool(understood):
+        raise ValueError(message)
     return ignored
 
 

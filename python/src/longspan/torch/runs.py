@@ -36,7 +36,8 @@ aft-full        ``w`` and ``z`` ``[length, rank]``, here ``u`` and ``z``; dense:
 aft-local       ``w`` ``[length, 2 window - 1]``
 aft-conv        ``w`` ``[heads, taps]``, ``gamma`` and ``beta`` ``[heads]``; ``query_key_value`` is ``2 d_model + heads`` wide
 short-conv.     ``taps`` ``[heads, width, d]``
-gated, delta    ``rate`` ``[heads]`` and ``bias`` ``[heads, 1]`` or ``[heads, d]`` where there is a gate
+gated, delta    ``rate`` ``[heads]`` and ``bias`` ``[heads, 1]`` or ``[heads, d]`` where there is a gate; behind a convolution
+                ``query_taps``, ``key_taps`` and ``value_taps`` ``[heads, width, d]``
 others          nothing
 hedgehog        in every mechanism ``map.queries`` and ``map.keys`` ``[heads, width, d]``, here ``map_queries``, ``map_keys``
 ==============  =======================================================================================================

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -15,40 +16,56 @@ from .. import fla
 
 
 def _gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
     output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    return fla.chunk_gated_delta_rule(query, key, value, g, beta, None, initial_state, output_final_state,
-                                      use_qk_l2norm_in_kernel, cu_seqlens)  # fmt: skip
+    shape = value.shape
+    if cu_seqlens is None and seq_idx is not None:
+        cu_seqlens = fla.sequences("chunk_gated_delta_rule", seq_idx, shape[:2])
+        query, key, value, g, beta = (tensor.flatten(0, 1)[None] for tensor in (query, key, value, g, beta))
+    out, state = fla.chunk_gated_delta_rule(query, key, value, g, beta, None, initial_state, output_final_state,
+                                            use_qk_l2norm_in_kernel, cu_seqlens)  # fmt: skip
+    return out.view(shape), state
 
 
 def _mamba2_scan(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
     dt_bias: Tensor | None = None, initial_states: Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
 ) -> Any:  # fmt: skip
     # As their own: half-precision outputs come in float32, and are rounded by the caller.
     return fla.mamba_chunk_scan_combined(
-        hidden_states.float(), dt, A, B, C, chunk_size, D, None, dt_bias, initial_states, cu_seqlens, dt_softplus, dt_limit,
-        return_final_states,
+        hidden_states.float(), dt, A, B, C, chunk_size, D, None, dt_bias, initial_states, seq_idx if cu_seqlens is None else None,
+        cu_seqlens, dt_softplus, dt_limit, return_final_states,
     )  # fmt: skip
 
 
 def _convolution(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
+    cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
 ) -> Any:  # fmt: skip
+    if cu_seqlens is not None:
+        places = torch.arange(hidden_states.shape[2], device=cu_seqlens.device)[None]
+        seq_idx = torch.searchsorted(cu_seqlens.to(places), places, right=True)
     if activation in (None, "silu", "swish"):
         return fla.causal_conv1d_fn(hidden_states, weight, bias, seq_idx, activation=activation)
     return ACT2FN[activation](fla.causal_conv1d_fn(hidden_states, weight, bias, seq_idx))
 
 
-#: Their functions and ours, which take the same arguments.
+def _in_parts() -> None:
+    """What their fused layer returns where it cannot run, before it refuses packed sequences: the layer goes on in parts."""
+
+
+#: Their functions and ours, which take the same arguments by name, and what tells packed sequences apart.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "torch_recurrent_gated_delta_rule": _gated_delta_rule,
     "chunk_kimi_delta_attention": _gated_delta_rule,
     "recurrent_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
+    "mamba2_split_conv1d_scan_combined": _in_parts,
     "causal_conv1d_fn": _convolution,
 }
 
@@ -105,13 +122,18 @@ def _replace(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
         return
 
     known = inspect.signature(ours).parameters
+    names = list(inspect.signature(theirs).parameters)
 
     @functools.wraps(theirs)
     def function(*args: Any, **kwargs: Any) -> Any:
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if first is None or first.device.type != "cpu":
             return theirs(*args, **kwargs)
-        return ours(*args, **{name: value for name, value in kwargs.items() if name in known})
+        given = {**dict(zip(names, args)), **kwargs}
+        if given.get("cu_seqlens") is None:
+            # The name of those who call models.
+            given["cu_seqlens"] = given.get("cu_seq_lens_q")
+        return ours(**{name: value for name, value in given.items() if name in known})
 
     function._longspan = True  # type: ignore[attr-defined]
     for module in list(sys.modules.values()):
