@@ -105,13 +105,18 @@ fn sigmoid<T: Real>(x: T) -> T {
 }
 
 impl LearnedGates {
-    fn check_options(&self, dims: &Dims, mask: &Mask<'_>) -> Result<(), Error> {
+    /// What no call and no state can have.
+    fn check_learned(&self) -> Result<(), Error> {
         let expected = || "a number above 0, at most 2".into();
         let holds = self.beta_max > 0.0 && self.beta_max <= 2.0;
         expect(holds, self.name(), "beta_max", expected, || self.beta_max.to_string())?;
         let (widths, width) = (1..=ShortConvolution::LARGEST_WIDTH, self.convolution.unwrap_or(1));
         let expected = || format!("between 1 and {}", widths.end());
-        expect(widths.contains(&width), self.name(), "convolution", expected, || width.to_string())?;
+        expect(widths.contains(&width), self.name(), "convolution", expected, || width.to_string())
+    }
+
+    fn check_options(&self, dims: &Dims, mask: &Mask<'_>) -> Result<(), Error> {
+        self.check_learned()?;
         self.attention.check_options(dims, &Mask { order: Order::Causal, ..*mask })?;
         let expected = || format!("as many as keys, {}, in both directions and behind a convolution", dims.keys);
         let holds = dims.queries == dims.keys || mask.order == Order::Causal && self.convolution.is_none();
@@ -398,6 +403,7 @@ impl Compute for LearnedGates {
     }
 
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        self.check_learned()?;
         Ok(state::shape(&self.attention, dims, self.convolution.map(|width| (width, self.past(dims)))))
     }
 

@@ -97,6 +97,10 @@ fn wrong_calls_are_refused() {
     }
     for width in [0, 65] {
         rejection::assert_refused(&subject(Update::Sum, Gate::Head, 1.0, Some(width)), &good, "convolution");
+        // A step's state, too: it would have no place for the rows before.
+        let learned = LearnedGates { convolution: Some(width), ..LearnedGates::default() };
+        let refused = Kernel::<f32>::empty_state(&learned, &good.dims).unwrap_err().to_string();
+        assert!(refused.contains("convolution: expected between 1 and 64"), "{refused}");
     }
     let fewer = Case { dims: Dims { queries: 0, ..good.dims }, ..good.clone() };
     rejection::assert_refused(&subject(Update::Sum, Gate::Head, 1.0, Some(4)), &fewer, "queries");
