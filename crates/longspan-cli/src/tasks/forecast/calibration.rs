@@ -5,7 +5,7 @@ use longspan::models::SeriesModel;
 
 use super::{MEDIAN, QUANTILES};
 
-/// How often a development value lies outside a quantile, as distances from the median in those of the quantiles: 1 at the quantile.
+/// How far development values lie from the median, for each interval as a share of how far its end does: 1 at the end.
 #[derive(Debug, Default)]
 pub struct Distances([Vec<f32>; MEDIAN]);
 
@@ -25,7 +25,7 @@ impl Distances {
     }
 
     /// How many times as wide each interval has to be to hold its share of the values and of one more (split conformal prediction, Vovk et
-    /// al. 2005; the ratio is that of Romano et al. 2019); none becomes narrower, since these values chose the weights.
+    /// al. 2005, with the ratio of Kivaranovic et al. 2020). None becomes narrower: these values chose the weights.
     fn factors(mut self) -> [f32; MEDIAN] {
         std::array::from_fn(|level| {
             let all = &mut self.0[level];
@@ -41,7 +41,8 @@ impl Distances {
 /// distances of two are a layer as well.
 pub fn widened(mut model: SeriesModel, distances: Distances) -> Option<SeriesModel> {
     let factors = distances.factors();
-    if factors.iter().all(|factor| *factor == 1.0) {
+    // A resumed run has been widened before, to rounding.
+    if factors.iter().all(|factor| *factor < 1.001) {
         return None;
     }
     let count = QUANTILES.len();
