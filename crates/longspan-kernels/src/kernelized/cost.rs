@@ -131,3 +131,22 @@ fn chunked(attention: &KernelizedAttention, dims: &Dims, pair: f64, written: f64
         automatic: true,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Purpose;
+
+    #[test]
+    fn short_calls_are_naive_and_long_ones_chunked() {
+        let attention = KernelizedAttention::default();
+        let mask = Mask::bidirectional();
+        assert_eq!(plan(&attention, &Dims::square(1, 1, 2, 64), &mask).algorithm(Purpose::Inference), Algorithm::Naive);
+        assert_eq!(
+            plan(&attention, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Inference),
+            Algorithm::Chunked
+        );
+        let forced = KernelizedAttention { algorithm: Algorithm::Naive, ..attention };
+        assert_eq!(plan(&forced, &Dims::square(1, 1, 4096, 64), &mask).algorithm(Purpose::Inference), Algorithm::Naive);
+    }
+}

@@ -127,6 +127,16 @@ mod tests {
     }
 
     #[test]
+    fn exponentials_beyond_the_range_of_doubles_keep_their_ratios() {
+        let exp = with(FeatureMap::Exp, Score::Content);
+        for level in [1e4, -1e4] {
+            let out = rows(&exp, &[0.3], &[level, level + 2.0], &[], Mask::bidirectional()).out[0];
+            let expected = (10.0 + 20.0 * 2.0f64.exp()) / (1.0 + 2.0f64.exp());
+            assert!((out - expected).abs() < 1e-12, "{out} instead of {expected}");
+        }
+    }
+
+    #[test]
     fn the_table_starts_at_the_past() {
         let shaw = with(FeatureMap::Identity, Score::Relative(Shaw::new(1)));
         // Before, here, after: weights 1, 10, 100 for the query at key 1.

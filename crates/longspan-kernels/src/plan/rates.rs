@@ -179,3 +179,27 @@ impl fmt::Debug for Work {
         f.debug_map().entries(self.counts().iter().map(|(rate, count)| (rate.name(), count))).finish()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique() {
+        for (n, rate) in Rate::ALL.iter().enumerate() {
+            assert!(Rate::ALL[n + 1..].iter().all(|other| other.name() != rate.name()), "{rate}");
+        }
+    }
+
+    #[test]
+    fn work_is_what_is_done_times_what_it_takes() {
+        let work =
+            Work::new(4.0, Rate::NaiveCall, [(Rate::NaiveHead, 1.0), (Rate::NaiveTable, 0.0), (Rate::NaiveFlop, 10.0)]);
+        assert_eq!(work.counts(), [(Rate::NaiveCall, 1.0), (Rate::NaiveHead, 4.0), (Rate::NaiveFlop, 40.0)]);
+        for purpose in Purpose::ALL {
+            let seconds = |rate: Rate| rate.seconds(purpose);
+            let sum = seconds(Rate::NaiveCall) + 4.0 * seconds(Rate::NaiveHead) + 40.0 * seconds(Rate::NaiveFlop);
+            assert!((work.seconds(purpose) - sum).abs() < 1e-12 * sum);
+        }
+    }
+}

@@ -197,10 +197,11 @@ fn tensor_operations_are_the_definition() {
         let dims = dims(queries, keys);
         let decays = |options: KernelizedAttention| {
             let falls = options.feature_map != FeatureMap::Identity;
-            let decays = [None, falls.then(|| vec![0.9])];
+            let decays = [None, falls.then(|| vec![0.9, 0.99])];
             decays.map(|decay| KernelizedAttention { decay, ..options.clone() })
         };
         for (i, options) in mechanisms(radius).into_iter().flat_map(decays).enumerate() {
+            let dims = Dims { kv_heads: options.decay.as_ref().map_or(1, Vec::len), ..dims };
             for (j, mask) in masks(&dims, 5).into_iter().enumerate() {
                 if options.decay.is_some() && mask.order == longspan_kernels::Order::Bidirectional {
                     continue;
