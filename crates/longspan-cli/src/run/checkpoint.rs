@@ -76,6 +76,10 @@ impl RunFolder {
         self.replace(&files)
     }
 
+    pub fn save_weights(&self, model: &impl Module) -> Result<()> {
+        self.replace(&[(MODEL, &checkpoint::weights_to_bytes(self.file(MODEL), model)?)])
+    }
+
     pub fn load_weights<M: Module>(&self, model: M) -> Result<M> {
         let name = shell::path(self.path());
         let anew = |error: anyhow::Error| {
@@ -105,7 +109,7 @@ impl RunFolder {
         let are_best = saved.best.is_none_or(|best| best.step == saved.step);
         let damaged = self.verify(|name| name == MODEL).is_err();
         if are_best || damaged {
-            self.replace(&[(MODEL, &checkpoint::weights_to_bytes(self.file(MODEL), model)?)])?;
+            self.save_weights(model)?;
         }
         if damaged && !are_best {
             saved.best = None;

@@ -16,7 +16,6 @@ use std::rc::Rc;
 use anyhow::{Result, anyhow, bail};
 use burn::module::Module;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_parser};
-use longspan::checkpoint;
 use serde_json::{Map, Value, json};
 
 use super::Outcome;
@@ -24,7 +23,7 @@ use crate::run::checkpoint::Best;
 use crate::run::columns::Columns;
 use crate::run::config::{Config, TaskKind, TaskSettings};
 use crate::run::draft::Draft;
-use crate::run::folder::{CURVE, Lock, MODEL, RunFolder};
+use crate::run::folder::{CURVE, Lock, RunFolder};
 use crate::run::keys::{self, Flag, KEYS, Key};
 use crate::run::settings::Settings;
 use crate::run::write::write_pictures;
@@ -324,7 +323,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     if session.saved.best.is_none_or(|best| best.step > 0)
         && let Some(calibrated) = session.task.calibrated(&model, &session.data, &how)?
     {
-        session.folder.replace(&[(MODEL, &checkpoint::weights_to_bytes(session.folder.file(MODEL), &calibrated)?)])?;
+        session.folder.save_weights(&calibrated)?;
         model = calibrated;
     }
     let held_out = session.data.scored(&session.config);

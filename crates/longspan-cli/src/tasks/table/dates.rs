@@ -274,12 +274,11 @@ fn are_bare_months(texts: &[&str]) -> bool {
         let (year, month) = text.split_once('.')?;
         let hundredths = 100.0 * format!("0.{month}").parse::<f64>().ok()?;
         let is_month = (hundredths - hundredths.round()).abs() < 0.02 && (1.0..12.5).contains(&hundredths.round());
-        let year: u16 = year.parse().ok().filter(|year| (1700..2200).contains(year) && is_month)?;
-        Some((year, hundredths.round() as u8))
+        let is_year = year.parse::<u16>().is_ok_and(|year| (1700..2200).contains(&year));
+        (is_year && is_month).then(|| hundredths.round() as u8)
     };
-    let found: Option<BTreeSet<(u16, u8)>> = texts.iter().map(|text| month(text)).collect();
-    let months = |all: &BTreeSet<(u16, u8)>| all.iter().map(|(_, month)| *month).collect::<BTreeSet<_>>().len();
-    found.is_some_and(|all| months(&all) == 12)
+    let found: Option<BTreeSet<u8>> = texts.iter().map(|text| month(text)).collect();
+    found.is_some_and(|months| months.len() == 12)
 }
 
 fn formats() -> Vec<String> {
