@@ -17,7 +17,8 @@ from .. import _calls
 from .._calls import Request
 from .._native import State
 from . import _operators, _triton
-from ._chunked import RECURRENCE, check_packed, check_shapes, in_torch, in_torch_with_states, of_every_head
+from ._chunked import check_packed, check_shapes, in_torch, in_torch_with_states, of_every_head, recurrence
+from ._chunked.call import autocasts
 from ._chunked.call import interpreter as _interpreter
 from ._operators import as_array
 from ._profile import named
@@ -50,7 +51,7 @@ class Route(Enum):
 def route(call: Request, tensors: Sequence[Tensor], state: Any, with_state: bool) -> Route:
     """Where a call goes: the one place that decides it."""
     compiling, q = torch.compiler.is_compiling(), tensors[0]
-    in_onnx = call.mechanism == "kernelized" and not with_state and RECURRENCE.get() is not None
+    in_onnx = call.mechanism == "kernelized" and not with_state and recurrence() is not None
     if in_onnx or (not compiling and _transformed(tensors, state)):
         return Route.TORCH
     on_device = _triton.serves(q)
@@ -99,7 +100,7 @@ def attend(
     check(call, tensors, key_padding_mask)
     tensors = _as_autocast_wants(tensors)
     where = route(call, tensors, initial_state, with_state)
-    if where is not Route.KERNELS and (listener := LISTENER.get()) is not None:
+    if where is not Route.KERNELS and not torch.compiler.is_compiling() and (listener := LISTENER.get()) is not None:
         listener(_back_end(where, call, tensors))
     if where is Route.TORCH or (where is not Route.KERNELS and _triton.serves(tensors[0])):
         q, k = of_every_head(mechanism, *tensors[:3])
@@ -219,7 +220,9 @@ def initial_numbers(operation: str, shape: _operators.Shape, tensors: Sequence[A
     """The numbers of the initial state of a call with these queries and keys, which has to be of this shape."""
     (q, k), initial = tensors, _as_tensors(operation, state)
     given = (initial.mechanism, initial.options, tuple(initial.parts))
-    if given != shape or tuple(initial.numbers.shape[:2]) != (q.shape[0], k.shape[1]):
+    # Torch before 2.15 can't trace a comparison of tuples that hold one.
+    same = all([a == b for a, b in zip(given, shape)])
+    if not same or tuple(initial.numbers.shape[:2]) != (q.shape[0], k.shape[1]):
         raise ValueError(f"{operation}: initial_state: expected a state of {shape[0]} with the call's options, batch "
                          f"{q.shape[0]}, key/value heads {k.shape[1]}, parts {shape[2]}, got one of {given[0]}, batch "
                          f"{initial.batch}, key/value heads {initial.kv_heads}, parts {given[2]}, or one that was "
@@ -279,7 +282,7 @@ def _dispatches(kind: type) -> bool:
 
 
 def _autocast(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return autocasts(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def _as_autocast_wants(tensors: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -20,10 +20,10 @@ from torch import Tensor
 from ... import _calls
 from ..._calls import Request
 from . import aft, convolution, gated, kernelized, pairs
-from .call import Call
-from .kernelized import RECURRENCE
+from .call import Call, autocasts
+from .kernelized import RECURRENCE, recurrence
 
-__all__ = ["RECURRENCE", "check_packed", "check_shapes", "chunked_attention", "in_torch"]
+__all__ = ["RECURRENCE", "check_packed", "check_shapes", "chunked_attention", "in_torch", "recurrence"]
 
 _FULL = aft.Aft(aft.full_biases, by_position=True)
 _LOCAL, _CONV = aft.Aft(aft.local_biases, aft.local_reach, by_position=True), aft.Aft(aft.conv_biases, aft.conv_reach)
@@ -120,7 +120,7 @@ def _run(
     check_shapes(mechanism, q, k, v, key_padding_mask)
     dtype = q.dtype
     # Without autocast, which would compute sums in half precision.
-    with torch.autocast(q.device.type if torch.amp.is_autocast_available(q.device.type) else "cpu", enabled=False):
+    with torch.autocast(q.device.type if autocasts(q.device.type) else "cpu", enabled=False):
         wide = torch.promote_types(torch.float32, dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         call = _call(q, k, v, [parameter.to(wide) for parameter in parameters], settings, is_causal, offset, key_padding_mask, initial)
@@ -274,7 +274,8 @@ def _check_parameters(mechanism: str, call: Call) -> None:
         length = parameters[0].shape[0]
         wanted = [(length, length)] if len(parameters) == 1 else [(length, parameters[0].shape[1])] * 2
     elif mechanism == "aft-local":
-        wanted = [(parameters[0].shape[0] if settings.get("by_position") else queries, parameters[0].shape[1])]
+        # A window is odd.
+        wanted = [(parameters[0].shape[0] if settings.get("by_position") else queries, parameters[0].shape[1] | 1)]
     elif mechanism == "aft-conv":
         wanted = [(heads, *parameters[0].shape[1:]), (heads,), (heads,)]
         if settings.get("image") and (call.is_causal or call.offset or queries != keys or queries != math.prod(settings["image"])):

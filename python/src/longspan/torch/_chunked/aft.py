@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .call import Call, lowest, recomputed
+from .call import Call, by_rows, lowest, recomputed
 from .rings import circled, ordered, present
 
 #: Places of a state's marks: the ring's oldest row, the rows that hold a token, and the tokens before.
@@ -67,14 +68,14 @@ def _items(call: Call, ring: int) -> tuple[_Items, int]:
 
 
 class Aft:
-    """AFT with ``biases(call, rows, keys, distance)``, ``[batch or 1, heads or 1, rows, keys]``, within a reach; or without.
+    """AFT with ``biases(call, rows, keys)``, ``[batch or 1, heads or 1, rows, keys]`` or of each row's own keys within a reach; or without.
 
     ``reach`` gives the keys before and after a row that biases reach, ``None`` for all of them; ``by_position`` says that a state counts
     tokens, because rows of a table are their positions.
     """
 
     def __init__(
-        self, biases: Callable[[Call, slice, slice, Tensor], Tensor] | None = None,
+        self, biases: Callable[[Call, slice, slice], Tensor] | None = None,
         reach: Callable[[Call], tuple[int, int] | None] = lambda call: None, by_position: bool = False,
     ) -> None:  # fmt: skip
         self.biases, self.reach, self.by_position = biases, reach, by_position
@@ -100,16 +101,18 @@ class Aft:
             before = items.sums()
             after = None if call.is_causal else items.flipped().sums()
 
-        def piece(rows: slice, seen: slice, distance: Tensor) -> Tensor:
+        def piece(rows: slice, seen: slice) -> Tensor:
             assert self.biases is not None
             at = torch.arange(rows.start, rows.stop, device=items.k.device) + extended.offset
-            shown = torch.ones_like(distance, dtype=torch.bool)
-            if back is not None and ahead is not None:
-                shown = (distance >= -back) & (distance <= ahead)
-            if call.is_causal:
-                shown = shown & (distance <= 0)
-            scores = items.k[:, :, None, seen] + self.biases(extended, rows, seen, distance)[..., None]
-            scores = scores.masked_fill(~shown[..., None], -torch.inf)
+            biases = self.biases(extended, rows, seen)[..., None]
+            if back is None or ahead is None:
+                scores, v = items.k[:, :, None, seen] + biases, items.v[:, :, None, seen]
+                if call.is_causal:
+                    scores = scores.masked_fill((extended.distance(rows, seen) > 0)[..., None], -torch.inf)
+            else:
+                # Of each row the keys that biases reach.
+                scores = _windows(items.k, -torch.inf, rows, extended.offset - back, back + ahead + 1) + biases
+                v = _windows(items.v, 0.0, rows, extended.offset - back, back + ahead + 1)
             # Of the items that no bias reaches.
             parts = []
             if before is not None and back is not None:
@@ -119,10 +122,8 @@ class Aft:
             tops = [top for _, _, top in parts] + ([scores.detach().amax(3)] if scores.shape[3] else [])
             highest = torch.stack(tops).amax(0).clamp(min=lowest(scores)) if tops else scores.new_zeros(())
             weights = (scores - highest[:, :, :, None]).exp() if tops else scores
-            if weights.shape[4] == 1:
-                sums, total = weights[..., 0] @ items.v[:, :, seen], weights.sum(3)
-            else:
-                sums, total = torch.einsum("bhijd,bhjd->bhid", weights, items.v[:, :, seen]), weights.sum(3)
+            sums = weights[..., 0] @ v[:, :, 0] if v.shape[2] == weights.shape[4] == 1 else (weights * v).sum(3)
+            total = weights.sum(3)
             for own, weight, top in parts:
                 factor = (top - highest).exp()
                 sums, total = sums + factor * own, total + factor * weight
@@ -133,7 +134,7 @@ class Aft:
                 out = out.masked_fill(late[:, None, :, None], torch.nan)
             return out
 
-        return extended.by_rows(extended.pieces(items.k.shape[3], back, ahead), piece)
+        return by_rows(extended.pieces(max(items.k.shape[3], items.v.shape[3]), back, ahead, shared=False), piece)
 
     @staticmethod
     def _without(call: Call, items: _Items) -> Tensor:
@@ -175,11 +176,23 @@ class Aft:
         return [sums, total, top[:, :, 0], *rows, torch.cat([slot, held, place], -1).to(k.dtype)]
 
 
+def _windows(x: Tensor, fill: float, rows: slice, begin: int, count: int) -> Tensor:
+    """Of each row the items from ``begin`` places after it on, ``[batch, heads, rows, count, width]``; ``fill`` where there are none."""
+    many = rows.stop - rows.start
+    if not many:
+        return x[:, :, :0, None].expand(-1, -1, -1, count, -1)
+    first, whole = rows.start + begin, many + count - 1
+    inside = x[:, :, max(first, 0) : max(first + whole, 0)]
+    left = min(max(-first, 0), whole)
+    return F.pad(inside, (0, 0, left, whole - left - inside.shape[2]), value=fill).unfold(2, count, 1).mT
+
+
 def _at(sums: tuple[Tensor, Tensor, Tensor], last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Running sums up to the items ``last``; nothing before the first."""
     place = last.clamp(0, sums[0].shape[2] - 1)
     nothing = (last < 0)[:, None]
-    own, weight, top = (x.index_select(2, place) for x in sums)
+    # Not `index_select`, whose gradient a device sums in another order each time.
+    own, weight, top = (x[:, :, place] for x in sums)
     return own.masked_fill(nothing, 0), weight.masked_fill(nothing, 0), top.masked_fill(nothing, lowest(top))
 
 
@@ -209,7 +222,7 @@ def _positions(table: Tensor, rows: slice, call: Call) -> Tensor:
     return table[(_tokens(call) + torch.arange(first, last, device=table.device)).clamp(0, table.shape[0] - 1)]
 
 
-def full_biases(call: Call, rows: slice, keys: slice, distance: Tensor) -> Tensor:
+def full_biases(call: Call, rows: slice, keys: slice) -> Tensor:
     """Those of positions, of a table of pairs or of two factors."""
     *_, z = call.parameters
     of_pairs = len(call.parameters) == 1
@@ -225,12 +238,11 @@ def full_biases(call: Call, rows: slice, keys: slice, distance: Tensor) -> Tenso
     return (own @ z[at].mT)[:, None]
 
 
-def local_biases(call: Call, rows: slice, keys: slice, distance: Tensor) -> Tensor:
+def local_biases(call: Call, rows: slice, keys: slice) -> Tensor:
     """Those of positions, or of the rows of a call, for near keys."""
     (w,) = call.parameters
     own = _positions(w, rows, call) if call.settings.get("by_position") else w[None, rows]
-    column = (distance + w.shape[1] // 2).clamp(0, w.shape[1] - 1)
-    return own.gather(2, column.expand(own.shape[0], -1, -1))[:, None]
+    return own[:, None, :, : w.shape[1] // 2 + 1 if call.is_causal else None]
 
 
 def local_reach(call: Call) -> tuple[int, int]:
@@ -248,7 +260,7 @@ def conv_reach(call: Call) -> tuple[int, int] | None:
     return back, taps - 1 - back
 
 
-def conv_biases(call: Call, rows: slice, keys: slice, distance: Tensor) -> Tensor:
+def conv_biases(call: Call, rows: slice, keys: slice) -> Tensor:
     """Those of a kernel's taps, for near keys."""
     w, *scale = call.parameters
     image = call.settings.get("image")
@@ -264,8 +276,7 @@ def conv_biases(call: Call, rows: slice, keys: slice, distance: Tensor) -> Tenso
         flat = variance == 0
         w = gamma[:, None] * torch.where(flat, 0, centred) / torch.where(flat, 1, variance).sqrt() + beta[:, None]
     if not image:
-        back = taps - 1 if call.is_causal else (taps - 1) // 2
-        return w[None, :, (distance + back).clamp(0, taps - 1)]
+        return w[None, :, None]
     token = torch.arange(rows.start, rows.stop, device=w.device)[:, None]
     key = torch.arange(keys.start, keys.stop, device=w.device)[None, :]
     tap_rows = w.shape[1] // taps

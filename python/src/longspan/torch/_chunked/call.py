@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +15,8 @@ from .features import MAPS, elementwise, lift
 
 #: Numbers that a chunk of pairs may take.
 _PAIRS = 1 << 24
+#: Rows that share their keys at least, on the CPU and where each launch costs more than some pairs that no row sees.
+_SHARED, _SHARED_ON_A_DEVICE = 64, 512
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,17 @@ class Call:
             features, exponents = features.masked_fill(ignored, 0), exponents.masked_fill(ignored, -torch.inf)
         return MAPS[name](q), features, exponents
 
-    def pieces(self, numbers: int, back: int | None = None, ahead: int | None = None) -> list[tuple[slice, slice]]:
+    def pieces(self, numbers: int, back: int | None = None, ahead: int | None = None, shared: bool = True) -> list[tuple[slice, slice]]:
         """A few rows at a time, and the keys that they may see: all, or those up to ``back`` before and ``ahead`` after a row, so many
-        ``numbers`` for each pair. Without queries no rows once, so that autograd still reaches all tensors."""
+        ``numbers`` for each pair; rows of a piece share their keys or have each its own. Without queries no rows once, so that autograd still
+        reaches all tensors."""
         queries, keys = self.q.shape[2], self.k.shape[2]
         ahead = 0 if self.is_causal else ahead
         reach = keys if back is None or ahead is None else min(keys, back + ahead + 1)
         step = max(1, _PAIRS // max(1, self.q.shape[0] * self.q.shape[1] * numbers * max(reach, 1)))
-        if back is not None and ahead is not None:
+        if shared and back is not None and ahead is not None:
             # Rows that share their keys: as many as they reach, or a few more.
-            step = min(step, max(reach, 64))
+            step = min(step, max(reach, _SHARED if self.q.is_cpu else _SHARED_ON_A_DEVICE))
         found = []
         for start in range(0, max(queries, 1), step):
             stop = min(start + step, queries)
@@ -118,20 +122,40 @@ class Call:
             found.append((slice(start, stop), slice(first, last)))
         return found
 
-    def by_rows(self, pieces: list[tuple[slice, slice]], piece: Callable[[slice, slice, Tensor], Tensor]) -> Tensor:
-        """``piece(rows, keys, distance)`` of all `pieces`, ``distance`` being ``j - (i + offset)``, ``[rows, keys]``. Autograd keeps no weights
-        of pairs: the backward computes them again."""
-        device = self.q.device
+    def distance(self, rows: slice, keys: slice) -> Tensor:
+        """``j - (i + offset)``, ``[rows, keys]``."""
+        token = torch.arange(rows.start, rows.stop, device=self.q.device) + self.offset
+        return torch.arange(keys.start, keys.stop, device=self.q.device)[None, :] - token[:, None]
 
-        def computed(rows: slice, seen: slice) -> Tensor:
-            token = torch.arange(rows.start, rows.stop, device=device) + self.offset
-            return piece(rows, seen, torch.arange(seen.start, seen.stop, device=device)[None, :] - token[:, None])
 
-        return torch.cat([recomputed(computed, rows, seen) for rows, seen in pieces], 2)
+def by_rows(pieces: list[tuple[slice, slice]], piece: Callable[[slice, slice], Tensor]) -> Tensor:
+    """``piece(rows, keys)`` of all of them. Autograd keeps no weights of pairs: the backward computes them again."""
+    return torch.cat([recomputed(piece, rows, seen) for rows, seen in pieces], 2)
 
 
 #: What says whether a transform of torch.func is at work; where a version of torch lacks it, nobody knows.
 interpreter = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+
+
+def shifted(x: Tensor, first: int, count: int) -> Tensor:
+    """``x[..., i, j - i + first]`` for ``j`` below ``count``, 0 where ``x`` has no such column. Not by `gather`, whose gradient a device sums in
+    another order each time."""
+    rows = x.shape[-2]
+    left = max(rows - 1 - first, 0)
+    x = F.pad(x, (left, max(count + first - x.shape[-1], 0) + 1))
+    # In rows that are shorter by 1, each begins one column later.
+    shorter = x.shape[-1] - 1
+    found: Tensor = x.flatten(-2)[..., : rows * shorter].unflatten(-1, (rows, shorter))[..., first + left : first + left + count]
+    return found
+
+
+def autocasts(kind: str) -> bool:
+    """Whether autocast knows a kind of device."""
+    return torch.amp.is_autocast_available(kind)
+
+
+# Torch before 2.15 can't trace it: see `longspan._calls.settings`.
+autocasts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:

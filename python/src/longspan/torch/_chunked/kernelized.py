@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .call import Call, divide, lowest
+from .call import Call, divide, lowest, shifted
 from .features import MAPS, elementwise, lift
 from .rings import CARRY, OLDEST, SHIFT, ordered, present, rows_at, tokens, values_of
 
@@ -22,6 +22,14 @@ CHUNK = 128
 #: What takes the place of the causal recurrence while `longspan.torch.onnx.export` runs: of queries' and keys' features, values and
 #: the decay of each head.
 RECURRENCE: ContextVar[Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None] = ContextVar("recurrence", default=None)
+
+
+def recurrence() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None:
+    return RECURRENCE.get()
+
+
+# Torch before 2.15 can't trace a ContextVar: see `longspan._calls.settings`.
+recurrence._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def whole(call: Call) -> Call:
@@ -89,11 +97,11 @@ def kernelized(call: Call) -> Tensor:
     if decay is not None and not call.is_causal:
         raise ValueError("decay with a bidirectional mask has no meaning; use a causal mask or leave the decay out")
 
-    recurrence = RECURRENCE.get()
-    if recurrence is not None and call.log_decay is None and call.is_causal and rows is None and call.offset == 0 and queries == keys:
+    recurrent = recurrence()
+    if recurrent is not None and call.log_decay is None and call.is_causal and rows is None and call.offset == 0 and queries == keys:
         gamma = None if decay is None else q.new_tensor(decay).repeat_interleave(call.group)[:, None, None]
         of_all = exponents.amax(2, keepdim=True).clamp(min=lowest(q)) if divided else 0
-        return divide(recurrence(q, features * (exponents - of_all).exp(), values, gamma), normalize)
+        return divide(recurrent(q, features * (exponents - of_all).exp(), values, gamma), normalize)
     walk: _Bidirectional | _Causal
     if call.is_causal:
         walk = _Causal(features if content else None, exponents, values, rows, of_rows, radius, _fall(call, begin), divided, begin)
@@ -151,11 +159,11 @@ class _Bidirectional:
 
 def _band(weights: Tensor, first: int, last: int, near: int, far: int, radius: int) -> Tensor:
     """Weights of relative positions between the queries at ``first ..`` and the keys ``near .. far``."""
-    token = torch.arange(first, last, device=weights.device)
-    key = torch.arange(near, far, device=weights.device)
+    rows, count, begin, width = last - first, far - near, near - first + radius, weights.shape[-1]
     # Under a causal mask the weights end at "here"; what comes later is masked by the caller.
-    distance = (key[None, :] - token[:, None] + radius).clamp(0, weights.shape[-1] - 1)
-    return weights.gather(-1, distance.expand(*weights.shape[:2], -1, -1))
+    place = torch.arange(count, device=weights.device)[None, :] - torch.arange(rows, device=weights.device)[:, None] + begin
+    band = torch.where(place >= width - 1, weights[..., -1:], shifted(weights, begin, count))
+    return torch.where(place <= 0, weights[..., :1], band)
 
 
 class _Constant:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .call import Call, divide, exponentials, lowest
+from .call import Call, by_rows, divide, exponentials, lowest, shifted
 from .features import elementwise
 from .rings import circled, ordered, present, rows_at, values_of
 
@@ -102,10 +102,20 @@ def toeplitz(call: Call) -> Tensor:
                 far[rows.start].append((*sums.add(seen.stop, taken), ends[1]))
                 taken = min(taken, seen.stop)
 
-    def piece(rows: slice, seen: slice, distance: Tensor) -> Tensor:
+    def piece(rows: slice, seen: slice) -> Tensor:
+        count, of_pairs = rows.stop - rows.start, settings.get("kind", "table") == "grid"
+        if of_pairs:
+            distance = extended.distance(rows, seen)
+        else:
+            # One entry a distance, of which each row has another stretch.
+            first, distances = seen.start - rows.start - extended.offset + 1 - count, max(count + seen.stop - seen.start - 1, 0)
+            distance = torch.arange(first, first + distances, device=bias.device)[None, :]
         entry, reached = _entries(table, settings, rows.start + call.offset, distance, passed, buckets)
         hidden = ~reached | (distance > 0) if call.is_causal else ~reached
-        logs = (bias[:, entry].transpose(0, 1) + keys.exponents[:, :, seen].mT).masked_fill(hidden[:, None], -torch.inf)
+        logs = bias[:, entry].transpose(0, 1).masked_fill(hidden[:, None], -torch.inf)
+        if not of_pairs:
+            logs = shifted(logs.expand(-1, -1, count, -1), count - 1, seen.stop - seen.start)
+        logs = logs + keys.exponents[:, :, seen].mT
         beyond = [(matrix, level + bias[:, at, None, None]) for matrix, level, at in far[rows.start]]
         highest = logs.new_zeros(())
         tops = [level.detach() for _, level in beyond] + ([logs.detach().amax(3, keepdim=True)] if logs.shape[3] else [])
@@ -117,7 +127,7 @@ def toeplitz(call: Call) -> Tensor:
             sums = sums + (level - highest).exp() * (q @ matrix)
         return sums
 
-    out = divide(extended.by_rows(pieces, piece), normalize)
+    out = divide(by_rows(pieces, piece), normalize)
     if passed is not None and ends is None:
         # Nobody may look at the numbers of a state: beyond the reach of a table there are none.
         token = passed + torch.arange(call.q.shape[2], device=out.device) + call.offset
@@ -326,8 +336,8 @@ def softmax(call: Call) -> Tensor:
     scale = max(k.shape[3], 1) ** -0.5 if scale is None else scale
     reach = () if window is None else (window - 1, window - 1)
 
-    def piece(rows: slice, keys: slice, distance: Tensor) -> Tensor:
-        seen = there[:, :, keys].mT > 0
+    def piece(rows: slice, keys: slice) -> Tensor:
+        seen, distance = there[:, :, keys].mT > 0, call.distance(rows, keys)
         if call.is_causal:
             seen = seen & (distance <= 0)
         if window is not None:
@@ -335,4 +345,4 @@ def softmax(call: Call) -> Tensor:
         weights = exponentials(scale * call.q[:, :, rows] @ k[:, :, keys].mT, seen)
         return divide(torch.cat([weights @ v[:, :, keys], weights.sum(-1, keepdim=True)], -1))
 
-    return call.by_rows(call.pieces(1, *reach), piece)
+    return by_rows(call.pieces(1, *reach), piece)

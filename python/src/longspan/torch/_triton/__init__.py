@@ -112,6 +112,9 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
     if of_ten and q.shape[1] != k.shape[1]:
         # Triton 3.9 fails to compile the gradients of keys and values.
         return "grouped heads on this device"
+    if q.dtype is torch.bfloat16 and (q.shape[-1] % 16 or v.shape[-1] % 16):
+        # Products of a warp group that Triton 3.6 compiles for such rows gave wrong gradients on an H200 (docs/gpu.md).
+        return "bfloat16 in heads whose width is no multiple of 16"
     # Of one token there is no axis of tokens.
     if not (0 < q.shape[-1] <= widest and 0 < v.shape[-1] <= widest):
         return f"heads wider than {widest}, or of width 0"

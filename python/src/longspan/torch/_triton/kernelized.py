@@ -278,12 +278,12 @@ class Launch:
         grown = -of_keys.sum(-1)
         if of_queries is not None:
             grown = grown + of_queries.sum(-1).unflatten(1, (self.kv_heads, -1)).sum(2)
+        before = grown.new_zeros(grown.shape[:2]) if initial is None or d_initial is None else (initial * d_initial)[..., : self.sums].sum(-1)
         if d_final is None:
             bounds = [0, self.keys] if packed is None else packed[1]
             # Each sequence of a packed call by itself.
-            parts = [grown[..., a:b].flip(-1).cumsum(-1).flip(-1) for a, b in zip(bounds, bounds[1:])]
+            parts = [_following(grown[..., a:b], before) for a, b in zip(bounds, bounds[1:])]
             return self._there(torch.cat(parts, -1) if parts else grown)
-        before = grown.new_zeros(grown.shape[:2]) if initial is None or d_initial is None else (initial * d_initial)[..., : self.sums].sum(-1)
         d_g = before[..., None] - (grown.cumsum(-1) - grown) + d_final[..., self.gate, None]
         if d_initial is not None:
             d_initial[..., self.gate] = d_final[..., self.gate]
@@ -322,6 +322,13 @@ class Launch:
             )  # fmt: skip
 
 
+def _following(x: Tensor, whole: Tensor) -> Tensor:
+    """Of each number the sum from it on. What the sum of all lacks of the ``whole``, which is rounding, is taken from them by their sizes."""
+    sums, sizes = (y.flip(-1).cumsum(-1).flip(-1) for y in (x, x.abs()))
+    lacking = whole[..., None] - sums[..., :1]
+    return sums + lacking * (sizes / sizes[..., :1].clamp(min=torch.finfo(sizes.dtype).tiny))
+
+
 def arithmetic(dtype: torch.dtype) -> tuple[Any, str]:
     """The type of products' factors, and how those of float32 are taken. float16 goes by TF32, whose mantissa is as long: sums
     over a long sequence exceed its largest number."""
@@ -342,8 +349,10 @@ def _logarithms(decay: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def laid_out(x: Tensor) -> Tensor:
-    """With neighbours in the last axis, and the rows of a chunk within 2**31 numbers of each other."""
-    return x if x.stride(3) == 1 and 0 <= x.stride(2) < 1 << 23 else x.contiguous()
+    """With neighbours in the last axis, rows that begin at multiples of 16 bytes if their width lets them, and the rows of a chunk within 2**31
+    numbers of each other."""
+    aligned = x.shape[3] % 16 or not (x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]))
+    return x if aligned and x.stride(3) == 1 and 0 <= x.stride(2) < 1 << 23 else x.contiguous()
 
 
 def _strides(x: Tensor | None) -> Sequence[int]:
