@@ -7,7 +7,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan_kernels::Error as KernelError;
 use longspan_layers::{CrossEntropy, Loss, LossGradients};
 
-use super::flex::{contiguous, gradients, is_f32, numbers, shape, tensor};
+use super::flex::{gradients, is_f32, numbers, shape, tensor};
 use crate::backend::operation::{Operation, run};
 use crate::backend::tensor::widen;
 use crate::cpu::{FlexTensor, is_flex};
@@ -173,11 +173,11 @@ impl Operation for LossOperation {
     type Kept = LossGradients;
 
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, KernelError> {
-        self.call(&contiguous(tensors)).loss().map(losses)
+        self.call(tensors).loss().map(losses)
     }
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, LossGradients), KernelError> {
-        let (loss, gradients) = self.call(&contiguous(tensors)).training()?;
+        let (loss, gradients) = self.call(tensors).training()?;
         Ok((losses(loss), gradients))
     }
 
@@ -187,7 +187,6 @@ impl Operation for LossOperation {
         LossGradients { dh, d_weight, d_bias }: &LossGradients,
         d_out: FlexTensor,
     ) -> Result<Vec<Option<FlexTensor>>, KernelError> {
-        let d_out = d_out.to_contiguous();
         let factor = numbers(&d_out)[1];
         let scaled = |gradient: &Vec<f32>| gradient.iter().map(|x| x * factor).collect();
         Ok(gradients([dh, d_weight, d_bias].map(scaled), tensors))

@@ -86,8 +86,8 @@ impl Operation for DropoutOperation {
     type Kept = ();
 
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-        let x = tensors[0].to_contiguous();
-        Ok(tensor(self.0.forward(numbers(&x))?, shape(&x)))
+        let x = &tensors[0];
+        Ok(tensor(self.0.forward(numbers(x))?, shape(x)))
     }
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, ()), Error> {

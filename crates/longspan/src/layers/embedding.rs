@@ -5,7 +5,7 @@ use burn::tensor::{Int, Tensor};
 use longspan_kernels::Error as KernelError;
 use longspan_layers::Embedding;
 
-use super::flex::{contiguous, is_f32, numbers, shape, tensor};
+use super::flex::{gradients, is_f32, numbers, shape, tensor};
 use crate::backend::operation::{Operation, run};
 use crate::cpu::{FlexTensor, is_flex};
 use crate::error::{Error, Result, argument};
@@ -80,8 +80,7 @@ impl Operation for Lookup {
     type Kept = ();
 
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, KernelError> {
-        let table = &contiguous(tensors)[0];
-        let call = self.call(table);
+        let call = self.call(&tensors[0]);
         Ok(tensor(call.forward()?, [call.tokens.len(), call.width]))
     }
 
@@ -95,8 +94,6 @@ impl Operation for Lookup {
         (): &(),
         d_out: FlexTensor,
     ) -> Result<Vec<Option<FlexTensor>>, KernelError> {
-        let table = &contiguous(tensors)[0];
-        let gradient = self.call(table).backward(numbers(&d_out.to_contiguous()))?;
-        Ok(vec![Some(tensor(gradient, shape(table)))])
+        Ok(gradients([self.call(&tensors[0]).backward(numbers(&d_out))?], tensors))
     }
 }

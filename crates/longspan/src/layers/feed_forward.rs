@@ -8,7 +8,7 @@ use longspan_kernels::Error;
 use longspan_layers::{self as kernels, Dropout, FeedForwardGradients, Weights};
 
 use super::dropout;
-use super::flex::{contiguous, gradients, is_f32, numbers, of_layer, push_layer, shape, tensor, weights};
+use super::flex::{gradients, is_f32, numbers, of_layer, push_layer, shape, tensor, weights};
 use super::linear::{activate, apply, drawn};
 use super::norm::NormSettings;
 use super::{Activation, After, Around};
@@ -160,33 +160,31 @@ impl FeedForwardOperation {
 impl Operation for FeedForwardOperation {
     const NAME: &'static str = "feed-forward parts";
 
-    /// The tensors, contiguous, and the sums of the first layer.
-    type Kept = (Vec<FlexTensor>, Option<Vec<f32>>);
+    /// The sums of the first layer.
+    type Kept = Option<Vec<f32>>;
 
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-        let tensors = contiguous(tensors);
-        Ok(tensor(self.call(&tensors).forward()?, shape(&tensors[0])))
+        Ok(tensor(self.call(tensors).forward()?, shape(&tensors[0])))
     }
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
-        let tensors = contiguous(tensors);
-        let call = self.call(&tensors);
+        let call = self.call(tensors);
         let (out, sums) = if self.recompute {
             (call.forward()?, None)
         } else {
             let (out, sums) = call.training()?;
             (out, Some(sums))
         };
-        Ok((tensor(out, shape(&tensors[0])), (tensors, sums)))
+        Ok((tensor(out, shape(&tensors[0])), sums))
     }
 
     fn backward(
         &self,
-        _: &[FlexTensor],
-        (tensors, sums): &Self::Kept,
+        tensors: &[FlexTensor],
+        sums: &Self::Kept,
         d_out: FlexTensor,
     ) -> Result<Vec<Option<FlexTensor>>, Error> {
-        let found = self.call(tensors).backward(sums.as_deref(), numbers(&d_out.to_contiguous()))?;
+        let found = self.call(tensors).backward(sums.as_deref(), numbers(&d_out))?;
         let FeedForwardGradients { dx, d_norm, d_inner, d_outer } = found;
         let ([inner, outer], norm) = (self.biases, self.norm.map(|norm| norm.gradients(d_norm)));
         let layers = of_layer(d_inner, inner).chain(of_layer(d_outer, outer));

@@ -25,18 +25,6 @@ pub(crate) fn are_f32(module: &impl Module) -> bool {
     all.0
 }
 
-/// The tensors, row-major: copied only where they are not.
-pub(crate) fn contiguous(tensors: &[FlexTensor]) -> Vec<FlexTensor> {
-    let own = |tensor: &FlexTensor| {
-        #[cfg(test)]
-        if !tensor.is_contiguous() {
-            crate::backend::count_copy();
-        }
-        tensor.to_contiguous()
-    };
-    tensors.iter().map(own).collect()
-}
-
 /// A tensor's own numbers, contiguous, of one without autodiff.
 pub(crate) fn taken<const D: usize>(x: Tensor<D>) -> FlexTensor {
     to_flex(x).unwrap_or_else(|error| panic!("{error:?}")).to_contiguous()

@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use longspan_kernels::Error;
 use longspan_layers::{GatedNorm, GatedNormGradients, GatedNormWeights};
 
-use super::flex::{contiguous, gradients, is_f32, numbers, shape, tensor};
+use super::flex::{gradients, is_f32, numbers, shape, tensor};
 use super::linear::activate;
 use super::{Activation, reshape};
 use crate::backend::operation::{Operation, run};
@@ -121,22 +121,14 @@ impl GatedNormSettings {
 impl Operation for GatedNormSettings {
     const NAME: &'static str = "gated norms";
 
-    /// The tensors, contiguous.
-    type Kept = Vec<FlexTensor>;
+    type Kept = ();
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
-        let tensors = contiguous(tensors);
-        let out = self.call(&tensors).forward()?;
-        Ok((tensor(out, shape(&tensors[0])), tensors))
+        Ok((tensor(self.call(tensors).forward()?, shape(&tensors[0])), ()))
     }
 
-    fn backward(
-        &self,
-        _: &[FlexTensor],
-        tensors: &Self::Kept,
-        d_out: FlexTensor,
-    ) -> Result<Vec<Option<FlexTensor>>, Error> {
-        let found = self.call(tensors).backward(numbers(&d_out.to_contiguous()))?;
+    fn backward(&self, tensors: &[FlexTensor], (): &(), d_out: FlexTensor) -> Result<Vec<Option<FlexTensor>>, Error> {
+        let found = self.call(tensors).backward(numbers(&d_out))?;
         let GatedNormGradients { dx, d_gate, d_gamma } = found;
         Ok(gradients([dx, d_gate, d_gamma], tensors))
     }

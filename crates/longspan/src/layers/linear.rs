@@ -11,7 +11,7 @@ use burn::tensor::{DType, Device, Tensor};
 use longspan_kernels::Error;
 use longspan_layers::{self as kernels, Dropout, Kept, LinearGradients};
 
-use super::flex::{contiguous, gradients, is_f32, numbers, of_layer, shape, tensor};
+use super::flex::{gradients, is_f32, numbers, of_layer, shape, tensor};
 use crate::backend::operation::{Operation, run};
 use crate::backend::tensor::{narrow_float, sigmoid, silu, widen};
 use crate::backend::{meet, place};
@@ -216,31 +216,28 @@ impl LinearOperation {
 impl Operation for LinearOperation {
     const NAME: &'static str = "linear layers";
 
-    /// The tensors, contiguous, the result, and what the kernel keeps.
-    type Kept = (Vec<FlexTensor>, FlexTensor, Kept);
+    /// The result, and what the kernel keeps.
+    type Kept = (FlexTensor, Kept);
 
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-        let tensors = contiguous(tensors);
-        let call = self.call(&tensors);
+        let call = self.call(tensors);
         Ok(tensor(call.forward()?, [call.rows, call.outputs]))
     }
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
-        let tensors = contiguous(tensors);
-        let call = self.call(&tensors);
+        let call = self.call(tensors);
         let sizes = [call.rows, call.outputs];
         let (out, kept) = call.training()?;
         let out = tensor(out, sizes);
-        Ok((out.clone(), (tensors, out, kept)))
+        Ok((out.clone(), (out, kept)))
     }
 
     fn backward(
         &self,
-        _: &[FlexTensor],
-        (tensors, out, kept): &Self::Kept,
+        tensors: &[FlexTensor],
+        (out, kept): &Self::Kept,
         d_out: FlexTensor,
     ) -> Result<Vec<Option<FlexTensor>>, Error> {
-        let d_out = d_out.to_contiguous();
         let found = self.call(tensors).backward(numbers(out), kept, numbers(&d_out))?;
         let LinearGradients { dx, d_weight, d_bias, .. } = found;
         let mut all = gradients([dx].into_iter().chain(of_layer([d_weight, d_bias], self.bias)), tensors);

@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use longspan_kernels::Error;
 use longspan_layers::{Norm, NormGradients, NormWeights};
 
-use super::flex::{contiguous, gradients, is_f32, numbers, shape, tensor};
+use super::flex::{gradients, is_f32, numbers, shape, tensor};
 use crate::backend::operation::{Operation, run};
 use crate::backend::tensor::{narrow_float, widen};
 use crate::cpu::FlexTensor;
@@ -143,25 +143,18 @@ impl NormSettings {
 impl Operation for NormSettings {
     const NAME: &'static str = "norms";
 
-    /// The tensors, contiguous.
-    type Kept = Vec<FlexTensor>;
+    type Kept = ();
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
-        let tensors = contiguous(tensors);
         let weights = self.weights(&mut tensors[1..].iter());
         let out = Norm { x: numbers(&tensors[0]), weights }.forward()?;
-        Ok((tensor(out, shape(&tensors[0])), tensors))
+        Ok((tensor(out, shape(&tensors[0])), ()))
     }
 
-    fn backward(
-        &self,
-        _: &[FlexTensor],
-        tensors: &Self::Kept,
-        d_out: FlexTensor,
-    ) -> Result<Vec<Option<FlexTensor>>, Error> {
+    fn backward(&self, tensors: &[FlexTensor], (): &(), d_out: FlexTensor) -> Result<Vec<Option<FlexTensor>>, Error> {
         let weights = self.weights(&mut tensors[1..].iter());
         let norm = Norm { x: numbers(&tensors[0]), weights };
-        let NormGradients { dx, d_gamma, d_beta } = norm.backward(numbers(&d_out.to_contiguous()))?;
+        let NormGradients { dx, d_gamma, d_beta } = norm.backward(numbers(&d_out))?;
         Ok(gradients([dx].into_iter().chain(self.gradients([d_gamma, d_beta])), tensors))
     }
 }

@@ -14,7 +14,7 @@ use crate::backend::{self, AnyKernel, Layer, States, with_scratch};
 use crate::error::Result;
 use crate::layers::Around;
 use crate::layers::dropout::drawn;
-use crate::layers::flex::{contiguous, gradients, numbers, of_layer, push_layer, shape, tensor, weights};
+use crate::layers::flex::{gradients, numbers, of_layer, push_layer, shape, tensor, weights};
 use crate::layers::gated_norm::GatedNormSettings;
 use crate::layers::norm::NormSettings;
 
@@ -129,30 +129,25 @@ impl MultiHeadOperation {
 impl Operation for MultiHeadOperation {
     const NAME: &'static str = "attention parts";
 
-    /// The tensors, contiguous, and what the kernel keeps.
-    type Kept = (Vec<FlexTensor>, Option<KeptAttention>);
+    type Kept = Option<KeptAttention>;
 
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-        let tensors = contiguous(tensors);
-        let out = self.with_call(&tensors, |call, scratch| self.with_last(call, |last| call.forward(scratch, last)))?;
+        let out = self.with_call(tensors, |call, scratch| self.with_last(call, |last| call.forward(scratch, last)))?;
         Ok(tensor(out, shape(&tensors[0])))
     }
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
-        let tensors = contiguous(tensors);
         let (out, kept) =
-            self.with_call(&tensors, |call, scratch| self.with_last(call, |last| call.training(scratch, last)))?;
-        let kept = (!self.recompute).then_some(kept);
-        Ok((tensor(out, shape(&tensors[0])), (tensors, kept)))
+            self.with_call(tensors, |call, scratch| self.with_last(call, |last| call.training(scratch, last)))?;
+        Ok((tensor(out, shape(&tensors[0])), (!self.recompute).then_some(kept)))
     }
 
     fn backward(
         &self,
-        _: &[FlexTensor],
-        (tensors, kept): &Self::Kept,
+        tensors: &[FlexTensor],
+        kept: &Self::Kept,
         d_out: FlexTensor,
     ) -> Result<Vec<Option<FlexTensor>>, Error> {
-        let d_out = d_out.to_contiguous();
         let found = self.with_call(tensors, |call, scratch| call.backward(kept.as_ref(), numbers(&d_out), scratch))?;
         let MultiHeadGradients { dx, d_memory, d_norm, d_projection, d_parameters, d_gated_norm, d_output } = found;
         let ([projection, output], norm) = (self.biases, self.norm.map(|norm| norm.gradients(d_norm)));
