@@ -3,7 +3,7 @@
 use std::mem::MaybeUninit;
 
 use longspan_core::simd::rows::{load_part, store_part};
-use longspan_core::simd::{Real, Vector, exp_nonpositive, operation, sigmoid, silu};
+use longspan_core::simd::{Real, Vector, operation, sigmoid, silu};
 
 /// What a linear layer does to each of its sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -90,7 +90,7 @@ unsafe fn normal<V: Vector>(x: V) -> (V, V) {
     unsafe {
         let constant = |x: f64| V::splat(V::Element::from_f64(x));
         let (one, half) = (constant(1.0), constant(0.5));
-        let exp = exp_nonpositive(x.mul(x).mul(constant(-0.5)));
+        let exp = x.mul(x).mul(constant(-0.5)).exp_nonpositive();
         let t = one.div(x.abs().mul_add(constant(SLOPE * std::f64::consts::FRAC_1_SQRT_2), one));
         let mut p = constant(P[P.len() - 1]);
         for &c in P[..P.len() - 1].iter().rev() {

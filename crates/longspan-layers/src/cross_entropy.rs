@@ -11,7 +11,7 @@ use std::mem::MaybeUninit;
 use super::products::{Fresh, Matrix, WeightGradient, add_rows, product, sum_parts, transposed, try_zeros, upright};
 use longspan_core::error::{Error, expect};
 use longspan_core::simd::rows::{load_part, store_part};
-use longspan_core::simd::{dispatch, exp_nonpositive, operation};
+use longspan_core::simd::{dispatch, operation};
 use longspan_core::threads::share;
 
 /// Logits of a piece: 1 MiB, which a second-level cache holds.
@@ -255,7 +255,7 @@ operation!(RowLosses, f32, |logits: &'a mut [f32],
             row[target as usize] = f32::NEG_INFINITY;
             let (mut sums, shift) = (V::splat(0.0), V::splat(most));
             for column in (0..whole).step_by(V::LANES) {
-                let e = exp_nonpositive(V::load(row.as_ptr().add(column)).sub(shift));
+                let e = V::load(row.as_ptr().add(column)).sub(shift).exp_nonpositive();
                 e.store(row.as_mut_ptr().add(column));
                 sums = sums.add(e);
             }

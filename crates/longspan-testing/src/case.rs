@@ -161,10 +161,12 @@ impl Inputs<f64> {
             *k = f64::from((*k + level(n / width % dims.keys)) as f32);
         }
     }
+}
 
+impl<T: Number> Inputs<T> {
     /// In another number type.
-    pub fn cast<T: Number>(&self) -> Inputs<T> {
-        let cast = |x: &Vec<f64>| x.iter().map(|&x| T::from_f64(x)).collect();
+    pub fn cast<U: Number>(&self) -> Inputs<U> {
+        let cast = |x: &Vec<T>| x.iter().map(|x| U::from_f64(x.to_f64())).collect();
         Inputs {
             q: cast(&self.q),
             k: cast(&self.k),
@@ -174,9 +176,7 @@ impl Inputs<f64> {
             per_key: self.per_key.clone(),
         }
     }
-}
 
-impl<T: Number> Inputs<T> {
     /// Hands the call to `body`.
     pub fn call<R>(&self, case: &Case, initial_state: Option<&State<T>>, body: impl FnOnce(&Call<'_, T>) -> R) -> R {
         let parameters: Vec<&[T]> = self.parameters.iter().map(Vec::as_slice).collect();

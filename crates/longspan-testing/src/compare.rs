@@ -77,6 +77,18 @@ pub fn close<T: Number>(what: &str, got: &[T], expected: &[f64], scale: &[f64], 
     )))
 }
 
+/// The largest error of the numbers of each list, relative to its largest number.
+pub fn worst<T: Number>(got: &[Vec<T>], expected: &[Vec<f64>]) -> f64 {
+    let larger = |most: f64, x: f64| if x > most || x.is_nan() { x } else { most };
+    let each = got.iter().zip(expected).map(|(got, expected)| {
+        assert_eq!(got.len(), expected.len());
+        let largest = expected.iter().fold(f64::MIN_POSITIVE, |most, x| most.max(x.abs()));
+        let errors = got.iter().zip(expected).map(|(got, expected)| (got.to_f64() - expected).abs());
+        errors.fold(0.0, larger) / largest
+    });
+    each.fold(0.0, larger)
+}
+
 /// Checks that all bits are equal, and reports the first that is not.
 pub fn same_bits<T: Number>(what: &str, got: &[T], expected: &[T]) -> Result<(), Failure> {
     ensure(got.len() == expected.len(), || format!("{what}: {} elements instead of {}", got.len(), expected.len()))?;

@@ -192,25 +192,6 @@ pub fn both<T: Number>(subject: &Subject, case: &Case, inputs: &Inputs<T>) -> Re
     Ok((forward, backward))
 }
 
-/// Forward and backward twice, on clean memory and with all outputs and scratch set to NaN. The two must have the same
-/// bits.
-#[allow(clippy::type_complexity)]
-pub fn clean_and_poisoned<T: Number>(
-    subject: &Subject,
-    case: &Case,
-    inputs: &Inputs<T>,
-) -> Result<[(Forward<T>, Backward<T>); 2], Error> {
-    let mut scratch = Scratch::new();
-    let clean = forward_into(subject, case, inputs, (None, None), T::ZERO, &mut scratch)?;
-    let mut poison = poisoned(&scratch);
-    let dirty = forward_into(subject, case, inputs, (None, None), nan(), &mut poison)?;
-    let mut scratch = Scratch::new();
-    let clean_back = backward_into(subject, case, inputs, &clean, T::ZERO, &mut scratch)?;
-    let mut poison = poisoned(&scratch);
-    let dirty_back = backward_into(subject, case, inputs, &clean, nan(), &mut poison)?;
-    Ok([(clean, clean_back), (dirty, dirty_back)])
-}
-
 /// Takes the tokens of a causal case with equally many queries and keys one by one.
 pub fn steps<T: Number>(
     subject: &Subject,

@@ -10,7 +10,16 @@ use crate::subject::{Number, Subject};
 /// The same bits on clean memory and where everything to be written, and all scratch, holds NaN.
 pub fn poison_does_not_matter<T: Number>(subject: &Subject, case: &Case) -> Result<(), Failure> {
     let inputs = execute::random(subject, case).cast::<T>();
-    let [(clean, clean_back), (dirty, dirty_back)] = execute::clean_and_poisoned(subject, case, &inputs)?;
+    let forward =
+        |fill: T, scratch: &mut Scratch<T>| execute::forward_into(subject, case, &inputs, (None, None), fill, scratch);
+    let mut scratch = Scratch::new();
+    let clean = forward(T::ZERO, &mut scratch)?;
+    let dirty = forward(execute::nan(), &mut execute::poisoned(&scratch))?;
+    let backward =
+        |fill: T, scratch: &mut Scratch<T>| execute::backward_into(subject, case, &inputs, &clean, fill, scratch);
+    let mut scratch = Scratch::new();
+    let clean_back = backward(T::ZERO, &mut scratch)?;
+    let dirty_back = backward(execute::nan(), &mut execute::poisoned(&scratch))?;
     same_bits("out on poisoned memory", &dirty.out, &clean.out)?;
     same_bits("denominators on poisoned memory", &dirty.denominators, &clean.denominators)?;
     same_gradients("on poisoned memory", &dirty_back, &clean_back)?;

@@ -76,6 +76,8 @@ type Kept = Arc<dyn Any + Send + Sync>;
 
 /// [`Operation`] of any kind.
 trait AnyOperation: Debug + Send + Sync {
+    /// The tensors as the operation takes them.
+    fn taken(&self, tensors: Vec<FlexTensor>) -> Result<Vec<FlexTensor>, Error>;
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error>;
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Kept), Error>;
     fn backward(
@@ -86,23 +88,34 @@ trait AnyOperation: Debug + Send + Sync {
     ) -> Result<Vec<Option<FlexTensor>>, Error>;
 }
 
-/// A layer of which a user has cast a part.
-fn check<O: Operation>(tensors: &[FlexTensor]) -> Result<(), Error> {
-    let other = tensors.iter().map(FlexTensor::dtype).find(|&dtype| dtype != DType::F32 && !O::TAKES_ALL);
-    let expected = "F32 everywhere, as its first tensors are; cast the others".into();
-    let refused =
-        |other| Error::Argument { operation: O::NAME, argument: "number types", expected, got: format!("{other:?}") };
-    other.map_or(Ok(()), |other| Err(refused(other)))
+/// A tensor row-major: copied only where it is not.
+fn contiguous(tensor: FlexTensor) -> FlexTensor {
+    #[cfg(test)]
+    if !tensor.is_contiguous() {
+        crate::backend::count_copy();
+    }
+    tensor.to_contiguous()
 }
 
 impl<O: Operation> AnyOperation for O {
+    fn taken(&self, tensors: Vec<FlexTensor>) -> Result<Vec<FlexTensor>, Error> {
+        if O::TAKES_ALL {
+            return Ok(tensors);
+        }
+        // A layer of which a user has cast a part.
+        if let Some(other) = tensors.iter().map(FlexTensor::dtype).find(|&dtype| dtype != DType::F32) {
+            let expected = "F32 everywhere, as its first tensors are; cast the others".into();
+            let got = format!("{other:?}");
+            return Err(Error::Argument { operation: O::NAME, argument: "number types", expected, got });
+        }
+        Ok(tensors.into_iter().map(contiguous).collect())
+    }
+
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-        check::<O>(tensors)?;
         timed(O::NAME, || Operation::forward(self, tensors))
     }
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Kept), Error> {
-        check::<O>(tensors)?;
         let (out, kept) = timed(O::NAME, || Operation::training(self, tensors))?;
         Ok((out, Arc::new(kept)))
     }
@@ -114,6 +127,7 @@ impl<O: Operation> AnyOperation for O {
         d_out: FlexTensor,
     ) -> Result<Vec<Option<FlexTensor>>, Error> {
         let kept = kept.downcast_ref().expect("what this operation's own training kept");
+        let d_out = if O::TAKES_ALL { d_out } else { d_out.to_contiguous() };
         timed(O::NAME, || Operation::backward(self, tensors, kept, d_out))
     }
 }
@@ -152,9 +166,11 @@ impl CustomOperation for Flex {
         j: FlexTensor,
         call: OperationCall,
     ) -> FlexTensor {
-        let tensors = [a, b, c, d, e, f, g, h, i, j];
+        let first = a.clone();
+        let tensors = [a, b, c, d, e, f, g, h, i, j].into_iter().take(call.count).collect();
+        let result = call.operation.taken(tensors).and_then(|tensors| call.operation.forward(&tensors));
         // After an error `run` returns it and drops the tensor that is given here in place of a result.
-        call.keep(call.operation.forward(&tensors[..call.count])).unwrap_or_else(|| tensors[0].clone())
+        call.keep(result).unwrap_or(first)
     }
 }
 
@@ -202,7 +218,8 @@ mod graph {
     ) -> FloatTensor<Autodiff<Flex, C>> {
         let nodes = std::array::from_fn(|n| tensors[n].node());
         let preparation = Backward::<Flex, N>::prepare::<C>(OperationBackward, nodes).compute_bound().stateful();
-        let inputs: Vec<FlexTensor> = tensors[..N].iter().map(|tensor| tensor.primitive().clone()).collect();
+        let inputs = tensors[..N].iter().map(|tensor| tensor.primitive().clone()).collect();
+        let Some(inputs) = call.keep(call.operation.taken(inputs)) else { return tensors[0].clone() };
         match preparation {
             OpsKind::Tracked(preparation) => match call.keep(call.operation.training(&inputs)) {
                 None => tensors[0].clone(),

@@ -337,6 +337,9 @@ fn rows_before_far_larger_keys() {
                 r#"{"mechanism": "shaw", "relative": {"radius": 3, "content": false}, "kernel": {"feature_map": "exp"}}"#,
                 -120.0,
             ),
+            (r#"{"mechanism": "toeplitz", "feature_map": "exp"}"#, -120.0),
+            (r#"{"mechanism": "toeplitz", "feature_map": "exp", "bias": {"kind": "clipped", "radius": 3}}"#, -120.0),
+            (r#"{"mechanism": "toeplitz", "feature_map": "prf:8", "bias": {"kind": "table", "reach": 210}}"#, -12.0),
         ] {
             let config: AttentionConfig = serde_json::from_str(text).unwrap();
             let reference = config.init(2, 1, 4, &flex).unwrap();

@@ -503,8 +503,7 @@ fn quantized_weights_run_under_every_mechanism() {
         let expected = numbers(block.forward(x.clone(), &AttentionMask::causal()).unwrap());
         let small = block.quantize_weights(&mut Quantizer::new(Calibration::MinMax, QuantScheme::default()));
         let found = numbers(small.forward(x, &AttentionMask::causal()).unwrap());
-        let error = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        assert!(error < 0.2, "{name}: {error}");
+        assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 0.2), "{name}: {found:?}, not {expected:?}");
     }
 }
 
@@ -815,8 +814,8 @@ fn sums_of_half_width_numbers_are_those_of_single_precision() {
     let random = |shape, scale: f64| Tensor::<3>::random(shape, Distribution::Normal(0.0, scale), &device);
     let near = |name: &str, found: Vec<f32>, expected: Vec<f32>| {
         let largest = expected.iter().fold(1e-6_f32, |most, x| most.max(x.abs()));
-        let apart = found.iter().zip(&expected).fold(0.0_f32, |most, (a, b)| most.max((a - b).abs()));
-        assert!(apart < 3e-3 * largest, "{name}: {found:?}, not {expected:?}");
+        let near = found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 3e-3 * largest);
+        assert!(near, "{name}: {found:?}, not {expected:?}");
     };
     let half = FloatDType::F16;
     let narrow = |x: &Tensor<3>| x.clone().cast(half);

@@ -2,24 +2,40 @@
 
 use super::product::by_whole_registers;
 use super::rows::{Rows, load_part};
-use super::{Real, Vector, dispatch, exp_nonpositive, operation};
+use super::{Real, Vector, dispatch, operation};
 
 /// Numbers of the widest register.
 pub const WIDEST: usize = 16;
 
-operation!(StoreScaled, |from: &'a [T], factor: T, to: &'a mut [T]| {
-    let whole = to.len() / V::LANES * V::LANES;
-    // SAFETY: `whole` numbers lie in both slices.
-    unsafe {
-        let factor = V::splat(factor);
-        assert!(from.len() >= to.len());
-        for column in (0..whole).step_by(V::LANES) {
-            V::load(from.as_ptr().add(column)).mul(factor).store(to.as_mut_ptr().add(column));
+/// `to[at] = number` at every place of a slice, in whole registers `register`, both of what stands there in other slices or in this one,
+/// which must be as long. As unsafe as registers are.
+#[macro_export]
+macro_rules! elementwise {
+    ($to:ident, [$($from:ident),+], $register:expr, $number:expr) => {{
+        $(assert!($from.len() >= $to.len());)+
+        let whole = $to.len() / V::LANES * V::LANES;
+        for at in (0..whole).step_by(V::LANES) {
+            let register = {
+                $(let $from = V::load($from.as_ptr().add(at));)+
+                $register
+            };
+            register.store($to.as_mut_ptr().add(at));
         }
-    }
-    for column in whole..to.len() {
-        to[column] = from[column] * factor;
-    }
+        for at in whole..$to.len() {
+            let number = {
+                $(let $from = $from[at];)+
+                $number
+            };
+            $to[at] = number;
+        }
+    }};
+}
+
+pub use crate::elementwise;
+
+operation!(StoreScaled, |from: &'a [T], factor: T, to: &'a mut [T]| {
+    // SAFETY: forwarded to the caller.
+    unsafe { elementwise!(to, [from], from.mul(V::splat(factor)), from * factor) };
 });
 
 /// `to[i] = from[i] · factor`.
@@ -168,19 +184,8 @@ pub fn add_row_dots<T: Real>(block: &[T], row_length: usize, vector: &[T], to: &
 }
 
 operation!(AddScaled, |to: &'a mut [T], a: T, x: &'a [T]| {
-    let whole = to.len() / V::LANES * V::LANES;
-    assert!(x.len() >= to.len());
-    // SAFETY: `whole` numbers lie in both slices.
-    unsafe {
-        let av = V::splat(a);
-        for at in (0..whole).step_by(V::LANES) {
-            let place = to.as_mut_ptr().add(at);
-            av.mul_add(V::load(x.as_ptr().add(at)), V::load(place)).store(place);
-        }
-    }
-    for at in whole..to.len() {
-        to[at] += a * x[at];
-    }
+    // SAFETY: forwarded to the caller.
+    unsafe { elementwise!(to, [to, x], V::splat(a).mul_add(x, to), to + a * x) };
 });
 
 /// `to += a·x`.
@@ -189,18 +194,8 @@ pub fn add_scaled<T: Real>(to: &mut [T], a: T, x: &[T]) {
 }
 
 operation!(Multiply, |to: &'a mut [T], x: &'a [T]| {
-    let whole = to.len() / V::LANES * V::LANES;
-    assert!(x.len() >= to.len());
-    // SAFETY: `whole` numbers lie in both slices.
-    unsafe {
-        for at in (0..whole).step_by(V::LANES) {
-            let place = to.as_mut_ptr().add(at);
-            V::load(place).mul(V::load(x.as_ptr().add(at))).store(place);
-        }
-    }
-    for at in whole..to.len() {
-        to[at] *= x[at];
-    }
+    // SAFETY: forwarded to the caller.
+    unsafe { elementwise!(to, [to, x], to.mul(x), to * x) };
 });
 
 /// `to ← to · x`, elementwise.
@@ -222,18 +217,13 @@ operation!(Exp, |to: &'a mut [T]| {
 
 // `to ← x ⊙ y`, or `to += x ⊙ y`.
 operation!(Products, |x: &'a [T], y: &'a [T], add: bool, to: &'a mut [T]| {
-    let whole = to.len() / V::LANES * V::LANES;
-    assert!(x.len() >= to.len() && y.len() >= to.len());
-    for at in (0..whole).step_by(V::LANES) {
-        // SAFETY: `whole` numbers lie in all slices.
-        unsafe {
-            let place = to.as_mut_ptr().add(at);
-            let sum = if add { V::load(place) } else { V::splat(T::ZERO) };
-            V::load(x.as_ptr().add(at)).mul_add(V::load(y.as_ptr().add(at)), sum).store(place);
+    // SAFETY: forwarded to the caller.
+    unsafe {
+        if add {
+            elementwise!(to, [to, x, y], x.mul_add(y, to), to + x * y);
+        } else {
+            elementwise!(to, [x, y], x.mul_add(y, V::splat(T::ZERO)), T::ZERO + x * y);
         }
-    }
-    for at in whole..to.len() {
-        to[at] = if add { to[at] } else { T::ZERO } + x[at] * y[at];
     }
 });
 
@@ -248,18 +238,8 @@ pub fn add_products<T: Real>(x: &[T], y: &[T], to: &mut [T]) {
 }
 
 operation!(Scale, |to: &'a mut [T], a: T| {
-    let whole = to.len() / V::LANES * V::LANES;
-    // SAFETY: `whole` numbers lie in the slice.
-    unsafe {
-        let av = V::splat(a);
-        for at in (0..whole).step_by(V::LANES) {
-            let place = to.as_mut_ptr().add(at);
-            V::load(place).mul(av).store(place);
-        }
-    }
-    for x in &mut to[whole..] {
-        *x *= a;
-    }
+    // SAFETY: forwarded to the caller.
+    unsafe { elementwise!(to, [to], to.mul(V::splat(a)), to * a) };
 });
 
 /// `to ← a · to`.
@@ -281,21 +261,9 @@ pub fn scale_rows<T: Real>((block, row_length): (&mut [T], usize), width: usize,
 }
 
 operation!(Decay, |to: &'a mut [T], a: T| {
-    let whole = to.len() / V::LANES * V::LANES;
-    // SAFETY: `whole` numbers lie in the slice.
-    unsafe {
-        let av = V::splat(a);
-        for at in (0..whole).step_by(V::LANES) {
-            let place = to.as_mut_ptr().add(at);
-            V::load(place).mul(av).normal_or_zero().store(place);
-        }
-    }
-    for x in &mut to[whole..] {
-        *x *= a;
-        if x.vanishes() {
-            *x = T::ZERO;
-        }
-    }
+    let decayed = |x: T| if x.vanishes() { T::ZERO } else { x };
+    // SAFETY: forwarded to the caller.
+    unsafe { elementwise!(to, [to], to.mul(V::splat(a)).normal_or_zero(), decayed(to * a)) };
 });
 
 /// `to ← a · to`, where sums that fall again and again end at 0.
@@ -371,7 +339,7 @@ operation!(Exponentials, |block: &'a mut [T], row_length: usize, columns: usize,
             let top = V::splat(*top);
             for column in (0..whole).step_by(V::LANES) {
                 let at = row.as_mut_ptr().add(column);
-                exp_nonpositive(V::load(at).sub(top)).store(at);
+                V::load(at).sub(top).exp_nonpositive().store(at);
             }
         }
     }

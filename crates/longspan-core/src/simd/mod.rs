@@ -22,7 +22,7 @@ mod x86;
 use std::sync::OnceLock;
 
 pub use real::Real;
-pub use vector::{Constants, Vector, exp_nonpositive, ln_1p_unit, sigmoid, silu};
+pub use vector::{Constants, Vector, ln_1p_unit, sigmoid, silu};
 
 use crate::error::Error;
 

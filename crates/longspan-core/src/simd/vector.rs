@@ -192,16 +192,6 @@ impl Constants for f64 {
     const SINE_TERMS: usize = 9;
 }
 
-/// [`Vector::exp_nonpositive`].
-///
-/// # Safety
-/// As for [`Vector`].
-#[inline(always)]
-pub unsafe fn exp_nonpositive<V: Vector>(x: V) -> V {
-    // SAFETY: forwarded to the caller.
-    unsafe { x.exp_nonpositive() }
-}
-
 /// `σ(x)`.
 ///
 /// # Safety

@@ -6,7 +6,7 @@
 //! rounding; its unit is `(floor, 0, 0, 0)`. A single key is the mean `(k, 0, v, 1)`.
 
 use crate::simd::block::floor;
-use crate::simd::{Real, Vector, dispatch, exp_nonpositive, operation};
+use crate::simd::{Real, Vector, dispatch, operation};
 
 /// Rows of a mean.
 pub(super) const PARTS: usize = 4;
@@ -50,7 +50,7 @@ unsafe fn join_register<V: Vector>(to: *mut V::Element, width: usize, [x, b, n, 
         let rise = x.sub(own_x).add(b.sub(own_b));
         let zero = V::splat(V::Element::ZERO);
         let one = V::splat(V::Element::ONE);
-        let small = exp_nonpositive(zero.sub(rise.abs()));
+        let small = zero.sub(rise.abs()).exp_nonpositive();
         // Where `rise` is NaN so is `small`, which the item's factor then carries on.
         let (own, other) = (rise.if_positive(small, one), rise.if_positive(one, small));
         rise.if_positive(x, own_x).store(to);
@@ -211,7 +211,7 @@ operation!(RaiseRows, |sums: [&'a mut [T]; 2], from: &'a [T], to: &'a [T]| {
     for (row, (from, to)) in from.iter().zip(to).enumerate().filter(|(_, (from, to))| from != to) {
         // SAFETY: both have a register at each column of a row by the assertions above.
         unsafe {
-            let factor = exp_nonpositive(V::splat(*from - *to));
+            let factor = V::splat(*from - *to).exp_nonpositive();
             for sums in [&mut *numerators, &mut *denominators] {
                 for column in (0..width).step_by(V::LANES) {
                     let place = sums.as_mut_ptr().add(row * width + column);
@@ -251,7 +251,7 @@ operation!(FactorMeans, |items: &'a [T], to: Factors<'a, T>| -> T {
                 let own = at(item, 0);
                 let depth = x.sub(own).add(b.sub(at(item, 1)));
                 range = depth.max(range);
-                let weight = exp_nonpositive(zero.sub(depth));
+                let weight = zero.sub(depth).exp_nonpositive();
                 if !numerators.is_empty() {
                     at(item, 2).mul(weight).store(numerators.as_mut_ptr().add(item * width + column));
                 }
@@ -276,7 +276,7 @@ operation!(ProjectRows, |rows: &'a [T], reference: &'a [T], biases: &'a [T], to:
                 let at = |n: usize| V::load(rows.as_ptr().add((row * PARTS + n) * width + column));
                 let reference = |n: usize| V::load(reference.as_ptr().add(n * width + column));
                 let x = at(0).add(reference(0));
-                let weight = exp_nonpositive(x.add(at(1).add(reference(1).add(V::splat(bias)))));
+                let weight = x.add(at(1).add(reference(1).add(V::splat(bias)))).exp_nonpositive();
                 let to = to.as_mut_ptr().add(row * 2 * width + column);
                 at(2).mul(weight).store(to);
                 V::splat(T::ZERO).sub(at(3).mul(weight)).store(to.add(width));
@@ -295,7 +295,7 @@ operation!(BiasGradient, |row: &'a [T], key: &'a [T], bias: T| -> T {
         let mut sum = V::splat(T::ZERO);
         for column in (0..width).step_by(V::LANES) {
             let at = |from: &[T], n: usize| V::load(from.as_ptr().add(n * width + column));
-            let weight = exp_nonpositive(at(key, 0).add(at(row, 0)).add(bias.add(at(row, 1))));
+            let weight = at(key, 0).add(at(row, 0)).add(bias.add(at(row, 1))).exp_nonpositive();
             let term = at(row, 2).mul(at(key, 2)).sub(at(row, 3));
             sum = weight.mul_add(term, sum);
         }

@@ -4,7 +4,7 @@ use super::log_sum::{PARTS, by_registers, fits, part, parts};
 use super::tokens::Tokens;
 use crate::simd::block::floor;
 use crate::simd::rows::{Columns, Rows, covers, get, load_part, put, store_part};
-use crate::simd::{Real, Vector, exp_nonpositive, operation};
+use crate::simd::{Real, Vector, operation};
 
 /// `σ(x)` and `1 − σ(x)`, both to full relative precision.
 #[inline(always)]
@@ -13,7 +13,7 @@ unsafe fn sigmoid<V: Vector>(x: V) -> (V, V) {
     unsafe {
         let zero = V::splat(V::Element::ZERO);
         let one = V::splat(V::Element::ONE);
-        let small = exp_nonpositive(zero.sub(x.abs()));
+        let small = zero.sub(x.abs()).exp_nonpositive();
         let large = one.div(one.add(small));
         let small = small.mul(large);
         (x.if_positive(large, small), x.if_positive(small, large))
@@ -162,7 +162,7 @@ operation!(PullBackTokens, |tokens: Tokens<'a, T>, rows: &'a [T], to: TokenGradi
                 for n in 0..N {
                     let at = column + n * V::LANES;
                     let load = |rows: &Rows<'_, T>| rows.register::<V, WHOLE>(token, at, left);
-                    let weight = exp_nonpositive(load(&tokens.keys).add(x[n]).add(b[n]));
+                    let weight = load(&tokens.keys).add(x[n]).add(b[n]).exp_nonpositive();
                     let dv = weight.mul(numerator[n]);
                     let dk = load(&tokens.values).mul(dv).sub(weight.mul(denominator[n]));
                     // A key that no row sees has gradient 0 whatever it is.

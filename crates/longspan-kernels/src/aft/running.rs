@@ -9,7 +9,7 @@ use super::outputs::{OutputRows, TokenGradients};
 use super::tokens::{DEEPEST, Tokens};
 use crate::simd::block::floor;
 use crate::simd::rows::{Columns, Rows, covers, put};
-use crate::simd::{Real, Vector, exp_nonpositive, operation};
+use crate::simd::{Real, Vector, operation};
 
 // The largest key of each channel up to the last token, those of `before` included. Returns whether all sums may be relative
 // to them.
@@ -51,7 +51,7 @@ unsafe fn gate<V: Vector>(numerator: V, denominator: V, q: Option<V>) -> V {
     unsafe {
         let Some(q) = q else { return numerator.div(denominator) };
         let one = V::splat(V::Element::ONE);
-        let small = exp_nonpositive(V::splat(V::Element::ZERO).sub(q.abs()));
+        let small = V::splat(V::Element::ZERO).sub(q.abs()).exp_nonpositive();
         numerator.mul(q.if_positive(one, small)).div(denominator.mul(one.add(small)))
     }
 }
@@ -75,7 +75,7 @@ operation!(RunningMeans, |tokens: Tokens<'a, T>,
             let mut n_before = part::<V, N>(mean, width, 2, column);
             let mut d_before = part::<V, N>(mean, width, 3, column);
             for n in 0..N {
-                let scale = exp_nonpositive(x[n].sub(max[n]));
+                let scale = x[n].sub(max[n]).exp_nonpositive();
                 (n_before[n], d_before[n]) = (n_before[n].mul(scale), d_before[n].mul(scale));
             }
             // What is added up here is added to what was before only when it is read: errors grow with the number of blocks.
@@ -84,7 +84,7 @@ operation!(RunningMeans, |tokens: Tokens<'a, T>,
                 for n in 0..N {
                     let at = column + n * V::LANES;
                     let load = |rows: &Rows<'_, T>| rows.register::<V, WHOLE>(token, at, left);
-                    let weight = exp_nonpositive(load(&tokens.keys).sub(max[n]));
+                    let weight = load(&tokens.keys).sub(max[n]).exp_nonpositive();
                     numerator[n] = weight.mul_add(load(&tokens.values), numerator[n]);
                     denominator[n] = denominator[n].add(weight);
                     let q = queries.as_ref().map(load);
@@ -130,14 +130,14 @@ operation!(RunningGradients, |tokens: Tokens<'a, T>,
             let x = part::<V, N>(before, width, 0, column);
             let mut d_before = part::<V, N>(before, width, 3, column);
             for n in 0..N {
-                d_before[n] = d_before[n].mul(exp_nonpositive(x[n].sub(max[n])));
+                d_before[n] = d_before[n].mul(x[n].sub(max[n]).exp_nonpositive());
             }
             let mut sum = [zero; N];
             for token in 0..count {
                 for n in 0..N {
                     let at = column + n * V::LANES;
                     let load = |rows: &Rows<'_, T>| rows.register::<V, WHOLE>(token, at, left);
-                    let weight = exp_nonpositive(load(&tokens.keys).sub(max[n]));
+                    let weight = load(&tokens.keys).sub(max[n]).exp_nonpositive();
                     sum[n] = sum[n].add(weight);
                     let denominator = sum[n].add(d_before[n]);
                     let mut g = load(&rows.d_out);
@@ -146,7 +146,7 @@ operation!(RunningGradients, |tokens: Tokens<'a, T>,
                     if let Some(q) = &rows.q {
                         // σ(q) and 1 − σ(q) are `large` and `rest` over `whole`; one division serves them and the mean.
                         let q = load(q);
-                        let small = exp_nonpositive(zero.sub(q.abs()));
+                        let small = zero.sub(q.abs()).exp_nonpositive();
                         let (large, rest) = (q.if_positive(one, small), q.if_positive(small, one));
                         let whole = one.add(small);
                         let inverse = one.div(whole.mul(denominator));
@@ -169,7 +169,7 @@ operation!(RunningGradients, |tokens: Tokens<'a, T>,
             let mut n_after = part::<V, N>(after, width, 2, column);
             let mut d_after = part::<V, N>(after, width, 3, column);
             for n in 0..N {
-                let scale = exp_nonpositive(x[n].add(max[n]));
+                let scale = x[n].add(max[n]).exp_nonpositive();
                 (n_after[n], d_after[n]) = (n_after[n].mul(scale), zero.sub(d_after[n].mul(scale)));
             }
             let (mut numerator, mut denominator) = ([zero; N], [zero; N]);

@@ -3,7 +3,7 @@
 use super::log_sum::{Factors, PARTS, by_registers, fits, part, parts, set_part};
 use crate::simd::block::floor;
 use crate::simd::rows::{Rows, covers, get};
-use crate::simd::{Real, Vector, exp_nonpositive, operation};
+use crate::simd::{Real, Vector, operation};
 
 /// How far below the largest exponent of a block that of any sum may be, if all are to be relative to the largest: what sums
 /// divide by is then at least `e^{−24}`, and terms that an exponential loses, below `e^{−87}` (`f32`), are nothing beside it.
@@ -83,7 +83,7 @@ operation!(FactorTokens, |tokens: Tokens<'a, T>, to: Factors<'a, T>| -> T {
             for token in 0..count {
                 for (n, &most) in most.iter().enumerate() {
                     let at = token * width + n * V::LANES;
-                    let weight = exp_nonpositive(key(token, n).sub(most));
+                    let weight = key(token, n).sub(most).exp_nonpositive();
                     weight.store(denominators.add(at));
                     if let Some(numerators) = numerators {
                         let value = tokens.values.register::<V, WHOLE>(token, column + n * V::LANES, left);
@@ -120,7 +120,7 @@ operation!(SumTokens, |tokens: Tokens<'a, T>, numerators: bool, to: &'a mut [T]|
             if numerators {
                 for token in 0..tokens.count {
                     for n in 0..N {
-                        let weight = exp_nonpositive(key(token, n).sub(max[n]));
+                        let weight = key(token, n).sub(max[n]).exp_nonpositive();
                         let value = tokens.values.register::<V, WHOLE>(token, column + n * V::LANES, left);
                         numerator[n] = weight.mul_add(value, numerator[n]);
                         denominator[n] = denominator[n].add(weight);
@@ -129,7 +129,7 @@ operation!(SumTokens, |tokens: Tokens<'a, T>, numerators: bool, to: &'a mut [T]|
             } else {
                 for token in 0..tokens.count {
                     for n in 0..N {
-                        denominator[n] = denominator[n].add(exp_nonpositive(key(token, n).sub(max[n])));
+                        denominator[n] = denominator[n].add(key(token, n).sub(max[n]).exp_nonpositive());
                     }
                 }
             }
@@ -220,12 +220,12 @@ unsafe fn join_under<V: Vector, const N: usize, const WHOLE: bool>(
     unsafe {
         let [own_x, own_b, mut numerator, mut denominator] = parts::<V, N>(mean, width, column);
         for n in 0..N {
-            let scale = exp_nonpositive(own_x[n].sub(x[n]).add(own_b[n].sub(b[n])));
+            let scale = own_x[n].sub(x[n]).add(own_b[n].sub(b[n])).exp_nonpositive();
             (numerator[n], denominator[n]) = (numerator[n].mul(scale), denominator[n].mul(scale));
         }
         for (token, &bias) in biases.iter().enumerate() {
             for n in 0..N {
-                let weight = exp_nonpositive(key(token, n).sub(x[n]).add(shift(bias, n)));
+                let weight = key(token, n).sub(x[n]).add(shift(bias, n)).exp_nonpositive();
                 let value = tokens.values.register::<V, WHOLE>(token, column + n * V::LANES, left);
                 numerator[n] = weight.mul_add(value, numerator[n]);
                 denominator[n] = denominator[n].add(weight);
@@ -263,11 +263,11 @@ unsafe fn join_single_keys<V: Vector>(
         for at in (0..whole).step_by(V::LANES) {
             let place = keys.as_mut_ptr().add(at);
             let exponent = V::load(place).sub(V::splat(max)).add(V::load(shifts.as_ptr().add(at)));
-            let weight = exp_nonpositive(exponent);
+            let weight = exponent.exp_nonpositive();
             weight.store(place);
             sum = sum.add(weight);
         }
-        let scale = exp_nonpositive(V::splat(mean[0]).sub(V::splat(max)).add(V::splat(mean[padded] - common)));
+        let scale = V::splat(mean[0]).sub(V::splat(max)).add(V::splat(mean[padded] - common)).exp_nonpositive();
         let denominator = V::splat(mean[3 * padded]).mul(scale).add(V::splat(sum.sum()));
         by_registers!(tokens.head_dim, 4, N, WHOLE, |column, left| {
             let mut numerator = part::<V, N>(mean, padded, 2, column);

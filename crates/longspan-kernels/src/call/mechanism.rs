@@ -349,9 +349,14 @@ pub(crate) trait Compute: Mechanism {
     }
 }
 
-/// What calls in `f64` end with in a build without them.
+/// Runs a call.
+pub(crate) fn built<R>(call: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
+    call()
+}
+
+/// What calls in `f64` end with in a build without them: two fifths of the machine code less. Definitions and checks of options stay.
 #[cfg(not(feature = "f64"))]
-pub(crate) fn no_f64<R>() -> Result<R, Error> {
+pub(crate) fn left_out<R>(_: impl FnOnce() -> Result<R, Error>) -> Result<R, Error> {
     let known = "f32; f64 with the feature `f64` of longspan-kernels".to_owned();
     Err(Error::UnknownName { kind: "number type", got: "f64".to_owned(), known })
 }
@@ -359,43 +364,16 @@ pub(crate) fn no_f64<R>() -> Result<R, Error> {
 /// Implements [`Kernel`] of both number types for a mechanism that is [`Compute`].
 macro_rules! kernels {
     ($mechanism:ty) => {
-        $crate::call::kernels!($mechanism, f32);
+        $crate::call::kernels!($mechanism, f32, $crate::call::built);
         #[cfg(feature = "f64")]
-        $crate::call::kernels!($mechanism, f64);
-        // Two fifths of the machine code less; definitions and checks stay.
+        $crate::call::kernels!($mechanism, f64, $crate::call::built);
         #[cfg(not(feature = "f64"))]
-        impl $crate::Kernel<f64> for $mechanism {
-            fn check(&self, _: &Call<'_, f64>) -> Result<(), Error> {
-                $crate::call::no_f64()
-            }
-
-            fn forward(&self, _: &Call<'_, f64>, _: Output<'_, f64>, _: &mut Scratch<f64>) -> Result<(), Error> {
-                $crate::call::no_f64()
-            }
-
-            fn backward(
-                &self,
-                _: &Call<'_, f64>,
-                _: &Cotangent<'_, f64>,
-                _: Gradients<'_, '_, f64>,
-                _: &mut Scratch<f64>,
-            ) -> Result<(), Error> {
-                $crate::call::no_f64()
-            }
-
-            fn empty_state(&self, _: &Dims) -> Result<State<f64>, Error> {
-                $crate::call::no_f64()
-            }
-
-            fn step(&self, _: &Token<'_, f64>, _: &mut State<f64>, _: &mut [f64]) -> Result<(), Error> {
-                $crate::call::no_f64()
-            }
-        }
+        $crate::call::kernels!($mechanism, f64, $crate::call::left_out);
     };
-    ($mechanism:ty, $t:ty) => {
+    ($mechanism:ty, $t:ty, $run:path) => {
         impl $crate::Kernel<$t> for $mechanism {
             fn check(&self, call: &Call<'_, $t>) -> Result<(), Error> {
-                Compute::check(self, call)
+                $run(|| Compute::check(self, call))
             }
 
             fn forward(
@@ -404,7 +382,7 @@ macro_rules! kernels {
                 output: Output<'_, $t>,
                 scratch: &mut Scratch<$t>,
             ) -> Result<(), Error> {
-                Compute::forward(self, call, output, scratch)
+                $run(|| Compute::forward(self, call, output, scratch))
             }
 
             fn backward(
@@ -414,15 +392,15 @@ macro_rules! kernels {
                 gradients: Gradients<'_, '_, $t>,
                 scratch: &mut Scratch<$t>,
             ) -> Result<(), Error> {
-                Compute::backward(self, call, cotangent, gradients, scratch)
+                $run(|| Compute::backward(self, call, cotangent, gradients, scratch))
             }
 
             fn empty_state(&self, dims: &Dims) -> Result<State<$t>, Error> {
-                Compute::empty_state(self, dims)
+                $run(|| Compute::empty_state(self, dims))
             }
 
             fn step(&self, token: &Token<'_, $t>, state: &mut State<$t>, out: &mut [$t]) -> Result<(), Error> {
-                Compute::step(self, token, state, out)
+                $run(|| Compute::step(self, token, state, out))
             }
 
             fn combine(
@@ -431,7 +409,7 @@ macro_rules! kernels {
                 later: &State<$t>,
                 parameters: &[&[$t]],
             ) -> Result<State<$t>, Error> {
-                Compute::combine(self, earlier, later, parameters)
+                $run(|| Compute::combine(self, earlier, later, parameters))
             }
 
             fn combine_backward(
@@ -441,7 +419,7 @@ macro_rules! kernels {
                 parameters: &[&[$t]],
                 d_combined: &State<$t>,
             ) -> Result<$crate::call::CombineGradients<$t>, Error> {
-                Compute::combine_backward(self, earlier, later, parameters, d_combined)
+                $run(|| Compute::combine_backward(self, earlier, later, parameters, d_combined))
             }
         }
     };
@@ -459,24 +437,19 @@ pub(crate) fn check_call<T: Real>(mechanism: &dyn Mechanism, call: &Call<'_, T>)
     call.v.check(operation, "v", dims.v())?;
     call.mask.check(operation, dims)?;
     check_outside(mechanism, call)?;
-    let expected = mechanism.parameters(dims);
-    expect(
-        expected.len() == call.parameters.len(),
-        operation,
-        "parameters",
-        || format!("{} ({})", expected.len(), expected.iter().map(|p| p.name).collect::<Vec<_>>().join(", ")),
-        || call.parameters.len().to_string(),
-    )?;
-    for (parameter, given) in expected.iter().zip(call.parameters) {
-        expect(
-            parameter.len() == given.len(),
-            operation,
-            parameter.name,
-            || format!("shape {:?}, so {} elements", parameter.shape, parameter.len()),
-            || format!("{} elements", given.len()),
-        )?;
-    }
-    Ok(())
+    check_parameters(mechanism, dims, call.parameters)
+}
+
+fn check_parameters<T>(mechanism: &dyn Mechanism, dims: &Dims, given: &[&[T]]) -> Result<(), Error> {
+    let (operation, parameters) = (mechanism.name(), mechanism.parameters(dims));
+    let names = || parameters.iter().map(|p| p.name).collect::<Vec<_>>().join(", ");
+    let expected = || format!("{} ({})", parameters.len(), names());
+    expect(parameters.len() == given.len(), operation, "parameters", expected, || given.len().to_string())?;
+    parameters.iter().zip(given).try_for_each(|(parameter, given)| {
+        let expected = || format!("shape {:?}, so {} elements", parameter.shape, parameter.len());
+        let holds = parameter.len() == given.len();
+        expect(holds, operation, parameter.name, expected, || format!("{} elements", given.len()))
+    })
 }
 
 /// Checks what every plan asks of sizes and mask.
@@ -623,22 +596,10 @@ pub(crate) fn check_token<T: Real>(
         ("out", out.len(), [batch, heads, value_dim]),
     ] {
         let wanted: usize = shape.iter().product();
-        expect(
-            len == wanted,
-            operation,
-            name,
-            || format!("{wanted} numbers, shape {shape:?}"),
-            || format!("{len} numbers"),
-        )?;
+        let expected = || format!("{wanted} numbers, shape {shape:?}");
+        expect(len == wanted, operation, name, expected, || format!("{len} numbers"))?;
     }
-    let parameters = mechanism.parameters(dims);
-    expect(
-        parameters.iter().map(Parameter::len).eq(token.parameters.iter().map(|p| p.len())),
-        operation,
-        "parameters",
-        || format!("{parameters:?}"),
-        || format!("{:?} elements", token.parameters.iter().map(|p| p.len()).collect::<Vec<_>>()),
-    )
+    check_parameters(mechanism, dims, token.parameters)
 }
 
 fn check_denominators<T: Real>(mechanism: &dyn Mechanism, dims: &Dims, denominators: &[T]) -> Result<(), Error> {

@@ -3,7 +3,7 @@
 use super::FeatureMap;
 use crate::simd::block::{Largest, WIDEST};
 use crate::simd::rows::{Rows, load_part};
-use crate::simd::{Operation, Real, Vector, dispatch, exp_nonpositive, ln_1p_unit, operation};
+use crate::simd::{Operation, Real, Vector, dispatch, ln_1p_unit, operation, sigmoid};
 
 /// One loop for each elementwise map, in which it is a constant: a choice inside the loop would be made for every register. Maps of
 /// whole rows are not made here and count as the identity.
@@ -37,12 +37,12 @@ pub(crate) unsafe fn feature<V: Vector>(map: FeatureMap, x: V, shift: V) -> V {
         match map {
             FeatureMap::EluPlusOne => {
                 // Not used where x is positive.
-                let exp = exp_nonpositive(x);
+                let exp = x.exp_nonpositive();
                 x.if_positive(x.add(V::splat(V::Element::ONE)), exp)
             }
             FeatureMap::Relu => zero.max(x),
-            FeatureMap::Softplus => zero.max(x).add(ln_1p_unit(exp_nonpositive(zero.sub(x.abs())))),
-            FeatureMap::Exp => exp_nonpositive(x.sub(shift)),
+            FeatureMap::Softplus => zero.max(x).add(ln_1p_unit(zero.sub(x.abs()).exp_nonpositive())),
+            FeatureMap::Exp => x.sub(shift).exp_nonpositive(),
             // Maps of whole rows are not made here.
             _ => x,
         }
@@ -198,11 +198,7 @@ operation!(PullBackFeatures, |map: FeatureMap,
                     // eˣ below 0, where φ = eˣ ≤ 1, and 1 above, where φ > 1.
                     FeatureMap::EluPlusOne => one.min(phi),
                     FeatureMap::Relu => phi.if_positive(one, zero),
-                    FeatureMap::Softplus => {
-                        let x = load_part::<V>(x, column);
-                        let small = exp_nonpositive(zero.sub(x.abs()));
-                        x.if_positive(one, small).div(one.add(small))
-                    }
+                    FeatureMap::Softplus => sigmoid(load_part::<V>(x, column)),
                     _ => phi,
                 };
                 let at = d.as_mut_ptr().add(column);

@@ -137,7 +137,8 @@ mod tests {
             unsafe { dispatch_to(set, CosSin { turns: &turns, cos: &mut cos, sin: &mut sin }) };
             for ((turn, cos), sin) in turns.iter().zip(cos).zip(sin) {
                 let angle = (turn - turn.round()) * std::f64::consts::TAU;
-                worst = worst.max((cos.to_f64() - angle.cos()).abs()).max((sin.to_f64() - angle.sin()).abs());
+                let errors = [cos.to_f64() - angle.cos(), sin.to_f64() - angle.sin()].map(f64::abs);
+                worst = errors.into_iter().fold(worst, |most, x| if x > most || x.is_nan() { x } else { most });
             }
         }
         worst

@@ -45,13 +45,8 @@ impl<T: Real> Decay<'_, T> {
         for (to, token) in to.iter_mut().zip(first..) {
             *to = match self {
                 Self::Gates(_) => self.between(token, token + 1),
-                _ => {
-                    if token < self.end() {
-                        step
-                    } else {
-                        T::ONE
-                    }
-                }
+                _ if token < self.end() => step,
+                _ => T::ONE,
             };
         }
     }

@@ -1,23 +1,12 @@
 //! Sums that rows enter one after the other: over a chunk, over segments in compensated form, and by a single token.
 
-use crate::simd::block::{AddScaled, Dot, Scale, add_registers};
+use crate::simd::block::{AddScaled, Dot, Scale, add_registers, elementwise};
 use crate::simd::product::by_whole_registers;
 use crate::simd::{Real, Vector, dispatch, operation};
 
 operation!(Combine, |to: &'a mut [T], a: T, x: &'a [T], b: T, y: &'a [T]| {
-    let whole = to.len() / V::LANES * V::LANES;
-    assert!(x.len() >= to.len() && y.len() >= to.len());
-    // SAFETY: `whole` numbers lie in all three slices.
-    unsafe {
-        let (av, bv) = (V::splat(a), V::splat(b));
-        for at in (0..whole).step_by(V::LANES) {
-            let scaled = av.mul(V::load(x.as_ptr().add(at)));
-            bv.mul_add(V::load(y.as_ptr().add(at)), scaled).store(to.as_mut_ptr().add(at));
-        }
-    }
-    for at in whole..to.len() {
-        to[at] = a * x[at] + b * y[at];
-    }
+    // SAFETY: forwarded to the caller.
+    unsafe { elementwise!(to, [x, y], V::splat(b).mul_add(y, V::splat(a).mul(x)), a * x + b * y) };
 });
 
 /// `to = a·x + b·y`.

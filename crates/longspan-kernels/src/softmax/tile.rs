@@ -1,7 +1,7 @@
 //! What a softmax asks of a tile of scores that stands transposed: a row of the tile is one key, a column one query. So
 //! maxima and sums run down the columns, whole registers of queries at a time, and no register is ever summed up.
 
-use crate::simd::{exp_nonpositive, operation};
+use crate::simd::operation;
 
 // Takes `keys` rows of scores into running softmaxes: `highest` rises to the largest score of each column, scores become
 // `e^{score − highest}`, `sums`, brought to the new maximum, takes them in, and `factors` says what brings whatever else
@@ -25,11 +25,11 @@ operation!(SoftmaxTile, |scores: &'a mut [T],
                 // `max` keeps its second operand where the first is NaN, which spreads through the sum.
                 top = V::load(scores.add(key * row_length)).max(top);
             }
-            let factor = exp_nonpositive(before.sub(top));
+            let factor = before.sub(top).exp_nonpositive();
             let mut sum = V::load(sums.as_ptr().add(column)).mul(factor);
             for key in 0..keys {
                 let at = scores.add(key * row_length);
-                let weight = exp_nonpositive(V::load(at).sub(top));
+                let weight = V::load(at).sub(top).exp_nonpositive();
                 weight.store(at);
                 sum = sum.add(weight);
             }
@@ -51,7 +51,7 @@ operation!(ExpColumns, |scores: &'a mut [T], row_length: usize, keys: usize, shi
             let (shift, gain) = (V::load(shifts.as_ptr().add(column)), V::load(gains.as_ptr().add(column)));
             for key in 0..keys {
                 let at = scores.as_mut_ptr().add(key * row_length + column);
-                exp_nonpositive(V::load(at).sub(shift)).mul(gain).store(at);
+                V::load(at).sub(shift).exp_nonpositive().mul(gain).store(at);
             }
         }
     }

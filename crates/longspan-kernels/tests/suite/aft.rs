@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
-use longspan_kernels::{Aft, Call, Dims, Kernel, Keys, Mask, Mechanism, Order, Output, Scratch, Token, ViewMut};
+use longspan_kernels::{Aft, Call, Dims, Kernel, Mask, Mechanism, Output, Scratch, Token, ViewMut};
 use longspan_testing::execute::Backward;
 use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
 use longspan_testing::subject::{Assumptions, ParameterScale};
@@ -357,113 +357,66 @@ fn wrong_calls_are_refused() {
     }
 }
 
-/// Runs one head of width 1 in f32; the gate is open.
-fn row_means(variant: Variant, k: &[f32], v: &[f32], parameters: &[&[f32]], mask: Mask<'_>) -> Vec<f32> {
-    let dims = Dims::square(1, 1, k.len(), 1);
-    let q = vec![0.0; k.len()];
-    let call = Call::row_major(dims, [&q, k, v]).with_parameters(parameters).with_mask(mask);
-    let mut out = vec![f32::NAN; k.len()];
-    let output = Output::new(ViewMut::contiguous(&mut out, dims.out()));
-    let aft = Aft { variant, gate: false };
-    aft.forward(&call, output, &mut Scratch::new()).expect("a call that makes sense");
-    out
-}
-
-/// Under one maximum for all rows, the rows before a key of 120 are 0/0.
-#[test]
-fn a_huge_key_leaves_earlier_rows_as_they_were() {
-    let v: Vec<f32> = (0..9).map(|n| n as f32 - 3.5).collect();
-    let mut k = [0.0; 9];
-    k[8] = 120.0;
-    let rows = row_means(Variant::Simple, &k, &v, &[], Mask::causal());
-    for (n, row) in rows[..8].iter().enumerate() {
-        let mean = v[..=n].iter().sum::<f32>() / (n + 1) as f32;
-        assert!((row - mean).abs() < 1e-6, "row {n} is {row} instead of {mean}");
+/// Checks calls of 150 tokens, causal and bidirectional, on numbers that `change` makes awkward.
+fn with_numbers(variant: Variant, keys: &KeyMask, change: impl Fn(&mut Inputs<f64>)) {
+    let subject = subject(Aft::new(variant));
+    for causal in [true, false] {
+        let case = Case { keys: keys.clone(), ..Case::new(Dims::square(1, 1, 150, 1), causal) };
+        let mut inputs = execute::random(&subject, &case);
+        change(&mut inputs);
+        is_accurate(&subject, &case, &inputs).unwrap_or_else(|failure| panic!("{case:?}: {failure}"));
     }
-    assert_eq!(rows[8], v[8]);
 }
 
 /// The published form, `Σ e^k + Σ (e^w − 1) e^k`, cancels to 0.0 here.
 #[test]
 fn a_bias_of_minus_30_on_the_dominant_key_leaves_the_others() {
-    let mut k = [0.0f32; 16];
-    k[8] = 18.0;
-    let v: Vec<f32> = (0..16).map(|n| (n as f32 * 0.7).sin()).collect();
-    let mut w = [0.0f32; 16];
-    w[8] = -30.0;
-    let variant = Variant::Local { window: 1, length: None };
-    let rows = row_means(variant, &k, &v, &[&w], Mask::bidirectional());
-    let weight = |j: usize| if j == 8 { (-12.0f64).exp() } else { 1.0 };
-    let sum: f64 = (0..16).map(|j| weight(j) * f64::from(v[j])).sum();
-    let expected = sum / (0..16).map(weight).sum::<f64>();
-    assert!((f64::from(rows[8]) - expected).abs() < 1e-6, "{} instead of {expected}", rows[8]);
+    with_numbers(Variant::Local { window: 1, length: None }, &KeyMask::All, |inputs| {
+        (inputs.k[70], inputs.parameters[0][70]) = (18.0, -30.0);
+    });
 }
 
 /// Keys and biases that both range over more than a product of two exponentials can hold: what one takes away the other
 /// gives back, pair by pair.
 #[test]
 fn opposite_ranges_of_keys_and_biases_cancel() {
-    let count = 150;
-    let level = |j: usize| if j.is_multiple_of(2) { 300.0f32 } else { -300.0 };
-    let k: Vec<f32> = (0..count).map(level).collect();
-    let v: Vec<f32> = (0..count).map(|n| (n as f32 * 0.7).sin()).collect();
-    let w: Vec<f32> = (0..count * count).map(|n| (n as f32 * 0.3).cos() - level(n % count)).collect();
-    let variant = Variant::Full { length: count, rank: None };
-    for mask in [Mask::causal(), Mask::bidirectional()] {
-        let rows = row_means(variant, &k, &v, &[&w], mask);
-        for (i, row) in rows.iter().enumerate() {
-            let keys = if mask == Mask::causal() { i + 1 } else { count };
-            let weight = |j: usize| f64::from(w[i * count + j] + k[j]).exp();
-            let sum: f64 = (0..keys).map(|j| weight(j) * f64::from(v[j])).sum();
-            let expected = sum / (0..keys).map(weight).sum::<f64>();
-            assert!((f64::from(*row) - expected).abs() < 2e-5, "row {i} is {row} instead of {expected}, {mask:?}");
-        }
-    }
+    with_numbers(Variant::Full { length: 150, rank: None }, &KeyMask::All, |inputs| {
+        // Whose sums are exact in f32.
+        let moved = |x: f64, level: f64| (x * 256.0).round() / 256.0 + level;
+        let level = |key: usize| if key.is_multiple_of(2) { 300.0 } else { -300.0 };
+        inputs.k.iter_mut().enumerate().for_each(|(key, k)| *k = moved(*k, level(key)));
+        inputs.parameters[0].iter_mut().enumerate().for_each(|(n, w)| *w = moved(*w, -level(n % 150)));
+    });
 }
 
 /// A tile's biases are relative to the largest of each row, which may be that of a key that is not there: one of padding or of −∞.
 #[test]
 fn a_large_bias_of_an_ignored_key_leaves_the_others() {
-    let count = 150;
-    let k: Vec<f32> = (0..count).map(|n| (n as f32 * 0.9).cos()).collect();
-    let v: Vec<f32> = (0..count).map(|n| (n as f32 * 0.7).sin()).collect();
-    let bias = |i: usize, j: usize| if j == 70 { 200.0 } else { ((i * count + j) as f32 * 0.3).cos() };
-    let w: Vec<f32> = (0..count * count).map(|n| bias(n / count, n % count)).collect();
-    let ignored: Vec<bool> = (0..count).map(|j| j == 70).collect();
-    let variant = Variant::Full { length: count, rank: None };
-    let mut without = k.clone();
-    without[70] = f32::NEG_INFINITY;
-    let all = [(&k, Keys::Padding(&ignored)), (&without, Keys::All)];
-    for ((keys, mask), order) in all.into_iter().flat_map(|of| [(of, Order::Causal), (of, Order::Bidirectional)]) {
-        let rows = row_means(variant, keys, &v, &[&w], Mask { order, keys: mask, ..Mask::default() });
-        for (i, row) in rows.iter().enumerate() {
-            let keys = || (0..if order == Order::Causal { i + 1 } else { count }).filter(|&j| j != 70);
-            let weight = |j: usize| f64::from(bias(i, j) + k[j]).exp();
-            let sum: f64 = keys().map(|j| weight(j) * f64::from(v[j])).sum();
-            let expected = sum / keys().map(weight).sum::<f64>();
-            assert!((f64::from(*row) - expected).abs() < 2e-5, "row {i} is {row} instead of {expected}, {order:?}");
-        }
+    let padding = KeyMask::Padding((0..150).map(|key| key == 70).collect());
+    for (keys, key) in [(padding, 0.0), (KeyMask::All, f64::NEG_INFINITY)] {
+        with_numbers(Variant::Full { length: 150, rank: None }, &keys, |inputs| {
+            inputs.k[70] = key;
+            inputs.parameters[0].chunks_mut(150).for_each(|row| row[70] = 200.0);
+        });
     }
 }
 
 /// Keys that are all larger by a number that `f32` adds exactly give the same bits.
 #[test]
 fn a_shift_of_all_keys_changes_nothing() {
-    let count = 200;
-    let k: Vec<f32> = (0..count).map(|n| ((n * 37 % 101) as f32 - 50.0) / 16.0).collect();
-    let v: Vec<f32> = (0..count).map(|n| (n as f32 * 0.7).sin()).collect();
-    let w: Vec<f32> = (0..count * 9).map(|n| (n as f32 * 0.3).cos()).collect();
-    let table: Vec<f32> = (0..count * count).map(|n| (n as f32 * 0.3).cos()).collect();
-    for (variant, parameters) in [
-        (Variant::Simple, &[][..]),
-        (Variant::Local { window: 5, length: None }, &[&w[..]][..]),
-        (Variant::Full { length: count, rank: None }, &[&table[..]][..]),
-    ] {
-        for mask in [Mask::causal(), Mask::bidirectional()] {
-            let expected = row_means(variant, &k, &v, parameters, mask);
+    let local = Variant::Local { window: 5, length: None };
+    for variant in [Variant::Simple, local, Variant::Full { length: 200, rank: None }] {
+        let subject = subject(Aft::new(variant));
+        for causal in [true, false] {
+            let case = Case::new(Dims::square(1, 1, 200, 1), causal);
+            let mut inputs = execute::random(&subject, &case).cast::<f32>();
+            inputs.k.iter_mut().enumerate().for_each(|(n, k)| *k = ((n * 37 % 101) as f32 - 50.0) / 16.0);
+            let run = |inputs: &_| execute::output_alone(&subject, &case, inputs, &mut Scratch::new()).unwrap();
+            let expected = run(&inputs);
             for shift in [8192.0, -8192.0, 1.0] {
-                let moved: Vec<f32> = k.iter().map(|k| k + shift).collect();
-                assert_eq!(row_means(variant, &moved, &v, parameters, mask), expected, "{variant:?} {mask:?} {shift}");
+                let mut moved = inputs.clone();
+                moved.k.iter_mut().for_each(|k| *k += shift);
+                assert_eq!(run(&moved), expected, "{variant:?} causal {causal} {shift}");
             }
         }
     }

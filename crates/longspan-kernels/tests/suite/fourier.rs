@@ -1,9 +1,10 @@
 //! Fourier and rotary positions: the conformance suite, and what is peculiar to them.
 
 use longspan_kernels::{
-    Algorithm, Call, Dims, Error, FeatureMap, Fourier, FourierNormalizer, Kernel, KernelizedAttention, Mask, Output,
-    Positions, Score, Scratch, State, Token, ViewMut, Wave,
+    Algorithm, Dims, Error, FeatureMap, Fourier, FourierNormalizer, Kernel, KernelizedAttention, Output, Positions,
+    Score, Scratch, State, Token, ViewMut, Wave,
 };
+use longspan_testing::compare::worst;
 use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
 use longspan_testing::suite::{over_kernelized as over, over_mechanisms};
 use longspan_testing::{
@@ -87,13 +88,6 @@ fn run(attention: &KernelizedAttention, case: &Case, inputs: &Inputs<f64>) -> (e
     (forward, backward.gradients)
 }
 
-fn near(what: &str, got: &[f64], expected: &[f64], allowed: f64) {
-    assert_eq!(got.len(), expected.len(), "{what}");
-    for (n, (got, expected)) in got.iter().zip(expected).enumerate() {
-        assert!((got - expected).abs() <= allowed, "{what}: element {n} is {got} instead of {expected}");
-    }
-}
-
 /// Positions that are given as they would be counted change nothing, also in a packed call, under padding, from a state.
 #[test]
 fn counted_positions_may_be_given() {
@@ -118,11 +112,10 @@ fn counted_positions_may_be_given() {
             with_positions.parameters.extend([places(3), places(0)]);
             let (expected, expected_gradients) = run(&counted, &case, &inputs);
             let (got, gradients) = run(&given, &case, &with_positions);
-            near("out", &got.out, &expected.out, 1e-12);
-            for (n, expected) in expected_gradients.iter().enumerate() {
-                let size = expected.iter().fold(1.0f64, |size, x| size.max(x.abs()));
-                near(&format!("gradient {n}"), &gradients[n], expected, 1e-11 * size);
-            }
+            let out = worst(&[got.out], &[expected.out]);
+            assert!(out < 1e-12, "out is off by {out} of the largest");
+            let error = worst(&gradients[..expected_gradients.len()], &expected_gradients);
+            assert!(error < 1e-11, "gradients are off by {error} of the largest");
             assert!(gradients[gradients.len() - 1].iter().any(|&x| x != 0.0), "positions have gradients");
         }
     }
@@ -150,7 +143,8 @@ fn given_positions_step() {
         let mut out = vec![f64::NAN; 2 * 2 * 3];
         let token_in = Token { q: &q, k: &k, v: &v, parameters: &parameters };
         attention.step(&token_in, &mut state, &mut out).expect("a step that makes sense");
-        near("out", &out, &row(&expected, 3, token), 1e-12);
+        let error = worst(&[out], &[row(&expected, 3, token)]);
+        assert!(error < 1e-12, "token {token} is off by {error} of the largest");
     }
 }
 
@@ -179,14 +173,11 @@ fn angles_are_exact_at_position_ten_million() {
         let single = inputs.cast::<f32>();
         let (forward, state) =
             execute::forward_state(&subject, &case, &single, Some(&far)).expect("a call that makes sense");
-        let got: Vec<f64> = forward.out.iter().map(|&x| f64::from(x)).collect();
-        let size = expected.iter().fold(0.0f64, |size, x| size.max(x.abs()));
-        near("out after ten million tokens", &got, &expected, 5e-6 * size);
         assert_eq!(state.numbers()[count.clone()], [562_916.0, 9.0], "the count goes on");
         let mut stepped = far;
         let steps = execute::steps(&subject, &case, &single, 0..100, &mut stepped).expect("steps that make sense");
-        let got: Vec<f64> = steps.iter().map(|&x| f64::from(x)).collect();
-        near("out of steps after ten million tokens", &got, &expected, 5e-6 * size);
+        let error = worst(&[forward.out, steps], &[expected.clone(), expected]);
+        assert!(error < 5e-6, "off by {error} of the largest after ten million tokens");
         assert_eq!(stepped.numbers()[count], [562_916.0, 9.0], "the count goes on");
     }
 }
@@ -272,15 +263,4 @@ fn positions_that_are_not_finite_are_refused() {
             }
         }
     }
-}
-
-/// A number of axes that no tensor can have is refused, without an overflow on the way.
-#[test]
-fn axes_beyond_all_bounds_are_refused() {
-    let attention = with(Wave::Each, FourierNormalizer::OnePlus, Positions::Given { axes: usize::MAX });
-    let one = &[1.0f32][..];
-    let parameters = [one; 4];
-    let call = Call::row_major(Dims::square(1, 1, 1, 1), [one; 3]).with_parameters(&parameters);
-    let error = attention.check(&call.with_mask(Mask::causal())).expect_err("a rate for each axis").to_string();
-    assert!(error.contains("fourier: a:"), "{error}");
 }

@@ -1,6 +1,7 @@
 //! The conformance suite over softmax attention, and what is peculiar to it: scores of any size, and a cache that ends.
 
 use longspan_kernels::{Dims, Kernel, SoftmaxAttention, Token};
+use longspan_testing::compare::ensure;
 use longspan_testing::grid::{LENGTHS, SHORT_LENGTHS};
 use longspan_testing::suite::{Check, Level, assert_all};
 use longspan_testing::{
@@ -110,10 +111,8 @@ fn gradients_in_f32_are_near(subject: &Subject, case: &Case) -> Result<(), Failu
     let (_, got) = execute::both(subject, case, &single)?;
     for ((name, got), expected) in got.named().zip(&expected.gradients) {
         let largest = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
-        let error = got.iter().zip(expected).fold(0.0, |m: f64, (g, e)| m.max((f64::from(*g) - e).abs()));
-        if error.is_nan() || error > 2e-5 * largest {
-            return Err(Failure(format!("{name}: off by {error:e}, the largest is {largest:e}")));
-        }
+        let near = got.iter().zip(expected).all(|(g, e)| (f64::from(*g) - e).abs() <= 2e-5 * largest);
+        ensure(near, || format!("{name} is off by more than 2e-5 of {largest:e}"))?;
     }
     Ok(())
 }

@@ -92,6 +92,11 @@ impl GatesWithKeys {
         [rate[head].to_f64().exp(), bias[head].to_f64()]
     }
 
+    /// The log decay that the last number of a key gives.
+    fn log_decay<T: Real>([rate, bias]: [f64; 2], x: T) -> T {
+        T::from_f64(-rate * FeatureMap::Softplus.apply(x.to_f64() + bias))
+    }
+
     /// The parameters of positions and of the map, and gates as the kernel takes them.
     fn given<'p, T>(parameters: &[&'p [T]], logs: &'p [T]) -> Vec<&'p [T]> {
         let others = &parameters[..parameters.len().saturating_sub(2)];
@@ -105,10 +110,55 @@ impl GatesWithKeys {
         if holds { Ok(()) } else { Err(refused()) }
     }
 
-    fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error>
-    where
-        KernelizedAttention: Kernel<T>,
-    {
+    /// The log decays of a checked call's tokens, `[batch, kv_heads, keys]`.
+    fn log_decays<T: Real>(call: &Call<'_, T>) -> Vec<T> {
+        let Dims { batch, kv_heads, keys, head_dim, .. } = call.dims;
+        let units = (0..batch).flat_map(|batch| (0..kv_heads).map(move |head| (batch, head)));
+        let of_unit = |(batch, head)| {
+            let learned = Self::learned(call.parameters, head);
+            let last = move |token| call.k.token(batch, head, token, head_dim + 1)[head_dim];
+            (0..keys).map(move |token| Self::log_decay(learned, last(token)))
+        };
+        units.flat_map(of_unit).collect()
+    }
+}
+
+impl Mechanism for GatesWithKeys {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn algorithms(&self) -> &'static [Algorithm] {
+        self.0.algorithms()
+    }
+
+    fn key_dim(&self, dims: &Dims) -> usize {
+        dims.head_dim + 1
+    }
+
+    fn parameters(&self, dims: &Dims) -> Parameters {
+        let mut list = self.0.parameters(dims);
+        list.pop();
+        list.extend(["rate", "bias"].map(|name| Parameter::new(name, [dims.kv_heads])));
+        list
+    }
+
+    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
+        self.0.plan(dims, mask)
+    }
+
+    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
+        Kernel::check(self, call)?;
+        let logs = Self::log_decays(call);
+        self.0.reference(&call.with_parameters(&Self::given(call.parameters, &logs)))
+    }
+}
+
+impl<T: Real> Kernel<T> for GatesWithKeys
+where
+    KernelizedAttention: Kernel<T>,
+{
+    fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
         let Dims { batch, kv_heads, keys, .. } = call.dims;
         self.check_learned(call.parameters, kv_heads)?;
         // Any gates do.
@@ -116,30 +166,19 @@ impl GatesWithKeys {
         self.0.check(&call.with_parameters(&Self::given(call.parameters, &logs)))
     }
 
-    /// The log decays of a checked call's tokens, `[batch, kv_heads, keys]`.
-    fn log_decays<T: Real>(call: &Call<'_, T>) -> Vec<T> {
-        let Dims { batch, kv_heads, keys, head_dim, .. } = call.dims;
-        let units = (0..batch).flat_map(|batch| (0..kv_heads).map(move |head| (batch, head)));
-        let of_unit = |(batch, head)| {
-            let [rate, bias] = Self::learned(call.parameters, head);
-            (0..keys).map(move |token| {
-                let x = call.k.token(batch, head, token, head_dim + 1)[head_dim].to_f64();
-                T::from_f64(-rate * FeatureMap::Softplus.apply(x + bias))
-            })
-        };
-        units.flat_map(of_unit).collect()
+    fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
+        self.check(call)?;
+        let logs = Self::log_decays(call);
+        self.0.forward(&call.with_parameters(&Self::given(call.parameters, &logs)), output, scratch)
     }
 
-    fn backward<T: Real>(
+    fn backward(
         &self,
         call: &Call<'_, T>,
         cotangent: &Cotangent<'_, T>,
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
-    ) -> Result<(), Error>
-    where
-        KernelizedAttention: Kernel<T>,
-    {
+    ) -> Result<(), Error> {
         self.check(call)?;
         let Dims { batch, kv_heads, keys, head_dim, .. } = call.dims;
         let Gradients { dq, mut dk, dv, parameters, initial_state } = gradients;
@@ -177,86 +216,21 @@ impl GatesWithKeys {
         }
         Ok(())
     }
-}
 
-impl Mechanism for GatesWithKeys {
-    fn name(&self) -> &'static str {
-        self.0.name()
+    fn empty_state(&self, dims: &Dims) -> Result<State<T>, Error> {
+        self.0.empty_state(dims)
     }
 
-    fn algorithms(&self) -> &'static [Algorithm] {
-        self.0.algorithms()
-    }
-
-    fn key_dim(&self, dims: &Dims) -> usize {
-        dims.head_dim + 1
-    }
-
-    fn parameters(&self, dims: &Dims) -> Parameters {
-        let mut list = self.0.parameters(dims);
-        list.pop();
-        list.extend(["rate", "bias"].map(|name| Parameter::new(name, [dims.kv_heads])));
-        list
-    }
-
-    fn plan(&self, dims: &Dims, mask: &Mask<'_>) -> Result<Plan, Error> {
-        self.0.plan(dims, mask)
-    }
-
-    fn reference(&self, call: &Call<'_, f64>) -> Result<Reference, Error> {
-        Self::check(self, call)?;
-        let logs = Self::log_decays(call);
-        self.0.reference(&call.with_parameters(&Self::given(call.parameters, &logs)))
+    fn step(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+        let kv_heads = state.shape().kv_heads;
+        self.check_learned(token.parameters, kv_heads)?;
+        let width = (token.k.len() / (state.shape().batch * kv_heads).max(1)).max(1);
+        let rows = || token.k.chunks(width);
+        let k: Vec<T> = rows().flat_map(|row| &row[..row.len() - 1]).copied().collect();
+        let learned = |unit: usize| Self::learned(token.parameters, unit % kv_heads);
+        let logs = rows().enumerate().map(|(unit, row)| Self::log_decay(learned(unit), row[row.len() - 1]));
+        let logs: Vec<T> = logs.collect();
+        let parameters = Self::given(token.parameters, &logs);
+        self.0.step(&Token { k: &k, parameters: &parameters, ..*token }, state, out)
     }
 }
-
-macro_rules! kernels {
-    ($($t:ty),*) => {$(
-        impl Kernel<$t> for GatesWithKeys {
-            fn check(&self, call: &Call<'_, $t>) -> Result<(), Error> {
-                Self::check(self, call)
-            }
-
-            fn forward(
-                &self,
-                call: &Call<'_, $t>,
-                output: Output<'_, $t>,
-                scratch: &mut Scratch<$t>,
-            ) -> Result<(), Error> {
-                Self::check(self, call)?;
-                let logs = Self::log_decays(call);
-                self.0.forward(&call.with_parameters(&Self::given(call.parameters, &logs)), output, scratch)
-            }
-
-            fn backward(
-                &self,
-                call: &Call<'_, $t>,
-                cotangent: &Cotangent<'_, $t>,
-                gradients: Gradients<'_, '_, $t>,
-                scratch: &mut Scratch<$t>,
-            ) -> Result<(), Error> {
-                Self::backward(self, call, cotangent, gradients, scratch)
-            }
-
-            fn empty_state(&self, dims: &Dims) -> Result<State<$t>, Error> {
-                self.0.empty_state(dims)
-            }
-
-            fn step(&self, token: &Token<'_, $t>, state: &mut State<$t>, out: &mut [$t]) -> Result<(), Error> {
-                let kv_heads = state.shape().kv_heads;
-                self.check_learned(token.parameters, kv_heads)?;
-                let width = (token.k.len() / (state.shape().batch * kv_heads).max(1)).max(1);
-                let rows = || token.k.chunks(width);
-                let k: Vec<$t> = rows().flat_map(|row| &row[..row.len() - 1]).copied().collect();
-                let logs = rows().enumerate().map(|(unit, row)| {
-                    let [rate, bias] = Self::learned(token.parameters, unit % kv_heads);
-                    <$t>::from_f64(-rate * FeatureMap::Softplus.apply(row[row.len() - 1].to_f64() + bias))
-                });
-                let logs: Vec<$t> = logs.collect();
-                let parameters = Self::given(token.parameters, &logs);
-                self.0.step(&Token { k: &k, parameters: &parameters, ..*token }, state, out)
-            }
-        }
-    )*};
-}
-kernels!(f32, f64);

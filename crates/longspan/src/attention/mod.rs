@@ -22,7 +22,7 @@ mod registry;
 mod softmax;
 pub(crate) mod stored;
 #[cfg(all(test, feature = "autodiff", feature = "flex"))]
-mod tests;
+pub(crate) mod tests;
 mod toeplitz;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};

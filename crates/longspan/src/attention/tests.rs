@@ -109,7 +109,7 @@ fn making_attention_draws_nothing() {
     }
 }
 
-fn masks(queries: usize, keys: usize, batch: usize) -> Vec<AttentionMask> {
+pub(crate) fn masks(queries: usize, keys: usize, batch: usize) -> Vec<AttentionMask> {
     let mut all = Vec::new();
     for order in [AttentionMask::bidirectional(), AttentionMask::causal()] {
         for offset in [0, keys as isize - queries as isize, 3, -3] {
@@ -123,7 +123,7 @@ fn masks(queries: usize, keys: usize, batch: usize) -> Vec<AttentionMask> {
 }
 
 /// The output, and the gradients of q, k, v and all parameters; an input without part in the output has gradient 0.
-fn outcome(
+pub(crate) fn outcome(
     attention: &Attention,
     inputs: &[Tensor<4>; 3],
     run: impl Fn([Tensor<4>; 3]) -> Tensor<4>,
@@ -194,14 +194,7 @@ fn tensor_operations_are_the_kernels() {
                 let [q, k, v] = inputs.clone().map(numbers);
                 let parameters: Vec<Vec<f64>> = layer.parameters().into_iter().map(numbers).collect();
                 let parameters: Vec<&[f64]> = parameters.iter().map(Vec::as_slice).collect();
-                let call = Call::new(
-                    dims,
-                    View::contiguous(&q, dims.q()),
-                    View::contiguous(&k, [batch, KV_HEADS, keys, key_dim]),
-                    View::contiguous(&v, dims.v()),
-                )
-                .with_parameters(&parameters)
-                .with_mask(mask.as_kernel());
+                let call = Call::row_major(dims, [&q, &k, &v]).with_parameters(&parameters).with_mask(mask.as_kernel());
                 let defined = kernel.reference(&call).unwrap().out;
                 near(&format!("{what}, definition"), &fused[0].1, &defined, 1e-9);
             }
@@ -292,14 +285,7 @@ fn half_width_numbers_are_widened_once_and_rounded_once() {
                 layer.parameters().into_iter().map(|x| x.try_into_vec_as().unwrap()).collect();
             let parameters: Vec<&[f32]> = parameters.iter().map(Vec::as_slice).collect();
             let key_shape = [2, KV_HEADS, 70, key_dim];
-            let call = Call::new(
-                dims,
-                View::contiguous(&q, dims.q()),
-                View::contiguous(&k, key_shape),
-                View::contiguous(&v, dims.v()),
-            )
-            .with_parameters(&parameters)
-            .with_mask(mask.as_kernel());
+            let call = Call::row_major(dims, [&q, &k, &v]).with_parameters(&parameters).with_mask(mask.as_kernel());
             let kernel = layer.kernel();
             let kernel: &dyn Kernel<f32> = &*kernel;
             let mut scratch = Scratch::new();

@@ -15,7 +15,8 @@ use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, by_name, index_tensor};
 use crate::backend::pairs::{Pairs, hide};
 use crate::backend::tensor::{
-    CHUNK, Inputs, LOWEST, distances, divide, flattened, narrow_float, place, shift, spread, widen,
+    CHUNK, Exponents, Inputs, LOWEST, distances, divide, falling_cumsum, flattened, narrow_float, place, shift, spread,
+    widen,
 };
 use crate::backend::{AnyKernel, Layer, Running, Sums, zeros_like};
 use crate::error::{Result, config};
@@ -203,6 +204,10 @@ impl ToeplitzAttention {
             let steps = steps.clamp(0, by_difference.dims()[1] as i64 - 1);
             let exponents = by_difference.clone().select(1, steps.reshape([count * seen_count]));
             let mut exponents = exponents.reshape([1, heads, count, seen_count]);
+            if let Some(Exponents { keys, rows, .. }) = &inputs.exponents {
+                let keys = keys.clone().narrow(2, seen.start, seen_count).swap_dims(2, 3);
+                exponents = exponents + (keys - rows.clone().narrow(2, first, count));
+            }
             let hidden = pairs.hidden(&rows, &seen);
             if normalize {
                 // Relative to the largest exponent among the keys that the row sees.
@@ -240,8 +245,7 @@ impl Layer for ToeplitzAttention {
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let (dtype, [batch, _, queries, _], [_, _, keys, value_dim]) = (q.dtype(), q.dims(), v.dims());
         let (content, learned) = (self.content(), self.map.as_ref().map(LearnedMap::tensors));
-        let mut inputs = Inputs::new(&content, &learned, q, k, v, None, mask, None);
-        inputs.k = inputs.keys();
+        let inputs = Inputs::new(&content, &learned, q, k, v, None, mask, None);
         let sums = match self.radius() {
             // Two chunks as long as the radius are the whole sequence.
             Some(radius) if 2 * radius < queries.max(keys) => {
@@ -283,43 +287,84 @@ impl Sums for ToeplitzAttention {
         let (content, learned) = (self.content(), self.map.as_ref().map(LearnedMap::tensors));
         let mut kept = std::mem::take(state.tensors()).into_iter();
         let mut next = || kept.next().expect("the tensors that empty makes");
-        let [mut ring_k, ring_v, ring_seen, mut far, mut count] = [(); 5].map(|()| next());
+        let [ring_k, ring_v, ring_seen, far, count] = [(); 5].map(|()| next());
         let before = kept.next();
         let mut inputs = Inputs::new(&content, &learned, q, k, v, None, &AttentionMask::causal(), before.clone());
-        let shift = inputs.exponents.as_ref().map(|exponents| exponents.all.clone());
-        if let (Some(before), Some(after)) = (before, shift.clone()) {
-            let fall = (before - after).exp();
-            (ring_k, far) = (ring_k * fall.clone(), far * fall);
-        }
-        let ring = ring_k.dims()[2];
-        let [batch, heads, ..] = inputs.q.dims();
+        let ([batch, heads, ..], ring) = (inputs.q.dims(), ring_k.dims()[2]);
         let ones = Tensor::ones([batch, heads, tokens, 1], (&inputs.q.device(), inputs.q.dtype()));
-        inputs.k = Tensor::cat(vec![ring_k, inputs.keys()], 2);
+        inputs.k = Tensor::cat(vec![ring_k, inputs.k], 2);
         inputs.values = Tensor::cat(vec![ring_v, inputs.values], 2);
+        let mut fallen = far.clone();
+        let mut after = None;
+        if let (Some(before), Some(Exponents { keys, all, .. })) = (&before, &mut inputs.exponents) {
+            *keys = Tensor::cat(vec![before.clone().expand([batch, heads, ring, 1]), keys.clone()], 2);
+            fallen = fallen * (before.clone() - all.clone()).exp();
+            after = Some(all.clone());
+        }
         let seen = Tensor::cat(vec![ring_seen, ones], 2);
         let mask = AttentionMask::causal().with_offset(ring as isize);
         let table = self.by_distance(self.radius().unwrap_or(0));
-        let sums = near_and_far(&inputs, table, &mask, seen.clone().narrow(1, 0, 1), Some([&far, &count]));
+        let far = Far {
+            sums: far.unsqueeze_dim(2),
+            count: count.clone().narrow(1, 0, 1).unsqueeze_dim(2),
+            level: before.map(|before| before.unsqueeze_dim(2)),
+        };
+        let sums = near_and_far(&inputs, table, &mask, seen.clone().narrow(1, 0, 1), Some(far));
         // What falls out of the ring.
         let first = |x: &Tensor<4>| x.clone().narrow(2, 0, tokens);
-        far = far + first(&inputs.k).swap_dims(2, 3).matmul(first(&inputs.values));
-        count = count + first(&seen).sum_dim(2);
-        let latest = [inputs.k, inputs.values, seen].map(|x| x.narrow(2, tokens, ring));
-        *state.tensors() = latest.into_iter().chain([far, count]).chain(shift).collect();
+        let k = inputs.keys();
+        let far = fallen + first(&k).swap_dims(2, 3).matmul(first(&inputs.values));
+        let count = count + first(&seen).sum_dim(2);
+        let latest = [k, inputs.values, seen].map(|x| x.narrow(2, tokens, ring));
+        *state.tensors() = latest.into_iter().chain([far, count]).chain(after).collect();
         narrow_float(divide(sums, value_dim, content.normalize), dtype)
     }
 }
 
-/// The sums over the keys that each query sees, of which there are those that are `seen`, `[batch or 1, 1, keys, 1]`, not 0, and `far`: the
-/// sums over keys before all of these, beyond the radius, and how many they are. All keys of few queries, and else those of a query's chunk
-/// and of the chunks beside it weigh by their distances, in a dense tile; all others by the first bias or the last one of the `table`,
-/// `[heads, 2·radius + 1]`, in sums.
+/// Keys that are all far from a query on one side: their sums, how many they are, and, under an exponential map, the exponent that the sums
+/// count from.
+struct Far {
+    sums: Tensor<5>,
+    count: Tensor<5>,
+    level: Option<Tensor<5>>,
+}
+
+impl Far {
+    /// For each chunk those of the chunks before the one before it; `first` stands before all.
+    fn before([k, values, seen]: [Tensor<5>; 3], exponents: Option<Tensor<5>>, first: Option<Self>) -> Self {
+        let chunks = k.dims()[2];
+        let level = exponents.as_ref().map(|of| of.clone().max_dim(3));
+        let k = exponents.zip(level.clone()).map_or(k.clone(), |(of, level)| k * (of - level).exp());
+        let first = first.map(|Self { sums, count, level }| (Some(sums), Some(count), level)).unwrap_or_default();
+        let behind = |first: Option<Tensor<5>>, x: Tensor<5>, nothing: f64| {
+            let none = x.clone().narrow(2, 0, 1).full_like(nothing);
+            Tensor::cat(vec![first.unwrap_or_else(|| none.clone()), none, x.narrow(2, 0, chunks - 2)], 2)
+        };
+        let sums = behind(first.0, k.swap_dims(3, 4).matmul(values), 0.0);
+        let count = behind(first.1, seen.sum_dim(3), 0.0).cumsum(2);
+        let Some(level) = level else { return Self { sums: sums.cumsum(2), count, level: None } };
+        let own = behind(first.2, level, LOWEST);
+        let level = own.clone().cummax(2);
+        let sums = falling_cumsum(sums * (own - level.clone()).exp(), Some(&level), |_| None);
+        Self { sums, count, level: Some(level) }
+    }
+
+    /// The chunks the other way round.
+    fn flip(self) -> Self {
+        let Self { sums, count, level } = self;
+        Self { sums: sums.flip([2]), count: count.flip([2]), level: level.map(|level| level.flip([2])) }
+    }
+}
+
+/// The sums over the keys that each query sees, of which there are those that are `seen`, `[batch or 1, 1, keys, 1]`, not 0, and those of `far`
+/// before all of these, beyond the radius. All keys of few queries, and else those of a query's chunk and of the chunks beside it weigh by
+/// their distances, in a dense tile; all others by the first bias or the last one of the `table`, `[heads, 2·radius + 1]`, in sums.
 fn near_and_far(
     inputs: &Inputs<'_>,
     table: Tensor<2>,
     mask: &AttentionMask,
     seen: Tensor<4>,
-    far: Option<[&Tensor<4>; 2]>,
+    far: Option<Far>,
 ) -> Tensor<4> {
     let Inputs { q, k, values, .. } = inputs;
     let (causal, normalize) = (mask.order == Order::Causal, inputs.options.normalize);
@@ -334,14 +379,16 @@ fn near_and_far(
     let chunk = if few { queries } else { CHUNK.max(radius).min(span) };
     let chunks = if few { 1 } else { span.div_ceil(chunk) };
     let (front, key_front) = if few { (0, 0) } else { (-first as usize, (-offset - first) as usize) };
-    let cut = |x: &Tensor<4>, front: usize| {
+    let cut = |x: &Tensor<4>, front: usize, around: f64| {
         let [batch, heads, tokens, width] = x.dims();
         if few {
             return x.clone().unsqueeze_dim::<5>(2);
         }
-        place(x.clone(), front, chunks * chunk - front - tokens, 0.0).reshape([batch, heads, chunks, chunk, width])
+        place(x.clone(), front, chunks * chunk - front - tokens, around).reshape([batch, heads, chunks, chunk, width])
     };
-    let (q, k, values, seen) = (cut(q, front), cut(k, key_front), cut(values, key_front), cut(&seen, key_front));
+    let [k, values, seen] = [k, values, &seen].map(|x| cut(x, key_front, 0.0));
+    let q = cut(q, front, 0.0);
+    let levels = inputs.exponents.as_ref().map(|of| [cut(&of.keys, key_front, LOWEST), cut(&of.rows, front, 0.0)]);
     let near: &[isize] = match (chunks, causal) {
         (1, _) => &[0],
         (_, true) => &[-1, 0],
@@ -351,41 +398,44 @@ fn near_and_far(
     // The distance of the tile's first key from its first query, and its keys.
     let (begin, width) = if few { (-offset, keys) } else { (near[0] * chunk as isize, near.len() * chunk) };
     let rows = table.clone().reshape([1, heads, 1, 1, columns]).expand([1, heads, 1, chunk, columns]);
-    let exponents = spread(rows, begin, width);
+    let mut exponents = spread(rows, begin, width);
+    if let Some([keys, rows]) = &levels {
+        exponents = exponents + (gather(keys).swap_dims(3, 4) - rows.clone());
+    }
+    let batch = seen.dims()[0].max(exponents.dims()[0]);
     let shape = [seen.dims()[0], 1, chunks, chunk, width];
     let mut hidden = gather(&seen).swap_dims(3, 4).equal_elem(0.0).expand(shape);
     if causal {
         let future = distances(begin, chunk, width, &q.device()).greater_elem(0);
         hidden = hidden.bool_or(future.unsqueeze::<5>().expand(shape));
     }
-    // The keys far before, with their bias and whether there are any; then those far after.
-    let far = far.map(|[sums, count]| [sums.clone(), count.clone().narrow(1, 0, 1)].map(|x| x.unsqueeze_dim::<5>(2)));
-    let bias = |column: usize| table.clone().narrow(1, column, 1).reshape([1, heads, 1, 1, 1]);
+    // The keys far before; then those far after. Of each side whether there are none, and the exponent of their weights.
     let mut sides = Vec::new();
+    let mut add = |Far { sums, count, level }: Far, column: usize| {
+        let bias = table.clone().narrow(1, column, 1).reshape([1, heads, 1, 1, 1]);
+        let level = level.zip(levels.as_ref()).map(|(level, [_, rows])| level - rows.clone());
+        sides.push((sums, count.equal_elem(0.0), level.map_or(bias.clone(), |level| level + bias)));
+    };
     if chunks > 2 {
-        let own = [k.clone().swap_dims(3, 4).matmul(values.clone()), seen.clone().sum_dim(3)];
-        let before = own.clone().map(|x| shift(x.cumsum(2), -2));
-        let before = match far {
-            Some([sums, count]) => [before[0].clone() + sums, before[1].clone() + count],
-            None => before,
-        };
-        sides.push((before, bias(0)));
+        let of_keys = || ([k.clone(), values.clone(), seen.clone()], levels.clone().map(|[keys, _]| keys));
+        let (own, exponents) = of_keys();
+        add(Far::before(own, exponents, far), 0);
         if !causal {
-            sides.push((own.map(|x| shift(x.flip([2]).cumsum(2).flip([2]), 2)), bias(columns - 1)));
+            let (own, exponents) = of_keys();
+            let turn = |x: Tensor<5>| x.flip([2]);
+            add(Far::before(own.map(turn), exponents.map(turn), None).flip(), columns - 1);
         }
     } else if let Some(far) = far {
-        sides.push((far, bias(0)));
+        add(far, 0);
     }
-    let shape = [shape[0], heads, chunks, chunk, width];
+    let (shape, row) = ([batch, heads, chunks, chunk, width], [batch, heads, chunks, chunk, 1]);
     let (exponents, hidden) = (exponents.expand(shape), hidden.expand(shape));
     // A row's exponents count from the largest one that it sees.
     let top = normalize.then(|| {
         let tile = exponents.clone().detach().mask_fill(hidden.clone(), f32::NEG_INFINITY).max_dim(4);
-        let top = sides.iter().fold(tile, |top, ([_, count], bias)| {
-            let [batch, _, chunks, ..] = count.dims();
-            let bias = bias.clone().detach().expand([batch, heads, chunks, 1, 1]);
-            let none = count.clone().equal_elem(0.0).expand(bias.dims());
-            top.clone().max_pair(bias.mask_fill(none, f32::NEG_INFINITY).expand(top.dims()))
+        let top = sides.iter().fold(tile, |top, (_, none, exponent)| {
+            let own = exponent.clone().detach().expand(row);
+            top.max_pair(own.mask_fill(none.clone().expand(row), f32::NEG_INFINITY))
         });
         let none = top.clone().equal_elem(f32::NEG_INFINITY);
         top.mask_fill(none, 0.0)
@@ -394,12 +444,8 @@ fn near_and_far(
     // Hidden pairs get exponent 0: an infinite `exp` times a weight of 0 would make the gradient NaN.
     let weights = from_top(exponents).mask_fill(hidden.clone(), 0.0).exp().mask_fill(hidden, 0.0);
     let mut out = (q.clone().matmul(gather(&k).swap_dims(3, 4)) * weights).matmul(gather(&values));
-    for ([sums, count], bias) in sides {
-        let none = count.equal_elem(0.0);
-        let exponent = from_top(bias);
-        let [batch, _, rows, tokens, _] = exponent.dims();
-        let shape = [batch.max(none.dims()[0]), heads, rows.max(chunks), tokens, 1];
-        let weight = exponent.expand(shape).mask_fill(none.expand(shape), 0.0).exp();
+    for (sums, none, exponent) in sides {
+        let weight = from_top(exponent).expand(row).mask_fill(none.expand(row), 0.0).exp();
         out = out + q.clone().matmul(sums) * weight;
     }
     let [batch, _, _, _, width] = out.dims();

@@ -7,12 +7,12 @@ use longspan_kernels::Error;
 use crate::cpu::FlexTensor;
 pub(crate) use crate::cpu::run;
 
-/// What an operation computes from its tensors, which may be views.
+/// What an operation computes from its tensors.
 pub(crate) trait Operation: Debug + Send + Sync + 'static {
     /// What [`profile`](crate::profile::profile) calls it.
     const NAME: &'static str;
 
-    /// Whether tensors may be of other numbers than `f32`.
+    /// Whether tensors, and the gradient of the result, may be views and of other numbers than `f32`; else they come row-major.
     const TAKES_ALL: bool = false;
 
     /// What a backward needs beside the tensors.

@@ -164,10 +164,9 @@ pub(crate) const LOWEST: f64 = -1e30;
 #[derive(Clone)]
 pub(crate) struct Exponents {
     /// From those of each key, `[batch, heads, keys, 1]`; [`LOWEST`] where one is ignored.
-    keys: Tensor<4>,
-    /// What the weights of each query count from, `[batch, heads, queries, 1]`: the largest that it sees. One for all under a
-    /// bidirectional mask.
-    rows: Tensor<4>,
+    pub keys: Tensor<4>,
+    /// What the weights of each query count from, `[batch, heads, queries, 1]`: the largest that it sees.
+    pub rows: Tensor<4>,
     /// The largest of all, `[batch, heads, 1, 1]`.
     pub all: Tensor<4>,
 }
@@ -282,7 +281,7 @@ impl<'a> Inputs<'a> {
             // Beyond these offsets rows see no key, or all of them.
             let offset = mask.offset.clamp(-(queries as isize), keys as isize);
             let so_far = || at_least(clamped(own.clone().cummax(2), 2, offset, queries));
-            let rows = if causal { so_far() } else { all.clone() };
+            let rows = if causal { so_far() } else { all.clone().expand([batch, heads, queries, 1]) };
             exponents = Some(Exponents { keys: own, rows, all });
         }
         let q = features(options.feature_map, q);
@@ -536,28 +535,14 @@ impl<'a> Grid<'a> {
         let chunk_sums = key_features.swap_dims(3, 4).matmul(self.values.clone());
         let mut running = match (&decay, &levels) {
             (None, None) => chunk_sums.cumsum(2),
-            _ => self.falling_cumsum(chunk_sums, lag, levels.as_ref()),
+            // Sums of chunks count from where the chunk that reads them begins.
+            _ => falling_cumsum(chunk_sums, levels.as_ref(), |by| {
+                let decay = decay.as_ref()?;
+                Some(powers(decay, self.starts(lag) - self.starts(lag - by), self.q.dtype()))
+            }),
         };
         running = shift(running, -lag);
         Some(query_features.matmul(running))
-    }
-
-    /// `S_c = Σ_{c' ≤ c} γ^{t_c − t_c'} e^{λ_c' − λ_c} X_c'` along axis 2, by doubling: ⌈log₂ chunks⌉ passes. `t_c` is where chunk
-    /// `c + lag` begins, and the levels `λ` do not fall.
-    fn falling_cumsum(&self, x: Tensor<5>, lag: isize, levels: Option<&Tensor<5>>) -> Tensor<5> {
-        let (mut sums, mut by) = (x, 1);
-        while by < self.chunks as isize {
-            let mut before = shift(sums.clone(), -by);
-            if let Some(decay) = self.decay() {
-                before = before * powers(&decay, self.starts(lag) - self.starts(lag - by), self.q.dtype());
-            }
-            if let Some(levels) = levels {
-                before = before * (shift(levels.clone(), -by) - levels.clone()).clamp_max(0.0).exp();
-            }
-            sums = sums + before;
-            by *= 2;
-        }
-        sums
     }
 
     /// The positions where the chunks begin that stand `by` after each one, as decays count them, `[1, 1, chunks, 1, 1]`.
@@ -576,6 +561,29 @@ impl<'a> Grid<'a> {
     fn decay(&self) -> Option<Vec<f64>> {
         decays(self.inputs.options, self.q.dims()[1])
     }
+}
+
+/// `S_c = Σ_{c' ≤ c} f e^{λ_c' − λ_c} X_c'` along axis 2, by doubling: ⌈log₂ chunks⌉ passes. The levels `λ` do not fall; `fall` gives the
+/// factor `f` between chunks that stand so many apart, if there is one.
+pub(crate) fn falling_cumsum(
+    x: Tensor<5>,
+    levels: Option<&Tensor<5>>,
+    fall: impl Fn(isize) -> Option<Tensor<5>>,
+) -> Tensor<5> {
+    let chunks = x.dims()[2] as isize;
+    let (mut sums, mut by) = (x, 1);
+    while by < chunks {
+        let mut before = shift(sums.clone(), -by);
+        if let Some(fall) = fall(by) {
+            before = before * fall;
+        }
+        if let Some(levels) = levels {
+            before = before * (shift(levels.clone(), -by) - levels.clone()).clamp_max(0.0).exp();
+        }
+        sums = sums + before;
+        by *= 2;
+    }
+    sums
 }
 
 /// What weights fall by from the token of a column to that of a row, `[batch, heads, tokens, tokens]`, of log decays

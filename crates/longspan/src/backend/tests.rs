@@ -1,92 +1,19 @@
-//! Kernels and tensor operations against the definition, in `f64`: outputs, and gradients by directional differences.
+//! Tensor operations in chunks of a few tokens beside the kernels, in `f64`: outputs and all gradients.
 
-use burn::tensor::{DType, Device, Tensor, TensorData};
-use longspan_kernels::{Call, Dims, FeatureMap, KernelizedAttention, Mechanism, RelativeMap, Score, Shaw, View};
+use burn::tensor::{Bool, Device, FloatDType, Tensor, TensorData};
+use longspan_kernels::{Dims, FeatureMap, KernelizedAttention, Order, RelativeMap, Score, Shaw};
 
 use super::{AttentionState, Running, tensor};
-use crate::attention::{self, AttentionMask, Heads};
-
-/// xorshift64: the numbers stay the same whatever other crates do.
-pub(super) struct Numbers(u64);
-
-impl Numbers {
-    pub(super) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    /// Signed, in [−2, 2).
-    pub(super) fn signed(&mut self, count: usize) -> Vec<f64> {
-        (0..count).map(|_| (self.next() >> 11) as f64 / (1_u64 << 51) as f64 - 2.0).collect()
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() >> 16) as usize % n
-    }
-}
-
-/// One call with all its numbers.
-#[derive(Debug, Clone)]
-pub(super) struct Case {
-    pub options: KernelizedAttention,
-    pub dims: Dims,
-    pub mask: AttentionMask,
-    /// q, k, v, table.
-    pub inputs: [Vec<f64>; 4],
-}
-
-impl Case {
-    pub(super) fn new(options: KernelizedAttention, dims: Dims, mask: AttentionMask, seed: u64) -> Self {
-        let mut numbers = Numbers::new(seed);
-        let table: usize = options.parameters(&dims).iter().map(|p| p.len()).sum();
-        let len = |shape: [usize; 4]| shape.iter().product();
-        let inputs = [len(dims.q()), len(dims.k()), len(dims.v()), table].map(|n| numbers.signed(n));
-        Self { options, dims, mask, inputs }
-    }
-
-    pub(super) fn reference(&self, [q, k, v, table]: &[Vec<f64>; 4]) -> Vec<f64> {
-        let parameters: Vec<&[f64]> = if table.is_empty() { vec![] } else { vec![table] };
-        let call = Call::new(
-            self.dims,
-            View::contiguous(q, self.dims.q()),
-            View::contiguous(k, self.dims.k()),
-            View::contiguous(v, self.dims.v()),
-        )
-        .with_parameters(&parameters)
-        .with_mask(self.mask.as_kernel());
-        self.options.reference(&call).unwrap().out
-    }
-
-    /// A module with the table, and q, k and v, on a training device.
-    pub(super) fn tensors(&self, dtype: DType) -> (attention::KernelizedAttention, [Tensor<4>; 3]) {
-        let device = Device::flex().autodiff();
-        let tensor = |numbers: &Vec<f64>, shape| {
-            Tensor::<4>::from_data(TensorData::new(numbers.clone(), shape), (&device, dtype)).require_grad()
-        };
-        let [q, k, v, table] = &self.inputs;
-        let Dims { heads, kv_heads, head_dim, .. } = self.dims;
-        let table = self.options.score.shaw().map(|shaw| {
-            let shape = [if shaw.shared { 1 } else { heads }, shaw.rows(), head_dim];
-            Tensor::<3>::from_data(TensorData::new(table.clone(), shape), (&device, dtype))
-        });
-        let heads = Heads { heads, kv_heads, head_dim };
-        let module = attention::KernelizedAttention::given(&self.options, table, heads);
-        (module, [tensor(q, self.dims.q()), tensor(k, self.dims.k()), tensor(v, self.dims.v())])
-    }
-}
+use crate::attention::tests::{masks, outcome};
+use crate::attention::{self, Attention, AttentionMask, Heads};
+use crate::layers::tests::{near, random};
 
 pub(crate) fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
     x.try_into_vec_as::<f64>().unwrap()
 }
 
 /// Mechanisms of every kind.
-pub(super) fn mechanisms(radius: usize) -> Vec<KernelizedAttention> {
+fn mechanisms(radius: usize) -> Vec<KernelizedAttention> {
     let mut all = Vec::new();
     for feature_map in FeatureMap::ELEMENTWISE {
         let shaw = |map, shared| Shaw { radius, map, shared };
@@ -96,7 +23,7 @@ pub(super) fn mechanisms(radius: usize) -> Vec<KernelizedAttention> {
             Score::Combined(shaw(RelativeMap::Same, true)),
             Score::Combined(shaw(RelativeMap::Identity, false)),
         ] {
-            // Where denominators may have any sign, a difference quotient near 0 says nothing.
+            // Where denominators may have any sign, those near 0 leave no digits.
             let signed = feature_map == FeatureMap::Identity
                 || score.shaw().is_some_and(|shaw| shaw.map == RelativeMap::Identity);
             let options = KernelizedAttention { feature_map, score, normalize: !signed, ..Default::default() };
@@ -109,79 +36,45 @@ pub(super) fn mechanisms(radius: usize) -> Vec<KernelizedAttention> {
     all
 }
 
-/// Masks over `dims`: directions, offsets, padding.
-pub(super) fn masks(dims: &Dims, seed: u64) -> Vec<AttentionMask> {
-    let mut random = Numbers::new(seed);
-    let padding: Vec<bool> = (0..dims.batch * dims.keys).map(|_| random.below(3) == 0).collect();
-    // The second batch entry sees nothing at all.
-    let empty: Vec<bool> = (0..dims.batch * dims.keys).map(|i| i >= dims.keys).collect();
-    let lengths: Vec<usize> = (0..dims.batch).map(|_| random.below(dims.keys + 1)).collect();
-    let mut all = Vec::new();
-    for offset in [0, dims.keys as isize - dims.queries as isize, 2, -3, 500, -500] {
-        for order in [AttentionMask::bidirectional(), AttentionMask::causal()] {
-            let mask = order.with_offset(offset);
-            all.push(mask.clone());
-            all.push(mask.clone().with_padding(&padding));
-            all.push(mask.clone().with_padding(&empty));
-            all.push(mask.with_lengths(&lengths));
-        }
-    }
-    all
+/// A module with a table, and queries, keys and values of two sequences, on a training device.
+fn drawn(options: &KernelizedAttention, dims: &Dims) -> (Attention, [Tensor<4>; 3]) {
+    let device = Device::flex().autodiff();
+    let Dims { heads, kv_heads, head_dim, .. } = *dims;
+    let table = options.score.shaw().map(|shaw| {
+        let tables = if shaw.shared { 1 } else { heads };
+        random([tables, shaw.rows(), head_dim], &device).cast(FloatDType::F64)
+    });
+    let module = attention::KernelizedAttention::given(options, table, Heads { heads, kv_heads, head_dim });
+    let inputs = [dims.q(), dims.k(), dims.v()].map(|shape| random(shape, &device).cast(FloatDType::F64));
+    (Attention::Kernelized(module), inputs)
 }
 
-pub(super) type Attend = fn(&attention::KernelizedAttention, [Tensor<4>; 3], &AttentionMask) -> Tensor<4>;
-
-/// Asserts that outputs are those of the definition, and gradients its slopes along random directions.
-pub(super) fn assert_is_the_definition(
-    case: &Case,
-    attend: impl Fn(&attention::KernelizedAttention, [Tensor<4>; 3], &AttentionMask) -> Tensor<4>,
-    slopes: bool,
-) {
-    let (module, inputs) = case.tensors(DType::F64);
-    let out = attend(&module, inputs.clone(), &case.mask);
-    assert_eq!(out.dims(), case.dims.out(), "{case:?}");
-    let expected = case.reference(&case.inputs);
-    let largest = expected.iter().fold(1.0_f64, |a, b| a.max(b.abs()));
-    for (i, (got, expected)) in numbers(out.clone()).into_iter().zip(&expected).enumerate() {
-        assert!((got - expected).abs() <= 1e-11 * largest, "out[{i}] is {got}, not {expected}: {case:?}");
-    }
-    if !slopes {
-        return;
-    }
-    let mut random = Numbers::new(99);
-    let weights = random.signed(expected.len());
-    let loss = |out: &[f64]| out.iter().zip(&weights).map(|(o, w)| o * w).sum::<f64>();
-    let cotangent =
-        Tensor::<4>::from_data(TensorData::new(weights.clone(), case.dims.out()), (&out.device(), DType::F64));
-    let gradients = (out * cotangent).sum().backward();
-    let table = module.relative.and_then(|table| table.val().grad(&gradients)).map(numbers);
-    let found = inputs.map(|x| x.grad(&gradients).map(numbers)).into_iter().chain([table]);
-    for (which, found) in found.enumerate() {
-        let direction = random.signed(case.inputs[which].len());
-        let step = 1e-5;
-        let moved = |by: f64| {
-            let mut inputs = case.inputs.clone();
-            for (x, d) in inputs[which].iter_mut().zip(&direction) {
-                *x += by * d;
-            }
-            loss(&case.reference(&inputs))
-        };
-        let (up, down) = (moved(step), moved(-step));
-        let expected = (up - down) / (2.0 * step);
-        // A parameter that the output does not depend on may have no gradient at all.
-        let slope: f64 = found.map_or(0.0, |found| {
-            assert!(found.iter().all(|g| g.is_finite()), "input {which} has a gradient that is not finite: {case:?}");
-            found.iter().zip(&direction).map(|(g, d)| g * d).sum()
-        });
-        let scale = 1.0 + expected.abs() + (up.abs() + down.abs()) * 1e-3;
-        assert!((slope - expected).abs() <= 2e-6 * scale, "slope along {which} is {slope}, not {expected}: {case:?}");
-    }
+fn kernelized(attention: &Attention) -> &attention::KernelizedAttention {
+    let Attention::Kernelized(module) = attention else { unreachable!("made by `drawn`") };
+    module
 }
 
 /// Tensor operations in chunks so short that a few tokens fill several.
-fn in_chunks(module: &attention::KernelizedAttention, [q, k, v]: [Tensor<4>; 3], mask: &AttentionMask) -> Tensor<4> {
+fn in_chunks(attention: &Attention, [q, k, v]: [Tensor<4>; 3], mask: &AttentionMask) -> Tensor<4> {
+    let module = kernelized(attention);
     let table = module.relative.as_ref().map(|table| table.val());
     tensor::attend(module.options(), q, k, v, (table, &None), mask, 4)
+}
+
+fn forward(attention: &Attention, [q, k, v]: [Tensor<4>; 3], mask: &AttentionMask) -> Tensor<4> {
+    attention.forward(q, k, v, mask).unwrap()
+}
+
+fn assert_are_the_kernels(
+    (attention, inputs): &(Attention, [Tensor<4>; 3]),
+    mask: &AttentionMask,
+    run: impl Fn([Tensor<4>; 3]) -> Tensor<4>,
+) {
+    let found = outcome(attention, inputs, run);
+    let expected = outcome(attention, inputs, |qkv| forward(attention, qkv, mask));
+    for ((part, found), (_, expected)) in found.iter().zip(&expected) {
+        near(&format!("{:?}, {mask:?}, {part}", kernelized(attention).options()), found, expected, 1e-11);
+    }
 }
 
 fn dims(queries: usize, keys: usize) -> Dims {
@@ -190,72 +83,63 @@ fn dims(queries: usize, keys: usize) -> Dims {
 
 /// One chunk holds all, there are many, or there is nothing.
 #[test]
-fn tensor_operations_are_the_definition() {
+fn tensor_operations_in_chunks_are_the_kernels() {
     let few = [(1, 1, 0), (2, 4, 1), (4, 3, 3), (7, 7, 20), (0, 3, 2), (3, 0, 2), (0, 0, 2)];
     for (queries, keys, radius) in [(4, 5, 2), (13, 7, 3), (9, 17, 6), (17, 17, 1), (12, 21, 0)].into_iter().chain(few)
     {
-        let dims = dims(queries, keys);
         let decays = |options: KernelizedAttention| {
             let falls = options.feature_map != FeatureMap::Identity;
             let decays = [None, falls.then(|| vec![0.9, 0.99])];
             decays.map(|decay| KernelizedAttention { decay, ..options.clone() })
         };
-        for (i, options) in mechanisms(radius).into_iter().flat_map(decays).enumerate() {
-            let dims = Dims { kv_heads: options.decay.as_ref().map_or(1, Vec::len), ..dims };
-            for (j, mask) in masks(&dims, 5).into_iter().enumerate() {
-                if options.decay.is_some() && mask.order == longspan_kernels::Order::Bidirectional {
-                    continue;
-                }
-                // Differences of the definition are slow: of long ones each mechanism takes another third of the grid.
-                let slopes = queries * keys > 0 && (keys < 8 && queries < 8 || (i + j) % 3 == 0);
-                assert_is_the_definition(&Case::new(options.clone(), dims, mask, 3), in_chunks, slopes);
-            }
-        }
-    }
-}
-
-/// Asserts that NaN in ignored keys and values changes no output, and that its gradient is 0.
-pub(super) fn assert_padding_is_ignored(attend: Attend) {
-    let dims = dims(9, 11);
-    let ignored: Vec<bool> = (0..22).map(|i| i % 3 == 1 || i == 12).collect();
-    for options in mechanisms(2) {
+        // The second batch entry sees nothing at all.
+        let empty: Vec<bool> = (0..2 * keys).map(|i| i >= keys).collect();
+        let mut masks = masks(queries, keys, 2);
         for order in [AttentionMask::bidirectional(), AttentionMask::causal()] {
-            let clean = Case::new(options.clone(), dims, order.with_padding(&ignored), 3);
-            let mut dirty = clean.clone();
-            for (key, _) in ignored.iter().enumerate().filter(|(_, ignored)| **ignored) {
-                dirty.inputs[1][key * 3..][..3].fill(f64::NAN);
-                dirty.inputs[2][key * 2..][..2].fill(f64::NAN);
-            }
-            let run = |case: &Case| {
-                let (module, inputs) = case.tensors(DType::F64);
-                let out = attend(&module, inputs.clone(), &case.mask);
-                let gradients = out.clone().powi_scalar(2).sum().backward();
-                // Without content the keys play no part, and may have no gradient at all.
-                let [dq, dk, dv] = inputs.map(|x| x.grad(&gradients).map_or(Vec::new(), numbers));
-                [numbers(out), dq, dk, dv]
-            };
-            let (expected, found) = (run(&clean), run(&dirty));
-            for (expected, found) in expected.iter().zip(&found) {
-                assert_eq!(expected.len(), found.len());
-                let largest = expected.iter().fold(1.0_f64, |a, b| a.max(b.abs()));
-                for (expected, found) in expected.iter().zip(found) {
-                    // Beside a NaN the kernels sum in another order, so the last bits may differ.
-                    assert!((expected - found).abs() <= 1e-12 * largest, "{found}, not {expected}: {clean:?}");
+            masks.extend([500, -500].map(|offset| order.clone().with_offset(offset)));
+            masks.push(order.with_padding(&empty));
+        }
+        for options in mechanisms(radius).into_iter().flat_map(decays) {
+            let dims = Dims { kv_heads: options.decay.as_ref().map_or(1, Vec::len), ..dims(queries, keys) };
+            let case = drawn(&options, &dims);
+            for mask in masks.iter().filter(|mask| options.decay.is_none() || mask.order == Order::Causal) {
+                if queries * keys > 0 {
+                    assert_are_the_kernels(&case, mask, |qkv| in_chunks(&case.0, qkv, mask));
+                } else {
+                    let out = in_chunks(&case.0, case.1.clone(), mask);
+                    assert_eq!(out.dims(), dims.out());
+                    assert!(numbers(out).iter().all(|&x| x == 0.0));
                 }
-            }
-            let [_, _, dk, dv] = found;
-            for (key, _) in ignored.iter().enumerate().filter(|(_, ignored)| **ignored) {
-                assert!(dk.is_empty() || dk[key * 3..][..3] == [0.0; 3], "{clean:?}");
-                assert_eq!(dv[key * 2..][..2], [0.0; 2], "{clean:?}");
             }
         }
     }
 }
 
+/// NaN in ignored keys and values changes no output, and its gradient is 0.
 #[test]
 fn padding_goes_nowhere() {
-    assert_padding_is_ignored(in_chunks);
-    assert_padding_is_ignored(|module, [q, k, v], mask| module.forward(q, k, v, mask).unwrap());
+    let dims = dims(9, 11);
+    let ignored: Vec<bool> = (0..22).map(|i| i % 3 == 1 || i == 12).collect();
+    let places = TensorData::new(ignored.clone(), [2, 1, 11, 1]);
+    let places = Tensor::<4, Bool>::from_data(places, &Device::flex().autodiff());
+    for options in mechanisms(2) {
+        let (attention, [q, k, v]) = drawn(&options, &dims);
+        let nan = |x: &Tensor<4>| x.clone().mask_fill(places.clone().expand(x.dims()), f64::NAN);
+        let (clean, dirty) = ([q.clone(), k.clone(), v.clone()], [q, nan(&k), nan(&v)]);
+        for mask in [AttentionMask::bidirectional(), AttentionMask::causal()].map(|mask| mask.with_padding(&ignored)) {
+            for run in [in_chunks, forward] {
+                let run = |qkv| run(&attention, qkv, &mask);
+                let found = outcome(&attention, &dirty, run);
+                for ((part, found), (_, expected)) in found.iter().zip(&outcome(&attention, &clean, run)) {
+                    // Beside a NaN the kernels sum in another order, so the last bits may differ.
+                    near(&format!("{options:?}, {mask:?}, {part}"), found, expected, 1e-12);
+                    let width = found.len() / ignored.len();
+                    let padding = found.iter().enumerate().filter(|(n, _)| ignored[n / width]);
+                    assert!(!["dk", "dv"].contains(part) || padding.into_iter().all(|(_, &d)| d == 0.0), "{options:?}");
+                }
+            }
+        }
+    }
 }
 
 mod fused {
@@ -325,6 +209,7 @@ mod fused {
 /// A state of sums as devices without kernels have it: segments of several lengths give the rows of the whole, in chunks of 4 tokens.
 #[test]
 fn segments_after_a_state_of_tensors_give_the_rows_of_the_whole() {
+    let causal = AttentionMask::causal();
     for (radius, segments) in [(0, vec![1, 1, 5]), (1, vec![3, 1, 9, 2]), (3, vec![2, 1, 1, 17, 30]), (6, vec![4, 13])]
     {
         let tokens = segments.iter().sum();
@@ -332,11 +217,12 @@ fn segments_after_a_state_of_tensors_give_the_rows_of_the_whole() {
         for mut options in mechanisms(radius) {
             for decay in [None, Some(vec![0.9, 0.6])] {
                 options.decay = decay.filter(|_| options.feature_map != FeatureMap::Identity);
-                let case = Case::new(options.clone(), dims, AttentionMask::causal(), 3);
-                let by_segments = |module: &attention::KernelizedAttention, qkv: [Tensor<4>; 3], _: &AttentionMask| {
+                let case = drawn(&options, &dims);
+                let module = kernelized(&case.0);
+                let by_segments = |qkv: [Tensor<4>; 3]| {
                     let table = || module.relative.as_ref().map(|table| table.val());
                     let mut state = Running::empty(module.options(), &qkv[0], qkv[2].dims()[3], None);
-                    let (mut first, causal) = (0, AttentionMask::causal());
+                    let mut first = 0;
                     let rows = segments.iter().map(|&count| {
                         let part = qkv.each_ref().map(|x| x.clone().narrow(2, first, count));
                         first += count;
@@ -345,7 +231,7 @@ fn segments_after_a_state_of_tensors_give_the_rows_of_the_whole() {
                     });
                     Tensor::cat(rows.collect(), 2)
                 };
-                assert_is_the_definition(&case, by_segments, tokens < 20);
+                assert_are_the_kernels(&case, &causal, by_segments);
             }
         }
     }

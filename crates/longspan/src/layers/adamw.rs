@@ -1,8 +1,10 @@
 //! AdamW in one pass over each parameter.
 
-use burn::optim::{AdamW, AdamWConfig, AdamWState, LearningRate, Optimizer};
-use burn::tensor::{Device, Tensor};
+use burn::optim::{AdamW, AdamWConfig, AdamWState, AdaptiveMomentumState, LearningRate, Optimizer};
+use burn::tensor::{DType, Device, Tensor};
 
+use super::flex::{is_f32, numbers, own, taken};
+use crate::cpu::from_flex;
 use crate::profile::timed;
 
 /// [`AdamW`](burn::optim::AdamW), whose step on the CPU backend in `f32` is one pass over a parameter and its moments instead of
@@ -60,8 +62,8 @@ impl Optimizer for FusedAdamW {
         if let (1, Some(vectors)) = (D, &self.vectors) {
             return vectors.step(rate, values, gradient, state);
         }
-        if super::flex::is_f32(&values) && !values.device().is_autodiff() && rate.is_finite() {
-            return timed("optimizer", || fused::step(&self.constants, rate, values, gradient, state));
+        if is_f32(&values) && !values.device().is_autodiff() && rate.is_finite() {
+            return timed("optimizer", || fused_step(&self.constants, rate, values, gradient, state));
         }
         self.plain.step(rate, values, gradient, state)
     }
@@ -71,35 +73,27 @@ impl Optimizer for FusedAdamW {
     }
 }
 
-mod fused {
-    use burn::optim::{AdamWState, AdaptiveMomentumState};
-    use burn::tensor::{DType, Tensor};
-    use longspan_layers::AdamW;
-
-    use crate::cpu::from_flex;
-    use crate::layers::flex::{numbers, own, taken};
-
-    pub fn step<const D: usize>(
-        constants: &AdamW,
-        rate: f64,
-        values: Tensor<D>,
-        gradient: Tensor<D>,
-        state: Option<AdamWState<D>>,
-    ) -> (Tensor<D>, Option<AdamWState<D>>) {
-        let AdaptiveMomentumState { time, moment_1, moment_2, .. } = match state {
-            Some(state) => state.momentum,
-            None => {
-                let zeros = || Tensor::zeros(values.dims(), (&values.device(), DType::F32));
-                AdaptiveMomentumState::new(0, zeros(), zeros())
-            }
-        };
-        let (mut values, gradient) = (taken(values), taken(gradient));
-        let (mut m, mut v) = (taken(moment_1), taken(moment_2));
-        let moments = [own(&mut m), own(&mut v)];
-        constants
-            .step(rate, time + 1, own(&mut values), numbers(&gradient), moments)
-            .unwrap_or_else(|error| panic!("{error}"));
-        let momentum = AdaptiveMomentumState::new(time + 1, from_flex(m), from_flex(v));
-        (from_flex(values), Some(AdamWState::new(momentum)))
-    }
+/// A step on the CPU backend.
+fn fused_step<const D: usize>(
+    constants: &longspan_layers::AdamW,
+    rate: f64,
+    values: Tensor<D>,
+    gradient: Tensor<D>,
+    state: Option<AdamWState<D>>,
+) -> (Tensor<D>, Option<AdamWState<D>>) {
+    let AdaptiveMomentumState { time, moment_1, moment_2, .. } = match state {
+        Some(state) => state.momentum,
+        None => {
+            let zeros = || Tensor::zeros(values.dims(), (&values.device(), DType::F32));
+            AdaptiveMomentumState::new(0, zeros(), zeros())
+        }
+    };
+    let (mut values, gradient) = (taken(values), taken(gradient));
+    let (mut m, mut v) = (taken(moment_1), taken(moment_2));
+    let moments = [own(&mut m), own(&mut v)];
+    constants
+        .step(rate, time + 1, own(&mut values), numbers(&gradient), moments)
+        .unwrap_or_else(|error| panic!("{error}"));
+    let momentum = AdaptiveMomentumState::new(time + 1, from_flex(m), from_flex(v));
+    (from_flex(values), Some(AdamWState::new(momentum)))
 }

@@ -4,9 +4,13 @@ use burn::nn::Linear;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::module::linear;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use longspan_kernels::Error as KernelError;
+use longspan_layers::{CrossEntropy, Loss, LossGradients};
 
+use super::flex::{gradients, is_f32, numbers, shape, tensor};
+use crate::backend::operation::{Operation, run};
 use crate::backend::tensor::widen;
-use crate::cpu::is_flex;
+use crate::cpu::{FlexTensor, is_flex};
 use crate::error::{Error, Result, argument};
 
 /// What is right for each row: a list, `None` where a row does not count, or a tensor of any shape with as many entries, below 0 where a row
@@ -86,11 +90,12 @@ pub fn cross_entropy(
         plain: if smoothing == 0.0 { smoothed.clone() } else { plain.detach() },
         smoothed,
     };
-    if let (Targets::List(targets), true, true) =
-        (&targets, super::flex::is_f32(&x), super::flex::is_f32(&output.weight.val()))
-    {
-        let targets = targets.clone();
-        let both = fused::cross_entropy(x, output, targets, smoothing)?;
+    if let (Targets::List(targets), true, true) = (&targets, is_f32(&x), is_f32(&output.weight.val())) {
+        let mut others = vec![output.weight.val().into_dispatch()];
+        others.extend(output.bias.as_ref().map(|bias| bias.val().into_dispatch()));
+        let operation = LossOperation { targets: targets.clone(), smoothing: smoothing as f32 };
+        // The sums without smoothing and with it. Only the second has gradients.
+        let both: Tensor<1> = run(operation, x.into_dispatch(), others)?;
         return Ok(losses(both.clone().narrow(0, 0, 1), both.narrow(0, 1, 1)));
     }
     if rows == 0 {
@@ -142,76 +147,48 @@ impl Targets {
     }
 }
 
-mod fused {
-    use crate::cpu::FlexTensor;
-    use burn::nn::Linear;
-    use burn::tensor::{Shape, Tensor};
-    use longspan_kernels::Error;
-    use longspan_layers::{CrossEntropy, Loss, LossGradients};
+/// All but its tensors: the rows, the weight, the bias if there is one.
+#[derive(Debug, Clone)]
+struct LossOperation {
+    targets: Vec<Option<u32>>,
+    smoothing: f32,
+}
 
-    use crate::backend::operation::{Operation, run};
-    use crate::layers::flex::{contiguous, numbers, shape, tensor};
+impl LossOperation {
+    fn call<'a>(&'a self, tensors: &'a [FlexTensor]) -> CrossEntropy<'a> {
+        let [h, weight, bias @ ..] = tensors else { unreachable!("rows and a weight") };
+        let [width, vocabulary] = shape(weight).dims();
+        let (h, weight, bias) = (numbers(h), numbers(weight), bias.first().map(numbers));
+        CrossEntropy { h, weight, bias, targets: &self.targets, width, vocabulary, smoothing: self.smoothing }
+    }
+}
 
-    /// All but its tensors: the rows, the weight, the bias if there is one.
-    #[derive(Debug, Clone)]
-    struct LossOperation {
-        targets: Vec<Option<u32>>,
-        smoothing: f32,
+fn losses(loss: Loss) -> FlexTensor {
+    tensor(vec![loss.plain as f32, loss.smoothed as f32], [2])
+}
+
+impl Operation for LossOperation {
+    const NAME: &'static str = "loss";
+
+    type Kept = LossGradients;
+
+    fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, KernelError> {
+        self.call(tensors).loss().map(losses)
     }
 
-    /// `[2]`: the sums without smoothing and with it. Only the second has gradients.
-    pub fn cross_entropy(
-        x: Tensor<2>,
-        output: &Linear,
-        targets: Vec<Option<u32>>,
-        smoothing: f64,
-    ) -> Result<Tensor<1>, Error> {
-        let mut others = vec![output.weight.val().into_dispatch()];
-        others.extend(output.bias.as_ref().map(|bias| bias.val().into_dispatch()));
-        let operation = LossOperation { targets, smoothing: smoothing as f32 };
-        run(operation, x.into_dispatch(), others)
+    fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, LossGradients), KernelError> {
+        let (loss, gradients) = self.call(tensors).training()?;
+        Ok((losses(loss), gradients))
     }
 
-    impl LossOperation {
-        fn call<'a>(&'a self, tensors: &'a [FlexTensor]) -> CrossEntropy<'a> {
-            let [h, weight, bias @ ..] = tensors else { unreachable!("rows and a weight") };
-            let [width, vocabulary] = shape(weight).dims();
-            let (h, weight, bias) = (numbers(h), numbers(weight), bias.first().map(numbers));
-            CrossEntropy { h, weight, bias, targets: &self.targets, width, vocabulary, smoothing: self.smoothing }
-        }
-    }
-
-    fn losses(loss: Loss) -> FlexTensor {
-        tensor(vec![loss.plain as f32, loss.smoothed as f32], [2])
-    }
-
-    impl Operation for LossOperation {
-        const NAME: &'static str = "loss";
-
-        type Kept = LossGradients;
-
-        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-            self.call(&contiguous(tensors)).loss().map(losses)
-        }
-
-        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, LossGradients), Error> {
-            let (loss, gradients) = self.call(&contiguous(tensors)).training()?;
-            Ok((losses(loss), gradients))
-        }
-
-        fn backward(
-            &self,
-            tensors: &[FlexTensor],
-            LossGradients { dh, d_weight, d_bias }: &LossGradients,
-            d_out: FlexTensor,
-        ) -> Result<Vec<Option<FlexTensor>>, Error> {
-            let d_out = d_out.to_contiguous();
-            let factor = numbers(&d_out)[1];
-            let shapes: Vec<Shape> = tensors.iter().map(shape).collect();
-            let scaled = |(gradient, shape): (&Vec<f32>, Shape)| {
-                Some(tensor(gradient.iter().map(|x| x * factor).collect(), shape))
-            };
-            Ok([dh, d_weight, d_bias].into_iter().zip(shapes).map(scaled).collect())
-        }
+    fn backward(
+        &self,
+        tensors: &[FlexTensor],
+        LossGradients { dh, d_weight, d_bias }: &LossGradients,
+        d_out: FlexTensor,
+    ) -> Result<Vec<Option<FlexTensor>>, KernelError> {
+        let factor = numbers(&d_out)[1];
+        let scaled = |gradient: &Vec<f32>| gradient.iter().map(|x| x * factor).collect();
+        Ok(gradients([dh, d_weight, d_bias].map(scaled), tensors))
     }
 }

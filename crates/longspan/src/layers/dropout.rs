@@ -3,12 +3,16 @@
 use std::cell::RefCell;
 
 use burn::nn::DropoutConfig;
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Device, Distribution, Tensor};
+use longspan_kernels::Error;
+use longspan_layers::Dropout;
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::RngCore;
 use rand_xoshiro::rand_core::SeedableRng;
 
-use crate::cpu::is_flex;
+use super::flex::{is_f32, numbers, shape, tensor};
+use crate::backend::operation::{Operation, run};
+use crate::cpu::{FlexTensor, is_flex};
 use crate::error::{Result, argument};
 
 thread_local! {
@@ -48,63 +52,49 @@ pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Result<Tensor<
     if probability == 0.0 || x.dims().contains(&0) {
         return Ok(x);
     }
-    if is_flex(&x.device()) {
-        return Ok(fused::dropout(x, probability)?);
+    let device = x.device();
+    if !is_flex(&device) {
+        return Ok(DropoutConfig::new(probability).init().forward(x));
     }
-    Ok(DropoutConfig::new(probability).init().forward(x))
+    let Some(dropout) = drawn(probability, [&device; 2]) else { return Ok(x) };
+    let dropped = |x: Tensor<D>| run(DropoutOperation(dropout), x.into_dispatch(), Vec::new());
+    if is_f32(&x) {
+        return Ok(dropped(x)?);
+    }
+    let factors: Tensor<D> = dropped(Tensor::ones(x.dims(), (&device, DType::F32)))?;
+    let dtype = x.dtype();
+    Ok(x * factors.cast(dtype))
 }
 
-pub(crate) mod fused {
-    use crate::cpu::FlexTensor;
-    use burn::tensor::{DType, Device, Distribution, Tensor};
-    use longspan_kernels::Error;
-    use longspan_layers::Dropout;
+/// What is dropped with this probability on devices of which one trains.
+pub(crate) fn drawn(probability: f64, devices: [&Device; 2]) -> Option<Dropout> {
+    let device = devices.into_iter().find(|device| device.is_autodiff()).filter(|_| probability > 0.0)?;
+    let seed = next_seed().unwrap_or_else(|| {
+        let drawn = Tensor::<1>::random([4], Distribution::Uniform(0.0, 65_536.0), &device.clone().inner());
+        drawn.into_data().iter::<f32>().fold(0, |seed, part| (seed << 16) | part as u64)
+    });
+    Dropout::new(probability, seed)
+}
 
-    use crate::backend::operation::{Operation, run};
-    use crate::layers::flex::{is_f32, numbers, shape, tensor};
+/// The same places forward and backward.
+#[derive(Debug, Clone, Copy)]
+struct DropoutOperation(Dropout);
 
-    /// What is dropped with this probability on devices of which one trains.
-    pub fn drawn(probability: f64, devices: [&Device; 2]) -> Option<Dropout> {
-        let device = devices.into_iter().find(|device| device.is_autodiff()).filter(|_| probability > 0.0)?;
-        let seed = super::next_seed().unwrap_or_else(|| {
-            let drawn = Tensor::<1>::random([4], Distribution::Uniform(0.0, 65_536.0), &device.clone().inner());
-            drawn.into_data().iter::<f32>().fold(0, |seed, part| (seed << 16) | part as u64)
-        });
-        Dropout::new(probability, seed)
+impl Operation for DropoutOperation {
+    const NAME: &'static str = "dropout";
+
+    type Kept = ();
+
+    fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+        let x = &tensors[0];
+        Ok(tensor(self.0.forward(numbers(x))?, shape(x)))
     }
 
-    pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Result<Tensor<D>, Error> {
-        let device = x.device();
-        let Some(dropout) = drawn(probability, [&device; 2]) else { return Ok(x) };
-        let dropped = |x: Tensor<D>| run(DropoutOperation(dropout), x.into_dispatch(), Vec::new());
-        if is_f32(&x) {
-            return dropped(x);
-        }
-        let factors: Tensor<D> = dropped(Tensor::ones(x.dims(), (&device, DType::F32)))?;
-        let dtype = x.dtype();
-        Ok(x * factors.cast(dtype))
+    fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, ()), Error> {
+        Ok((self.forward(tensors)?, ()))
     }
 
-    /// The same places forward and backward.
-    #[derive(Debug, Clone, Copy)]
-    struct DropoutOperation(Dropout);
-
-    impl Operation for DropoutOperation {
-        const NAME: &'static str = "dropout";
-
-        type Kept = ();
-
-        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-            let x = tensors[0].to_contiguous();
-            Ok(tensor(self.0.forward(numbers(&x))?, shape(&x)))
-        }
-
-        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, ()), Error> {
-            Ok((self.forward(tensors)?, ()))
-        }
-
-        fn backward(&self, _: &[FlexTensor], (): &(), d_out: FlexTensor) -> Result<Vec<Option<FlexTensor>>, Error> {
-            Ok(vec![Some(self.forward(&[d_out])?)])
-        }
+    fn backward(&self, _: &[FlexTensor], (): &(), d_out: FlexTensor) -> Result<Vec<Option<FlexTensor>>, Error> {
+        Ok(vec![Some(self.forward(&[d_out])?)])
     }
 }

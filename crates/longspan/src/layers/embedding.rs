@@ -2,8 +2,12 @@
 
 use burn::tensor::module::embedding as plain_embedding;
 use burn::tensor::{Int, Tensor};
+use longspan_kernels::Error as KernelError;
+use longspan_layers::Embedding;
 
-use crate::cpu::is_flex;
+use super::flex::{gradients, is_f32, numbers, shape, tensor};
+use crate::backend::operation::{Operation, run};
+use crate::cpu::{FlexTensor, is_flex};
 use crate::error::{Error, Result, argument};
 
 /// `scale · weight[token] + positions[place]` for each token, as one operation on the CPU backend; the gradient of `weight` is summed in
@@ -28,7 +32,7 @@ pub fn embedding(
     if batch * count == 0 {
         return Ok(Tensor::zeros([batch, count, width], (&weight.device(), weight.dtype())));
     }
-    let fused = super::flex::is_f32(&weight);
+    let fused = is_f32(&weight);
     if fused || is_flex(&tokens.device()) {
         let ids = tokens.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")))?;
         let beyond = ids.iter::<i64>().find(|&id| id < 0 || id >= vocabulary as i64);
@@ -36,7 +40,10 @@ pub fn embedding(
             (|| format!("entries below {vocabulary}"), || beyond.map_or(String::new(), |id| id.to_string()));
         argument(beyond.is_none(), "embedding", "tokens", expected, got)?;
         if fused {
-            let rows: Tensor<2> = fused::embedding(ids.iter().collect(), weight, scale as f32, positions)?;
+            let tokens = ids.iter::<i64>().map(|token| token as usize).collect();
+            let positions = positions.map_or(Vec::new(), |positions| positions.into_data().iter::<f32>().collect());
+            let lookup = Lookup { tokens, scale: scale as f32, positions };
+            let rows: Tensor<2> = run(lookup, weight.into_dispatch(), Vec::new())?;
             return Ok(rows.reshape([batch, count, width]));
         }
     }
@@ -51,66 +58,42 @@ pub fn embedding(
     })
 }
 
-mod fused {
-    use crate::cpu::FlexTensor;
-    use burn::tensor::Tensor;
-    use longspan_kernels::Error;
-    use longspan_layers::Embedding;
+/// All but its tensor, the table.
+#[derive(Debug)]
+struct Lookup {
+    tokens: Vec<usize>,
+    scale: f32,
+    positions: Vec<f32>,
+}
 
-    use crate::backend::operation::{Operation, run};
-    use crate::layers::flex::{contiguous, numbers, shape, tensor};
+impl Lookup {
+    fn call<'a>(&'a self, table: &'a FlexTensor) -> Embedding<'a> {
+        let Self { tokens, scale, positions } = self;
+        let [_, width] = shape(table).dims();
+        Embedding { table: numbers(table), width, tokens, scale: *scale, positions }
+    }
+}
 
-    /// All but its tensor, the table.
-    #[derive(Debug)]
-    struct Lookup {
-        tokens: Vec<usize>,
-        scale: f32,
-        positions: Vec<f32>,
+impl Operation for Lookup {
+    const NAME: &'static str = "embeddings";
+
+    type Kept = ();
+
+    fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, KernelError> {
+        let call = self.call(&tensors[0]);
+        Ok(tensor(call.forward()?, [call.tokens.len(), call.width]))
     }
 
-    pub fn embedding(
-        tokens: Vec<i64>,
-        weight: Tensor<2>,
-        scale: f32,
-        positions: Option<Tensor<2>>,
-    ) -> Result<Tensor<2>, Error> {
-        let tokens = tokens.into_iter().map(|token| token as usize).collect();
-        let positions = positions.map_or(Vec::new(), |positions| positions.into_data().iter::<f32>().collect());
-        run(Lookup { tokens, scale, positions }, weight.into_dispatch(), Vec::new())
+    fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, ()), KernelError> {
+        Ok((self.forward(tensors)?, ()))
     }
 
-    impl Lookup {
-        fn call<'a>(&'a self, table: &'a FlexTensor) -> Embedding<'a> {
-            let Self { tokens, scale, positions } = self;
-            let [_, width] = shape(table).dims();
-            Embedding { table: numbers(table), width, tokens, scale: *scale, positions }
-        }
-    }
-
-    impl Operation for Lookup {
-        const NAME: &'static str = "embeddings";
-
-        type Kept = ();
-
-        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-            let table = &contiguous(tensors)[0];
-            let call = self.call(table);
-            Ok(tensor(call.forward()?, [call.tokens.len(), call.width]))
-        }
-
-        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, ()), Error> {
-            Ok((self.forward(tensors)?, ()))
-        }
-
-        fn backward(
-            &self,
-            tensors: &[FlexTensor],
-            (): &(),
-            d_out: FlexTensor,
-        ) -> Result<Vec<Option<FlexTensor>>, Error> {
-            let table = &contiguous(tensors)[0];
-            let gradient = self.call(table).backward(numbers(&d_out.to_contiguous()))?;
-            Ok(vec![Some(tensor(gradient, shape(table)))])
-        }
+    fn backward(
+        &self,
+        tensors: &[FlexTensor],
+        (): &(),
+        d_out: FlexTensor,
+    ) -> Result<Vec<Option<FlexTensor>>, KernelError> {
+        Ok(gradients([self.call(&tensors[0]).backward(numbers(&d_out))?], tensors))
     }
 }

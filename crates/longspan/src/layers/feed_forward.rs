@@ -4,9 +4,16 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Initializer, Linear};
 use burn::tensor::{Device, Tensor};
+use longspan_kernels::Error;
+use longspan_layers::{self as kernels, Dropout, FeedForwardGradients, Weights};
 
+use super::dropout;
+use super::flex::{gradients, is_f32, numbers, of_layer, push_layer, shape, tensor, weights};
 use super::linear::{activate, apply, drawn};
+use super::norm::NormSettings;
 use super::{Activation, After, Around};
+use crate::backend::operation::{Operation, run};
+use crate::cpu::FlexTensor;
 use crate::error::{Result, config, fits};
 
 /// Makes a [`FeedForward`].
@@ -78,10 +85,27 @@ impl FeedForward {
     /// [`forward`](Self::forward) and what stands around it.
     pub(crate) fn forward_in(&self, x: Tensor<3>, around: Around<'_>) -> Result<Tensor<3>> {
         super::check_rows("feed-forward", "x", &x, &self.inner.weight)?;
-        if super::flex::is_f32(&x) && super::flex::is_f32(&self.inner.weight.val()) {
-            return Ok(fused::feed_forward(self, x, around)?);
+        if is_f32(&x) && is_f32(&self.inner.weight.val()) {
+            return Ok(self.as_one(x, around)?);
         }
         self.in_tensors(x, around)
+    }
+
+    /// [`forward_in`](Self::forward_in) as one operation of the CPU backend.
+    fn as_one(&self, x: Tensor<3>, around: Around<'_>) -> Result<Tensor<3>, Error> {
+        let mut others = Vec::new();
+        let norm = around.norm.map(|norm| NormSettings::push(norm, &mut others));
+        let biases = [&self.inner, &self.outer].map(|layer| push_layer(layer, &mut others));
+        let operation = FeedForwardOperation {
+            norm,
+            biases,
+            activation: self.activation.into(),
+            gated: self.gated,
+            dropout: dropout::drawn(around.dropout, [&x.device(), &self.inner.weight.device()]),
+            residual: around.residual,
+            recompute: around.recompute,
+        };
+        run(operation, x.into_dispatch(), others)
     }
 
     /// [`forward_in`](Self::forward_in) in tensor operations.
@@ -99,109 +123,71 @@ impl FeedForward {
     }
 }
 
-mod fused {
-    use crate::cpu::FlexTensor;
-    use burn::tensor::Tensor;
-    use longspan_kernels::Error;
-    use longspan_layers::{self as kernels, Dropout, FeedForwardGradients, Weights};
+/// What the operation does. Its tensors: `x`, the norm's, and of both layers the weight and, if it has one, the bias.
+#[derive(Debug, Clone)]
+struct FeedForwardOperation {
+    norm: Option<NormSettings>,
+    biases: [bool; 2],
+    activation: kernels::Activation,
+    gated: bool,
+    dropout: Option<Dropout>,
+    residual: bool,
+    recompute: bool,
+}
 
-    use super::FeedForward;
-    use crate::backend::operation::{Operation, run};
-    use crate::layers::Around;
-    use crate::layers::dropout::fused::drawn;
-    use crate::layers::flex::{self, contiguous, numbers, shape, tensor, weights};
-    use crate::layers::norm::fused::NormSettings;
-
-    /// What the operation does. Its tensors: `x`, the norm's, and of both layers the weight and, if it has one, the bias.
-    #[derive(Debug, Clone)]
-    struct FeedForwardOperation {
-        norm: Option<NormSettings>,
-        biases: [bool; 2],
-        activation: kernels::Activation,
-        gated: bool,
-        dropout: Option<Dropout>,
-        residual: bool,
-        recompute: bool,
-    }
-
-    pub fn feed_forward(layers: &FeedForward, x: Tensor<3>, around: Around<'_>) -> Result<Tensor<3>, Error> {
-        let mut others = Vec::new();
-        let norm = around.norm.map(|norm| NormSettings::push(norm, &mut others));
-        let biases = [&layers.inner, &layers.outer].map(|layer| flex::push_layer(layer, &mut others));
-        let operation = FeedForwardOperation {
+impl FeedForwardOperation {
+    fn call<'a>(&self, tensors: &'a [FlexTensor]) -> kernels::FeedForward<'a> {
+        let [x, others @ ..] = tensors else { unreachable!("x") };
+        let mut others = others.iter();
+        let norm = self.norm.map(|norm| norm.weights(&mut others));
+        let [inner, outer]: [Weights<'a>; 2] = self.biases.map(|bias| weights(&mut others, bias));
+        let width = shape(x)[2];
+        kernels::FeedForward {
+            x: numbers(x),
+            width,
+            hidden: outer.weight.len() / width.max(1),
             norm,
-            biases,
-            activation: layers.activation.into(),
-            gated: layers.gated,
-            dropout: drawn(around.dropout, [&x.device(), &layers.inner.weight.device()]),
-            residual: around.residual,
-            recompute: around.recompute,
+            inner,
+            activation: self.activation,
+            gated: self.gated,
+            outer,
+            dropout: self.dropout,
+            residual: self.residual,
+        }
+    }
+}
+
+impl Operation for FeedForwardOperation {
+    const NAME: &'static str = "feed-forward parts";
+
+    /// The sums of the first layer.
+    type Kept = Option<Vec<f32>>;
+
+    fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+        Ok(tensor(self.call(tensors).forward()?, shape(&tensors[0])))
+    }
+
+    fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
+        let call = self.call(tensors);
+        let (out, sums) = if self.recompute {
+            (call.forward()?, None)
+        } else {
+            let (out, sums) = call.training()?;
+            (out, Some(sums))
         };
-        run(operation, x.into_dispatch(), others)
+        Ok((tensor(out, shape(&tensors[0])), sums))
     }
 
-    impl FeedForwardOperation {
-        fn call<'a>(&self, tensors: &'a [FlexTensor]) -> kernels::FeedForward<'a> {
-            let [x, others @ ..] = tensors else { unreachable!("x") };
-            let mut others = others.iter();
-            let norm = self.norm.map(|norm| norm.weights(&mut others));
-            let [inner, outer]: [Weights<'a>; 2] = self.biases.map(|bias| weights(&mut others, bias));
-            let width = shape(x)[2];
-            kernels::FeedForward {
-                x: numbers(x),
-                width,
-                hidden: outer.weight.len() / width.max(1),
-                norm,
-                inner,
-                activation: self.activation,
-                gated: self.gated,
-                outer,
-                dropout: self.dropout,
-                residual: self.residual,
-            }
-        }
-    }
-
-    impl Operation for FeedForwardOperation {
-        const NAME: &'static str = "feed-forward parts";
-
-        /// The tensors, contiguous, and the sums of the first layer.
-        type Kept = (Vec<FlexTensor>, Option<Vec<f32>>);
-
-        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-            let tensors = contiguous(tensors);
-            Ok(tensor(self.call(&tensors).forward()?, shape(&tensors[0])))
-        }
-
-        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
-            let tensors = contiguous(tensors);
-            let call = self.call(&tensors);
-            let (out, sums) = if self.recompute {
-                (call.forward()?, None)
-            } else {
-                let (out, sums) = call.training()?;
-                (out, Some(sums))
-            };
-            Ok((tensor(out, shape(&tensors[0])), (tensors, sums)))
-        }
-
-        fn backward(
-            &self,
-            _: &[FlexTensor],
-            (tensors, sums): &Self::Kept,
-            d_out: FlexTensor,
-        ) -> Result<Vec<Option<FlexTensor>>, Error> {
-            let d_out = d_out.to_contiguous();
-            let found = self.call(tensors).backward(sums.as_deref(), numbers(&d_out))?;
-            let FeedForwardGradients { dx, d_norm, d_inner, d_outer } = found;
-            let norm = self.norm.map(|norm| norm.gradients(d_norm)).into_iter().flatten();
-            let mut gradients = vec![Some(tensor(dx, shape(&tensors[0])))];
-            gradients.extend(norm);
-            let mut shapes = tensors[gradients.len()..].iter().map(shape);
-            for (found, biased) in [d_inner, d_outer].into_iter().zip(self.biases) {
-                gradients.extend(flex::gradients(found, biased, &mut shapes));
-            }
-            Ok(gradients)
-        }
+    fn backward(
+        &self,
+        tensors: &[FlexTensor],
+        sums: &Self::Kept,
+        d_out: FlexTensor,
+    ) -> Result<Vec<Option<FlexTensor>>, Error> {
+        let found = self.call(tensors).backward(sums.as_deref(), numbers(&d_out))?;
+        let FeedForwardGradients { dx, d_norm, d_inner, d_outer } = found;
+        let ([inner, outer], norm) = (self.biases, self.norm.map(|norm| norm.gradients(d_norm)));
+        let layers = of_layer(d_inner, inner).chain(of_layer(d_outer, outer));
+        Ok(gradients([dx].into_iter().chain(norm.into_iter().flatten()).chain(layers), tensors))
     }
 }

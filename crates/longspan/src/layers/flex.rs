@@ -25,18 +25,6 @@ pub(crate) fn are_f32(module: &impl Module) -> bool {
     all.0
 }
 
-/// The tensors, row-major: copied only where they are not.
-pub(crate) fn contiguous(tensors: &[FlexTensor]) -> Vec<FlexTensor> {
-    let own = |tensor: &FlexTensor| {
-        #[cfg(test)]
-        if !tensor.is_contiguous() {
-            crate::backend::count_copy();
-        }
-        tensor.to_contiguous()
-    };
-    tensors.iter().map(own).collect()
-}
-
 /// A tensor's own numbers, contiguous, of one without autodiff.
 pub(crate) fn taken<const D: usize>(x: Tensor<D>) -> FlexTensor {
     to_flex(x).unwrap_or_else(|error| panic!("{error:?}")).to_contiguous()
@@ -77,12 +65,15 @@ pub(crate) fn weights<'a>(tensors: &mut impl Iterator<Item = &'a FlexTensor>, bi
     Weights { weight, bias: bias.then(|| tensors.next().map(numbers)).flatten() }
 }
 
-/// Its gradients, of these shapes in turn.
+/// The gradients of such a layer, one after the other.
+pub(crate) fn of_layer([weight, bias]: [Vec<f32>; 2], biased: bool) -> impl Iterator<Item = Vec<f32>> {
+    std::iter::once(weight).chain(biased.then_some(bias))
+}
+
+/// The gradients of an operation's tensors, in their order.
 pub(crate) fn gradients(
-    [weight, bias]: [Vec<f32>; 2],
-    biased: bool,
-    shapes: &mut impl Iterator<Item = Shape>,
+    numbers: impl IntoIterator<Item = Vec<f32>>,
+    tensors: &[FlexTensor],
 ) -> Vec<Option<FlexTensor>> {
-    let own = if biased { vec![weight, bias] } else { vec![weight] };
-    own.into_iter().zip(shapes).map(|(numbers, shape)| Some(tensor(numbers, shape))).collect()
+    numbers.into_iter().zip(tensors).map(|(numbers, of)| Some(tensor(numbers, shape(of)))).collect()
 }

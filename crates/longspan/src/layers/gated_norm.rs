@@ -1,14 +1,19 @@
 //! The gated RMS norm of heads' outputs.
 
+use burn::backend::DispatchTensor;
 use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Device, Tensor};
+use longspan_kernels::Error;
+use longspan_layers::{GatedNorm, GatedNormGradients, GatedNormWeights};
 
-use super::Activation;
+use super::flex::{gradients, is_f32, numbers, shape, tensor};
 use super::linear::activate;
-use super::reshape;
+use super::{Activation, reshape};
+use crate::backend::operation::{Operation, run};
 use crate::backend::tensor::{narrow_float, widen};
+use crate::cpu::FlexTensor;
 use crate::error::{Result, config, fits};
 
 /// Makes a [`GatedRmsNorm`].
@@ -68,8 +73,10 @@ impl GatedRmsNorm {
         const NAME: &str = "gated norm";
         super::check_rows(NAME, "x", &x, &self.gamma.val())?;
         super::check_like(NAME, "gate", &gate, x.dims(), &x)?;
-        if super::flex::is_f32(&x) && super::flex::is_f32(&gate) && super::flex::is_f32(&self.gamma.val()) {
-            return fused::gated_norm(self, x, gate);
+        if is_f32(&x) && is_f32(&gate) && is_f32(&self.gamma.val()) {
+            let mut tensors = vec![gate.into_dispatch()];
+            let settings = GatedNormSettings::push(self, &mut tensors);
+            return Ok(run(settings, x.into_dispatch(), tensors)?);
         }
         Ok(self.in_tensors(x, gate))
     }
@@ -84,75 +91,45 @@ impl GatedRmsNorm {
     }
 }
 
-pub(crate) mod fused {
-    use crate::cpu::FlexTensor;
-    use burn::backend::DispatchTensor;
-    use burn::tensor::Tensor;
-    use longspan_kernels::Error;
-    use longspan_layers::{GatedNorm, GatedNormGradients, GatedNormWeights};
+/// What a gated norm is, beside its tensor `γ`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GatedNormSettings {
+    head_dim: usize,
+    epsilon: f64,
+}
 
-    use super::GatedRmsNorm;
-    use crate::backend::operation::{Operation, run};
-    use crate::error::Result;
-    use crate::layers::flex::{contiguous, numbers, shape, tensor};
-
-    /// What a gated norm is, beside its tensor `γ`.
-    #[derive(Debug, Clone, Copy)]
-    pub struct GatedNormSettings {
-        head_dim: usize,
-        epsilon: f64,
+impl GatedNormSettings {
+    /// Of a module, whose tensor is added to those of an operation.
+    pub fn push(norm: &GatedRmsNorm, tensors: &mut Vec<DispatchTensor>) -> Self {
+        tensors.push(norm.gamma.val().into_dispatch());
+        Self { head_dim: norm.head_dim, epsilon: norm.epsilon }
     }
 
-    impl GatedNormSettings {
-        /// Of a module, whose tensor is added to those of an operation.
-        pub fn push(norm: &GatedRmsNorm, tensors: &mut Vec<DispatchTensor>) -> Self {
-            tensors.push(norm.gamma.val().into_dispatch());
-            Self { head_dim: norm.head_dim, epsilon: norm.epsilon }
-        }
-
-        /// Takes the norm's tensor from those of an operation.
-        pub fn weights<'a>(&self, tensors: &mut impl Iterator<Item = &'a FlexTensor>) -> GatedNormWeights<'a> {
-            GatedNormWeights { gamma: tensors.next().map_or(&[][..], numbers), epsilon: self.epsilon as f32 }
-        }
+    /// Takes the norm's tensor from those of an operation.
+    pub fn weights<'a>(&self, tensors: &mut impl Iterator<Item = &'a FlexTensor>) -> GatedNormWeights<'a> {
+        GatedNormWeights { gamma: tensors.next().map_or(&[][..], numbers), epsilon: self.epsilon as f32 }
     }
 
-    pub fn gated_norm(norm: &GatedRmsNorm, x: Tensor<3>, gate: Tensor<3>) -> Result<Tensor<3>> {
-        let mut tensors = vec![gate.into_dispatch()];
-        let settings = GatedNormSettings::push(norm, &mut tensors);
-        Ok(run(settings, x.into_dispatch(), tensors)?)
+    /// The kernels' form of a call on `x`, the gate and `γ`.
+    fn call<'a>(&self, tensors: &'a [FlexTensor]) -> GatedNorm<'a> {
+        let [x, gate, others @ ..] = tensors else { unreachable!("x and gate") };
+        let weights = self.weights(&mut others.iter());
+        GatedNorm { x: numbers(x), gate: numbers(gate), head_dim: self.head_dim, weights }
+    }
+}
+
+impl Operation for GatedNormSettings {
+    const NAME: &'static str = "gated norms";
+
+    type Kept = ();
+
+    fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
+        Ok((tensor(self.call(tensors).forward()?, shape(&tensors[0])), ()))
     }
 
-    impl GatedNormSettings {
-        /// The kernels' form of a call on `x`, the gate and `γ`.
-        fn call<'a>(&self, tensors: &'a [FlexTensor]) -> GatedNorm<'a> {
-            let [x, gate, others @ ..] = tensors else { unreachable!("x and gate") };
-            let weights = self.weights(&mut others.iter());
-            GatedNorm { x: numbers(x), gate: numbers(gate), head_dim: self.head_dim, weights }
-        }
-    }
-
-    impl Operation for GatedNormSettings {
-        const NAME: &'static str = "gated norms";
-
-        /// The tensors, contiguous.
-        type Kept = Vec<FlexTensor>;
-
-        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
-            let tensors = contiguous(tensors);
-            let out = self.call(&tensors).forward()?;
-            Ok((tensor(out, shape(&tensors[0])), tensors))
-        }
-
-        fn backward(
-            &self,
-            _: &[FlexTensor],
-            tensors: &Self::Kept,
-            d_out: FlexTensor,
-        ) -> Result<Vec<Option<FlexTensor>>, Error> {
-            let found = self.call(tensors).backward(numbers(&d_out.to_contiguous()))?;
-            let GatedNormGradients { dx, d_gate, d_gamma } = found;
-            let shapes = tensors.iter().map(shape);
-            Ok([dx, d_gate, d_gamma].into_iter().zip(shapes).map(|(d, shape)| Some(tensor(d, shape))).collect())
-        }
+    fn backward(&self, tensors: &[FlexTensor], (): &(), d_out: FlexTensor) -> Result<Vec<Option<FlexTensor>>, Error> {
+        let found = self.call(tensors).backward(numbers(&d_out))?;
+        let GatedNormGradients { dx, d_gate, d_gamma } = found;
+        Ok(gradients([dx, d_gate, d_gamma], tensors))
     }
 }

@@ -8,9 +8,14 @@ use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::module::linear as plain_linear;
 use burn::tensor::{DType, Device, Tensor};
+use longspan_kernels::Error;
+use longspan_layers::{self as kernels, Dropout, Kept, LinearGradients};
 
+use super::flex::{gradients, is_f32, numbers, of_layer, shape, tensor};
+use crate::backend::operation::{Operation, run};
 use crate::backend::tensor::{narrow_float, sigmoid, silu, widen};
 use crate::backend::{meet, place};
+use crate::cpu::FlexTensor;
 use crate::error::{Result, argument};
 
 /// What a linear layer does to each of its sums.
@@ -72,9 +77,15 @@ pub fn linear<const D: usize>(
     // One product of all rows: Burn's own choice for a batch may be a small one for each entry.
     let x = x.reshape([rows, inputs]);
     let residual = residual.map(|residual| residual.reshape([rows, outputs]));
-    if super::flex::is_f32(&x) && super::flex::is_f32(&weight) {
-        let dropout = super::dropout::fused::drawn(dropout, [&x.device(), &weight.device()]);
-        return Ok(fused::linear(x, weight, bias, residual, activation, dropout)?.reshape(shape));
+    if is_f32(&x) && is_f32(&weight) {
+        let dropout = super::dropout::drawn(dropout, [&x.device(), &weight.device()]);
+        let activation = activation.into();
+        let operation = LinearOperation { activation, dropout, bias: bias.is_some(), residual: residual.is_some() };
+        let mut others = vec![weight.into_dispatch()];
+        others.extend(bias.map(Tensor::into_dispatch));
+        others.extend(residual.map(Tensor::into_dispatch));
+        let y: Tensor<2> = run(operation, x.into_dispatch(), others)?;
+        return Ok(y.reshape(shape));
     }
     let y = activate(plain_linear(x, weight, bias), activation);
     let y = super::dropout(y, dropout)?;
@@ -167,106 +178,70 @@ pub(crate) fn apply(layer: &Linear, x: Tensor<3>, activation: Activation, after:
     linear(x, layer.weight.val(), layer.bias.as_ref().map(|bias| bias.val()), activation, after)
 }
 
-pub(crate) mod fused {
-    use crate::cpu::FlexTensor;
-    use burn::tensor::Tensor;
-    use longspan_kernels::Error;
-    use longspan_layers::LinearGradients;
-    use longspan_layers::{self as kernels, Dropout, Kept, Linear};
-
-    use super::Activation;
-    use crate::backend::operation::{Operation, run};
-    use crate::layers::flex::{contiguous, numbers, shape, tensor};
-
-    impl From<Activation> for kernels::Activation {
-        fn from(activation: Activation) -> Self {
-            match activation {
-                Activation::Identity => Self::Identity,
-                Activation::Relu => Self::Relu,
-                Activation::Gelu => Self::Gelu,
-                Activation::GeluTanh => Self::GeluTanh,
-                Activation::Silu => Self::Silu,
-            }
+impl From<Activation> for kernels::Activation {
+    fn from(activation: Activation) -> Self {
+        match activation {
+            Activation::Identity => Self::Identity,
+            Activation::Relu => Self::Relu,
+            Activation::Gelu => Self::Gelu,
+            Activation::GeluTanh => Self::GeluTanh,
+            Activation::Silu => Self::Silu,
         }
     }
+}
 
-    /// What the operation does, and which of its tensors are there: `x`, the weight, the bias, the residual.
-    #[derive(Debug, Clone, Copy)]
-    struct LinearOperation {
-        activation: kernels::Activation,
-        dropout: Option<Dropout>,
-        bias: bool,
-        residual: bool,
+/// What the operation does, and which of its tensors are there: `x`, the weight, the bias, the residual.
+#[derive(Debug, Clone, Copy)]
+struct LinearOperation {
+    activation: kernels::Activation,
+    dropout: Option<Dropout>,
+    bias: bool,
+    residual: bool,
+}
+
+impl LinearOperation {
+    fn call<'a>(&self, tensors: &'a [FlexTensor]) -> kernels::Linear<'a> {
+        let [x, weight, others @ ..] = tensors else { unreachable!("x and a weight") };
+        let ([rows, inputs], [_, outputs]) = (shape(x).dims(), shape(weight).dims::<2>());
+        let mut others = others.iter().map(numbers);
+        let Self { activation, dropout, bias, residual } = *self;
+        kernels::Linear::new(numbers(x), numbers(weight), [rows, inputs, outputs])
+            .with_bias(bias.then(|| others.next()).flatten())
+            .with_activation(activation)
+            .with_dropout(dropout)
+            .with_residual(residual.then(|| others.next()).flatten())
+    }
+}
+
+impl Operation for LinearOperation {
+    const NAME: &'static str = "linear layers";
+
+    /// The result, and what the kernel keeps.
+    type Kept = (FlexTensor, Kept);
+
+    fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
+        let call = self.call(tensors);
+        Ok(tensor(call.forward()?, [call.rows, call.outputs]))
     }
 
-    pub fn linear(
-        x: Tensor<2>,
-        weight: Tensor<2>,
-        bias: Option<Tensor<1>>,
-        residual: Option<Tensor<2>>,
-        activation: Activation,
-        dropout: Option<Dropout>,
-    ) -> Result<Tensor<2>, Error> {
-        let activation = activation.into();
-        let operation = LinearOperation { activation, dropout, bias: bias.is_some(), residual: residual.is_some() };
-        let mut others = vec![weight.into_dispatch()];
-        others.extend(bias.map(Tensor::into_dispatch));
-        others.extend(residual.map(Tensor::into_dispatch));
-        run(operation, x.into_dispatch(), others)
+    fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
+        let call = self.call(tensors);
+        let sizes = [call.rows, call.outputs];
+        let (out, kept) = call.training()?;
+        let out = tensor(out, sizes);
+        Ok((out.clone(), (out, kept)))
     }
 
-    impl LinearOperation {
-        fn call<'a>(&self, tensors: &'a [FlexTensor]) -> Linear<'a> {
-            let [x, weight, others @ ..] = tensors else { unreachable!("x and a weight") };
-            let ([rows, inputs], [_, outputs]) = (shape(x).dims(), shape(weight).dims::<2>());
-            let mut others = others.iter().map(numbers);
-            let Self { activation, dropout, bias, residual } = *self;
-            Linear::new(numbers(x), numbers(weight), [rows, inputs, outputs])
-                .with_bias(bias.then(|| others.next()).flatten())
-                .with_activation(activation)
-                .with_dropout(dropout)
-                .with_residual(residual.then(|| others.next()).flatten())
-        }
-    }
-
-    impl Operation for LinearOperation {
-        const NAME: &'static str = "linear layers";
-
-        /// The tensors, contiguous, the result, and what the kernel keeps.
-        type Kept = (Vec<FlexTensor>, FlexTensor, Kept);
-
-        fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-            let tensors = contiguous(tensors);
-            let call = self.call(&tensors);
-            Ok(tensor(call.forward()?, [call.rows, call.outputs]))
-        }
-
-        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
-            let tensors = contiguous(tensors);
-            let call = self.call(&tensors);
-            let sizes = [call.rows, call.outputs];
-            let (out, kept) = call.training()?;
-            let out = tensor(out, sizes);
-            Ok((out.clone(), (tensors, out, kept)))
-        }
-
-        fn backward(
-            &self,
-            _: &[FlexTensor],
-            (tensors, out, kept): &Self::Kept,
-            d_out: FlexTensor,
-        ) -> Result<Vec<Option<FlexTensor>>, Error> {
-            let d_out = d_out.to_contiguous();
-            let found = self.call(tensors).backward(numbers(out), kept, numbers(&d_out))?;
-            let LinearGradients { dx, d_weight, d_bias, .. } = found;
-            let mut gradients = vec![Some(tensor(dx, shape(&tensors[0]))), Some(tensor(d_weight, shape(&tensors[1])))];
-            if self.bias {
-                gradients.push(Some(tensor(d_bias, shape(&tensors[2]))));
-            }
-            if self.residual {
-                gradients.push(Some(d_out));
-            }
-            Ok(gradients)
-        }
+    fn backward(
+        &self,
+        tensors: &[FlexTensor],
+        (out, kept): &Self::Kept,
+        d_out: FlexTensor,
+    ) -> Result<Vec<Option<FlexTensor>>, Error> {
+        let found = self.call(tensors).backward(numbers(out), kept, numbers(&d_out))?;
+        let LinearGradients { dx, d_weight, d_bias, .. } = found;
+        let mut all = gradients([dx].into_iter().chain(of_layer([d_weight, d_bias], self.bias)), tensors);
+        all.extend(self.residual.then_some(Some(d_out)));
+        Ok(all)
     }
 }

@@ -1,11 +1,17 @@
 //! Norms of tokens.
 
+use burn::backend::DispatchTensor;
 use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Device, Tensor};
+use longspan_kernels::Error;
+use longspan_layers::{Norm, NormGradients, NormWeights};
 
+use super::flex::{gradients, is_f32, numbers, shape, tensor};
+use crate::backend::operation::{Operation, run};
 use crate::backend::tensor::{narrow_float, widen};
+use crate::cpu::FlexTensor;
 use crate::error::{Result, config, fits};
 
 /// What a norm subtracts before it divides.
@@ -80,8 +86,10 @@ impl TokenNorm {
     /// Another width or number type.
     pub fn forward(&self, x: Tensor<3>) -> Result<Tensor<3>> {
         super::check_rows("norm", "x", &x, &self.gamma)?;
-        if super::flex::is_f32(&x) && super::flex::is_f32(&self.gamma) {
-            return Ok(fused::norm(self, x)?);
+        if is_f32(&x) && is_f32(&self.gamma) {
+            let mut tensors = Vec::new();
+            let settings = NormSettings::push(self, &mut tensors);
+            return Ok(run(settings, x.into_dispatch(), tensors)?);
         }
         Ok(self.in_tensors(x))
     }
@@ -103,80 +111,50 @@ impl TokenNorm {
     }
 }
 
-pub(crate) mod fused {
-    use crate::cpu::FlexTensor;
-    use burn::backend::DispatchTensor;
-    use burn::tensor::Tensor;
-    use longspan_kernels::Error;
-    use longspan_layers::{Norm, NormGradients, NormWeights};
+/// What a norm is, beside its tensors `γ` and, of a layer norm, `β`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NormSettings {
+    kind: NormKind,
+    epsilon: f64,
+}
 
-    use super::{NormKind, TokenNorm};
-    use crate::backend::operation::{Operation, run};
-    use crate::layers::flex::{contiguous, numbers, shape, tensor};
-
-    /// What a norm is, beside its tensors `γ` and, of a layer norm, `β`.
-    #[derive(Debug, Clone, Copy)]
-    pub struct NormSettings {
-        kind: NormKind,
-        epsilon: f64,
+impl NormSettings {
+    /// Of a module, whose tensors are added to those of an operation.
+    pub fn push(norm: &TokenNorm, tensors: &mut Vec<DispatchTensor>) -> Self {
+        tensors.push(norm.gamma.val().into_dispatch());
+        tensors.extend(norm.beta.as_ref().map(|beta| beta.val().into_dispatch()));
+        Self { kind: norm.kind, epsilon: norm.epsilon }
     }
 
-    impl NormSettings {
-        /// Of a module, whose tensors are added to those of an operation.
-        pub fn push(norm: &TokenNorm, tensors: &mut Vec<DispatchTensor>) -> Self {
-            tensors.push(norm.gamma.val().into_dispatch());
-            tensors.extend(norm.beta.as_ref().map(|beta| beta.val().into_dispatch()));
-            Self { kind: norm.kind, epsilon: norm.epsilon }
-        }
-
-        /// Takes the norm's tensors from those of an operation.
-        pub fn weights<'a>(&self, tensors: &mut impl Iterator<Item = &'a FlexTensor>) -> NormWeights<'a> {
-            let centred = self.kind == NormKind::Layer;
-            let gamma = tensors.next().map_or(&[][..], numbers);
-            let beta = centred.then(|| tensors.next().map(numbers)).flatten();
-            NormWeights { gamma, beta, centred, epsilon: self.epsilon as f32 }
-        }
-
-        /// The gradients of its tensors.
-        pub fn gradients(self, [d_gamma, d_beta]: [Vec<f32>; 2]) -> impl Iterator<Item = Option<FlexTensor>> {
-            let beta = (self.kind == NormKind::Layer).then_some(d_beta);
-            [Some(d_gamma), beta].into_iter().flatten().map(|numbers| {
-                let len = numbers.len();
-                Some(tensor(numbers, [len]))
-            })
-        }
+    /// Takes the norm's tensors from those of an operation.
+    pub fn weights<'a>(&self, tensors: &mut impl Iterator<Item = &'a FlexTensor>) -> NormWeights<'a> {
+        let centred = self.kind == NormKind::Layer;
+        let gamma = tensors.next().map_or(&[][..], numbers);
+        let beta = centred.then(|| tensors.next().map(numbers)).flatten();
+        NormWeights { gamma, beta, centred, epsilon: self.epsilon as f32 }
     }
 
-    pub fn norm(norm: &TokenNorm, x: Tensor<3>) -> Result<Tensor<3>, Error> {
-        let mut tensors = Vec::new();
-        let settings = NormSettings::push(norm, &mut tensors);
-        run(settings, x.into_dispatch(), tensors)
+    /// The gradients of its tensors.
+    pub fn gradients(self, [d_gamma, d_beta]: [Vec<f32>; 2]) -> impl Iterator<Item = Vec<f32>> {
+        std::iter::once(d_gamma).chain((self.kind == NormKind::Layer).then_some(d_beta))
+    }
+}
+
+impl Operation for NormSettings {
+    const NAME: &'static str = "norms";
+
+    type Kept = ();
+
+    fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
+        let weights = self.weights(&mut tensors[1..].iter());
+        let out = Norm { x: numbers(&tensors[0]), weights }.forward()?;
+        Ok((tensor(out, shape(&tensors[0])), ()))
     }
 
-    impl Operation for NormSettings {
-        const NAME: &'static str = "norms";
-
-        /// The tensors, contiguous.
-        type Kept = Vec<FlexTensor>;
-
-        fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
-            let tensors = contiguous(tensors);
-            let weights = self.weights(&mut tensors[1..].iter());
-            let out = Norm { x: numbers(&tensors[0]), weights }.forward()?;
-            Ok((tensor(out, shape(&tensors[0])), tensors))
-        }
-
-        fn backward(
-            &self,
-            _: &[FlexTensor],
-            tensors: &Self::Kept,
-            d_out: FlexTensor,
-        ) -> Result<Vec<Option<FlexTensor>>, Error> {
-            let weights = self.weights(&mut tensors[1..].iter());
-            let norm = Norm { x: numbers(&tensors[0]), weights };
-            let NormGradients { dx, d_gamma, d_beta } = norm.backward(numbers(&d_out.to_contiguous()))?;
-            let dx = Some(tensor(dx, shape(&tensors[0])));
-            Ok(std::iter::once(dx).chain(self.gradients([d_gamma, d_beta])).collect())
-        }
+    fn backward(&self, tensors: &[FlexTensor], (): &(), d_out: FlexTensor) -> Result<Vec<Option<FlexTensor>>, Error> {
+        let weights = self.weights(&mut tensors[1..].iter());
+        let norm = Norm { x: numbers(&tensors[0]), weights };
+        let NormGradients { dx, d_gamma, d_beta } = norm.backward(numbers(&d_out))?;
+        Ok(gradients([dx].into_iter().chain(self.gradients([d_gamma, d_beta])), tensors))
     }
 }

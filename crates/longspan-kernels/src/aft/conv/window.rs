@@ -5,8 +5,8 @@
 //! registers of outputs whatever the number of taps.
 
 use crate::simd::block::floor;
+use crate::simd::operation;
 use crate::simd::product::by_whole_registers;
-use crate::simd::{exp_nonpositive, operation};
 
 /// Items on a line: their exponents, in two parts as for [`join`](crate::aft::log_sum::join), and their weights.
 #[derive(Clone, Copy)]
@@ -57,7 +57,7 @@ operation!(WindowWeights, |line: Line<'a, T>,
             for (p, &tap) in taps.iter().enumerate() {
                 let own_x = V::load(line.x.as_ptr().add(lane + p));
                 let own_b = V::load(line.b.as_ptr().add(lane + p)).add(V::splat(tap));
-                let weight = exp_nonpositive(own_x.sub(x).add(own_b.sub(b)));
+                let weight = own_x.sub(x).add(own_b.sub(b)).exp_nonpositive();
                 weight.store(weights.as_mut_ptr().add(p * lanes + lane));
                 sum = weight.mul_add(V::load(line.d.as_ptr().add(lane + p)), sum);
             }
@@ -219,7 +219,7 @@ operation!(ReachWeights, |line: Line<'a, T>, max: &'a ReachMax<T>, weights: &'a 
         unsafe {
             let at = |line: &[T]| V::load(line.as_ptr().add(lane));
             let exponent = at(line.x).sub(V::splat(max.x)).add(at(line.b).sub(V::splat(max.b)));
-            let weight = exp_nonpositive(exponent);
+            let weight = exponent.exp_nonpositive();
             weight.store(weights.as_mut_ptr().add(lane));
             weight.mul(at(line.d)).store(products.as_mut_ptr().add(lane));
         }
@@ -258,7 +258,7 @@ operation!(ExpAll, |block: &'a mut [T]| {
         // SAFETY: the block is a whole number of registers.
         unsafe {
             let at = block.as_mut_ptr().add(lane);
-            exp_nonpositive(V::load(at)).store(at);
+            V::load(at).exp_nonpositive().store(at);
         }
     }
 });

@@ -13,10 +13,10 @@ use crate::backend::operation::{Operation, run};
 use crate::backend::{self, AnyKernel, Layer, States, with_scratch};
 use crate::error::Result;
 use crate::layers::Around;
-use crate::layers::dropout::fused::drawn;
-use crate::layers::flex::{self, contiguous, numbers, shape, tensor, weights};
-use crate::layers::gated_norm::fused::GatedNormSettings;
-use crate::layers::norm::fused::NormSettings;
+use crate::layers::dropout::drawn;
+use crate::layers::flex::{gradients, numbers, of_layer, push_layer, shape, tensor, weights};
+use crate::layers::gated_norm::GatedNormSettings;
+use crate::layers::norm::NormSettings;
 
 /// What the operation does. Its tensors: `x`, the memory, the norm's, of both layers the weight and, if it has one, the bias, the gated
 /// norm's, and what the mechanism has learned as one.
@@ -50,7 +50,7 @@ pub fn multi_head(
     let crossed = memory.is_some();
     let mut others: Vec<_> = memory.map(Tensor::into_dispatch).into_iter().collect();
     let norm = around.norm.map(|norm| NormSettings::push(norm, &mut others));
-    let biases = [&module.query_key_value, &module.output].map(|layer| flex::push_layer(layer, &mut others));
+    let biases = [&module.query_key_value, &module.output].map(|layer| push_layer(layer, &mut others));
     let gated_norm = module.gated_norm.as_ref().map(|norm| GatedNormSettings::push(norm, &mut others));
     others.extend(parameters.map(Tensor::into_dispatch));
     let operation = MultiHeadOperation {
@@ -129,46 +129,31 @@ impl MultiHeadOperation {
 impl Operation for MultiHeadOperation {
     const NAME: &'static str = "attention parts";
 
-    /// The tensors, contiguous, and what the kernel keeps.
-    type Kept = (Vec<FlexTensor>, Option<KeptAttention>);
+    type Kept = Option<KeptAttention>;
 
     fn forward(&self, tensors: &[FlexTensor]) -> Result<FlexTensor, Error> {
-        let tensors = contiguous(tensors);
-        let out = self.with_call(&tensors, |call, scratch| self.with_last(call, |last| call.forward(scratch, last)))?;
+        let out = self.with_call(tensors, |call, scratch| self.with_last(call, |last| call.forward(scratch, last)))?;
         Ok(tensor(out, shape(&tensors[0])))
     }
 
     fn training(&self, tensors: &[FlexTensor]) -> Result<(FlexTensor, Self::Kept), Error> {
-        let tensors = contiguous(tensors);
         let (out, kept) =
-            self.with_call(&tensors, |call, scratch| self.with_last(call, |last| call.training(scratch, last)))?;
-        let kept = (!self.recompute).then_some(kept);
-        Ok((tensor(out, shape(&tensors[0])), (tensors, kept)))
+            self.with_call(tensors, |call, scratch| self.with_last(call, |last| call.training(scratch, last)))?;
+        Ok((tensor(out, shape(&tensors[0])), (!self.recompute).then_some(kept)))
     }
 
     fn backward(
         &self,
-        _: &[FlexTensor],
-        (tensors, kept): &Self::Kept,
+        tensors: &[FlexTensor],
+        kept: &Self::Kept,
         d_out: FlexTensor,
     ) -> Result<Vec<Option<FlexTensor>>, Error> {
-        let d_out = d_out.to_contiguous();
         let found = self.with_call(tensors, |call, scratch| call.backward(kept.as_ref(), numbers(&d_out), scratch))?;
         let MultiHeadGradients { dx, d_memory, d_norm, d_projection, d_parameters, d_gated_norm, d_output } = found;
-        let mut shapes = tensors.iter().map(shape);
-        let mut next = |numbers: Vec<f32>| shapes.next().map(|shape| tensor(numbers, shape));
-        let mut gradients = vec![next(dx)];
-        if self.crossed {
-            gradients.push(next(d_memory));
-        }
-        gradients.extend(self.norm.map(|norm| norm.gradients(d_norm)).into_iter().flatten());
-        let mut shapes = tensors[gradients.len()..].iter().map(shape);
-        for (found, biased) in [d_projection, d_output].into_iter().zip(self.biases) {
-            gradients.extend(flex::gradients(found, biased, &mut shapes));
-        }
-        let gated_norm = self.gated_norm.map(|_| d_gated_norm);
-        let rest = gated_norm.into_iter().chain(std::iter::once(d_parameters));
-        gradients.extend(rest.zip(shapes).map(|(numbers, shape)| Some(tensor(numbers, shape))));
-        Ok(gradients)
+        let ([projection, output], norm) = (self.biases, self.norm.map(|norm| norm.gradients(d_norm)));
+        let inputs = [dx].into_iter().chain(self.crossed.then_some(d_memory)).chain(norm.into_iter().flatten());
+        let layers = of_layer(d_projection, projection).chain(of_layer(d_output, output));
+        let others = self.gated_norm.map(|_| d_gated_norm).into_iter().chain([d_parameters]);
+        Ok(gradients(inputs.chain(layers).chain(others), tensors))
     }
 }
