@@ -331,9 +331,10 @@ impl Task for Forecast {
             _ => format!("other series are held out, {}", counted(data.held_out.len(), "windows")),
         };
         format!(
-            "{}: the next {told} points from up to {context} before them; {} series of {} to learn from, {}; \
+            "{}: the next {} from up to {context} before them; {} series of {} to learn from, {}; \
              {held_out}; {}{}",
             config.data_name(),
+            counted(told, "points"),
             stretches.len(),
             counted(self.scaling.channels(), "channels"),
             counted(data.train.count() as usize, "windows"),

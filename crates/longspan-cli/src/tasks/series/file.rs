@@ -308,8 +308,10 @@ pub fn dates_of(texts: &[&str], reading: &Reading<'_>) -> Result<Option<Arc<Date
     let found = match reading.dates {
         Some(known) if texts.iter().all(|text| known.number(text).is_some()) => Some(known.clone()),
         Some(known) => Dates::of(texts, wanted)?.map(|found| found.on(known.calendar)),
-        // Earlier runs learned from counts since 1970 as numbers.
-        None => Dates::of(texts, wanted)?.filter(|found| !(reading.learned && found.is_epoch())),
+        // Earlier runs learned from counts since 1970, and from quarters without a letter, as numbers.
+        None => Dates::of(texts, wanted)?.filter(|found| {
+            !reading.learned || !found.is_epoch() && !["%Y%q", "%Y.%q"].contains(&found.format.as_str())
+        }),
     };
     match (reading.learned, reading.dates.is_some(), found.is_some()) {
         (true, true, false) => {
@@ -469,11 +471,10 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     }
     let mut places: HashMap<Vec<String>, usize> = HashMap::new();
     let mut found: Vec<(usize, String, Vec<Point>, Option<String>)> = Vec::new();
-    let title = |places: &[usize]| plain_names(table, places);
     for (n, row) in table.rows.iter().enumerate() {
         let id: Vec<String> = roles.id.iter().map(|place| cell(row, *place)).collect();
         if id.iter().any(String::is_empty) {
-            let ids = title(&roles.id);
+            let ids = plain_names(table, &roles.id);
             return Err(row.wrong(
                 name,
                 format_args!("the column `{ids}` is empty; say which series the row is of, or leave it out"),
@@ -489,13 +490,19 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
             (None, _) => {
                 return Err(row.wrong(
                     name,
-                    format_args!("the column `{}` is empty; give a time, or leave the row out", title(&roles.time)),
+                    format_args!(
+                        "the column `{}` is empty; give a time, or leave the row out",
+                        plain_names(table, &roles.time)
+                    ),
                 ));
             }
             (Some(text), Some(dates)) => dates.number(text).ok_or_else(|| {
                 let others = || format!("no date as the others, such as {:?}", some[0]);
                 let problem = dates.off_calendar(text).map_or_else(others, |why| format!("not on the calendar: {why}"));
-                row.wrong(name, format_args!("{text:?} in the column `{}` is {problem}", title(&roles.time)))
+                row.wrong(
+                    name,
+                    format_args!("{text:?} in the column `{}` is {problem}", plain_names(table, &roles.time)),
+                )
             })?,
             (Some(text), None) => {
                 value(text).filter(|time| !time.is_nan()).ok_or_else(|| no_time(table, &roles.time, row, text))?
@@ -1214,7 +1221,11 @@ mod tests {
             assert!(error.contains("and this run learned from dates in months"), "{error}");
         }
         assert!(parse(monthly.as_bytes(), "tsf", "f", &reading).is_ok());
-        let reading = Reading { learned: true, ..Reading::default() };
+        let columns = Columns { time: Some("t".into()), channels: vec!["x".into()], ..Columns::default() };
+        let reading = Reading { learned: true, columns: Some(&columns), ..Reading::default() };
+        let quarters = parse(b"t,x\n20203,1\n20204,2\n20211,3\n", "csv", "f", &reading).unwrap();
+        assert_eq!(quarters.series[0].times, [20203.0, 20204.0, 20211.0], "as in runs that learned from such numbers");
+        let reading = Reading { columns: None, ..reading };
         let error = parse(monthly.as_bytes(), "tsf", "f", &reading).unwrap_err().to_string();
         assert!(error.contains("it has dates in months, and this run learned from no dates"), "{error}");
         assert!(

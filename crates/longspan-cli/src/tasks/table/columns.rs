@@ -736,7 +736,8 @@ impl TextColumn {
         let form = Form::of(&ending, &text);
         let titles: Vec<&str> = first_line(&text).split('\t').map(str::trim).collect();
         let is_header = titles.len() > 1 && titles.iter().all(|title| looks_like_name(title));
-        let known = titles.iter().find(|title| is_header && self.knows(title));
+        // In the first column a text may be such a word, too.
+        let known = titles.iter().skip(1).find(|title| is_header && self.knows(title));
         // One known name is a header: what is beside it may have any.
         let named = form != Form::Tabs || titles.iter().any(|title| self.is(title, wanted));
         if let (Some(title), false) = (known, named) {
