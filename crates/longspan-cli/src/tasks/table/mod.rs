@@ -228,6 +228,8 @@ impl Table {
         }
         self.rows = rows;
         self.groups = (0..width).any(|place| self.decimal_commas(place).is_some());
+        // Where other columns have decimal points, a comma is none.
+        self.commas = self.commas && (self.groups || !(0..width).any(|place| self.has_decimal_points(place)));
         Ok(self)
     }
 
@@ -315,6 +317,13 @@ impl Table {
         let is_decimal = |text: String| text.split_once(',').is_some_and(|(_, fraction)| fraction.len() != 3);
         let is_clear = self.commas && self.texts(place).flatten().any(is_decimal);
         self.numbers(place).ok().filter(|_| is_clear)
+    }
+
+    fn has_decimal_points(&self, place: usize) -> bool {
+        let is_decimal = |text: String| {
+            value(&text).is_some() && text.split_once('.').is_some_and(|(_, fraction)| fraction.len() != 3)
+        };
+        self.texts(place).flatten().any(is_decimal) && !self.texts(place).flatten().any(|text| text.contains(','))
     }
 
     /// Says of numbers, and of labels that may be some, what else they may be.
@@ -589,6 +598,7 @@ mod tests {
         assert_eq!(numbers("x;y\n1.500;2,5\n0.25;1,5\n", Form::Csv), Ok(vec![1.5, 0.25]));
         assert_eq!(numbers("x;y\n0.500;2,5\n0.250;1,5\n", Form::Csv), Ok(vec![0.5, 0.25]), "no thousands begin with 0");
         assert_eq!(numbers("x;y\n1.500;2\n", Form::Csv), Ok(vec![1.5]));
+        assert_eq!(numbers("x\ty\n1,500\t2.25\n", Form::Tabs), Err(2), "no decimal comma beside decimal points");
         let doubtful = |text: &str| read(text, Form::Csv).unwrap().doubtful(0);
         for (text, mark) in [
             ("x;y\n999;a\n1.500;b\n", "1.500 in the column `x` is read with a decimal point"),
