@@ -337,6 +337,13 @@ fn info_says_how_a_file_is_read_or_what_mends_it() {
         ("trees.csv", trees(false), &[][..], anew),
         ("rows.csv", trees(false), &["--time", "row"], anew),
         ("index.csv", trees(true), &[], anew),
+        ("half.csv", trees(true), &["--id", "Tree"], anew),
+        (
+            "subject.csv",
+            trees(true).replace("Tree", "Subject"),
+            &[],
+            "`age` runs up anew for each `Subject`: if each is a series, give --id Subject --time age",
+        ),
         ("named.csv", trees(true), &["--id", "Tree", "--time", "age"], "4 series of 3 points and 1 channel"),
         (
             "visits.csv",

@@ -145,9 +145,10 @@ impl Roles {
         };
         taken.extend(&id);
         let counts_rows = time.iter().all(|place| is_index(&lower[*place]));
-        if id.is_empty() && counts_rows && columns.channels.is_empty() {
+        let is_open = columns.time.is_none() || columns.id.is_none();
+        if is_open && counts_rows && columns.channels.is_empty() {
             let free: Vec<usize> = (0..table.header.len()).filter(|place| is_free(&taken, *place)).collect();
-            if let Some(found) = repeated(table, &free) {
+            if let Some(found) = repeated(table, if id.is_empty() { &free } else { &id }, &free) {
                 bail!("{}: {}, or name all channels with --channels", table.at_header(), anew(table, found));
             }
         }
@@ -508,7 +509,7 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         [one] if one.contains(' ') => SPACES,
         all if 2 * times > all.len() => "; if a row is a whole series, and a column a time, give --wide",
         _ if texts => "; labelled texts are learned with --labelled",
-        _ => &repeated(table, &free).map_or(String::new(), |found| format!("; {}", anew(table, found))),
+        _ => &repeated(table, &free, &free).map_or(String::new(), |found| format!("; {}", anew(table, found))),
     };
     bail!(
         "{}: no column of times is known among {}; name it with --time NAME, or count the rows with --time row{help}",
@@ -627,8 +628,8 @@ fn guessed_id(
 }
 
 /// Of repeated measures, whose rows stand together by subject, the column of subjects and one of numbers that runs up anew in each.
-fn repeated(table: &Table, free: &[usize]) -> Option<(usize, usize)> {
-    let subjects = free.iter().copied().filter(|place| !is_one(PARTS, &table.header[*place].to_lowercase()));
+fn repeated(table: &Table, subjects: &[usize], free: &[usize]) -> Option<(usize, usize)> {
+    let subjects = subjects.iter().copied().filter(|place| !is_one(PARTS, &table.header[*place].to_lowercase()));
     subjects.filter(|place| is_repeated(table, &[*place])).find_map(|subject| {
         let texts: Vec<Option<String>> = table.texts(subject).collect();
         let starts: Vec<bool> = texts.windows(2).map(|pair| pair[0] != pair[1]).collect();
