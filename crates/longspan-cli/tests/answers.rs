@@ -389,6 +389,17 @@ fn standard_input_and_gzip_are_read() {
         &["predict", "run", "sources", "--source", "Wort"],
         &["sources: read as lines of text", "no column `Wort`"],
     );
+    // Of tabs the column by a name that it often has, in letters of any case.
+    let rows = rows.replace(',', "\t");
+    for (title, more, said) in [
+        ("word", &[][..], "the first line names the columns, and `word` is predicted for"),
+        ("Source", &[], ""),
+        ("wort", &["--source", "Wort"], ""),
+    ] {
+        place.write("titled.tsv", format!("note\t{title}\n{rows}").as_bytes());
+        let (found, notes) = place.said(&[&["predict", "run", "titled.tsv"], more].concat());
+        assert!(found == answers && notes.contains(said), "{title}: {notes}");
+    }
     // Without a known name commas are letters.
     assert_eq!(on_input("named.csv", &[]).0.lines().count(), 201);
     let table = place.ok(&["predict", "run", "sources.csv", "--csv"]);
@@ -407,7 +418,7 @@ fn standard_input_and_gzip_are_read() {
     place.write("named.tsv", format!("english\tfrench\n{rows}").as_bytes());
     let flags = "if the line names the columns, give --source english --target french";
     assert!(place.said(&["eval", "run", "named.tsv"]).1.contains(flags));
-    assert!(!place.said(&["eval", "run", "named.tsv", "--source", "english", "--target", "french"]).1.contains(flags));
+    assert!(!place.said(&["eval", "run", "named.tsv", "--source", "English", "--target", "french"]).1.contains(flags));
     let cut = place.read("pairs.tsv.gz");
     place.write("cut.tsv.gz", &cut[..cut.len() / 2]);
     place.fails(&["eval", "run", "cut.tsv.gz"], &["cannot read cut.tsv.gz", "whole"]);

@@ -133,7 +133,7 @@ fn waves_at_irregular_times_are_told_with_their_intervals() {
     place.write("far.jsonl", b"{\"values\": [1, 2, 1, 2], \"forecast\": [100]}\n");
     let output = place.run(&["predict", "run", "far.jsonl"]);
     assert!(
-        text(&output.stderr).contains("1 series have fewer than 4 points or times further ahead than 6 points"),
+        text(&output.stderr).contains("fewer than 4 points, or times further ahead than 6 points, in 1 series"),
         "{}",
         text(&output.stderr)
     );

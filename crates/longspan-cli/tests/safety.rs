@@ -70,7 +70,8 @@ fn a_text_that_is_touched_goes_on_and_one_that_changes_stops_saved() {
 fn files_of_other_people_stay_in_a_run_folder() {
     let place = Place::new();
     place.trained("run");
-    for name in ["notes.tmp", ".notes.tmp", ".model.safetensors.tmp", ".loss.svg.tmp", ".source_tokenizer.json.tmp"] {
+    let ours = [".model.safetensors.tmp", ".loss.svg.tmp", ".forecast.png.tmp", ".source_tokenizer.json.tmp"];
+    for name in ["notes.tmp", ".notes.tmp"].into_iter().chain(ours) {
         place.write(&format!("run/{name}"), b"mine");
     }
     fs::create_dir(place.path("run/d.tmp")).unwrap();

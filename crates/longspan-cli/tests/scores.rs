@@ -63,7 +63,7 @@ fn held_out_data_that_was_learned_from_is_counted() {
     let own = format!("{}\n{}\n {}\n", some[0], some[1].replace('\t', "(2)\t"), some[2]);
     place.write("own.tsv", format!("{new}{own}").as_bytes());
     let (_, said) = place.said(&place.train("run", "2", &["--held-out", "own.tsv", "--development", "own.tsv"]));
-    for part in ["own.tsv: 3 of 23 held-out pairs are also in the training data", "3 of 23 development pairs"] {
+    for part in ["own.tsv: also in the training data: 3 of 23 held-out pairs", "3 of 23 development pairs"] {
         assert!(said.contains(part), "{part}: {said}");
     }
     let (_, said) = place.said(&["eval", "run", "pairs.tsv"]);
@@ -74,7 +74,7 @@ fn held_out_data_that_was_learned_from_is_counted() {
     place.write("labelled.tsv", labelled.as_bytes());
     let data = ["--labelled", "labelled.tsv", "--held-out", "labelled.tsv", "--set", "layers=1"];
     let (_, said) = place.said(&train(&data, "labelled", "2", &[]));
-    assert!(said.contains(" of 60 held-out texts are also in the training data"), "{said}");
+    assert!(said.contains(" of 60 held-out texts, so"), "{said}");
 
     let series = |count: usize, phase: f64| -> String {
         let line = |n: usize| {
@@ -86,9 +86,9 @@ fn held_out_data_that_was_learned_from_is_counted() {
     place.write("series.jsonl", series(30, 0.0).as_bytes());
     place.write("other.jsonl", series(4, 0.5).as_bytes());
     for (out, more, own, said_so) in [
-        ("s1", ["--set", "missing=mask"], "series.jsonl", " of 30 held-out series are also in"),
+        ("s1", ["--set", "missing=mask"], "series.jsonl", " of 30 held-out series, so"),
         ("s2", ["--set", "missing=mask"], "other.jsonl", ""),
-        ("s3", ["--forecast", "3"], "series.jsonl", " held-out windows are also in"),
+        ("s3", ["--forecast", "3"], "series.jsonl", " held-out windows, so"),
         ("s4", ["--forecast", "3"], "other.jsonl", ""),
     ] {
         let data = [&["--series", "series.jsonl", "--held-out", own, "--set", "layers=1"][..], &more].concat();

@@ -17,6 +17,7 @@ use crate::run::folder::RunFolder;
 use crate::tasks::text::{Generated, Stops, Text, Wish};
 use crate::tasks::{Task, Trained, lines};
 use crate::terminal::notes::note;
+use crate::terminal::samples::counted;
 use crate::terminal::shell;
 
 #[derive(Args)]
@@ -136,10 +137,11 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let writing = begun.map_or(0.0, |begun| begun.elapsed().as_secs_f64());
     let prompt = match read {
         0 => String::new(),
-        _ => format!("; a prompt of {read} tokens in {:.1} s", seconds - writing),
+        _ => format!("; a prompt of {} in {:.1} s", counted(read, "tokens"), seconds - writing),
     };
     note(format_args!(
-        "{drawn} tokens in {writing:.1} s, {:.0} a second{prompt}{end}",
+        "{} in {writing:.1} s, {:.0} a second{prompt}{end}",
+        counted(drawn, "tokens"),
         drawn.saturating_sub(1) as f64 / writing.max(1e-9)
     ));
     Ok(Outcome::Done)

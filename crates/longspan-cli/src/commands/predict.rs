@@ -20,7 +20,7 @@ use crate::tasks::workers::Workers;
 use crate::tasks::{Trained, for_predicting, lines};
 use crate::terminal::forecasts::Forecasts;
 use crate::terminal::notes::note;
-use crate::terminal::samples::{CUT, one_line};
+use crate::terminal::samples::{CUT, counted, one_line};
 use crate::terminal::shell;
 
 /// Lines answered together, if so many are there already: at first,
@@ -109,13 +109,12 @@ fn answer<T: Predict>(config: Config<T::Settings>, arguments: &Arguments, folder
     say_unknown(&unknown);
     if cut > 0 {
         let limit = trained.config.common().longest_answer.unwrap_or_default();
-        let answers = if cut == 1 { "1 answer" } else { &format!("{cut} answers") };
         let mark = match (arguments.json, arguments.csv) {
             (true, _) => ", and marked by \"finished\": false",
             (_, true) => "",
             _ => &format!(", and marked by {}", CUT.trim()),
         };
-        note(format_args!("note: {answers} did not end within {limit} tokens, cut there{mark}"));
+        note(format_args!("note: {} did not end within {limit} tokens, cut there{mark}", counted(cut, "answers")));
     }
     Ok(Outcome::Done)
 }

@@ -73,8 +73,9 @@ impl Columns {
         self.known.iter().any(|known| known.to_lowercase() == name.to_lowercase())
     }
 
-    /// Whether a person named a column of texts or labels so.
+    /// Whether a person named a column of texts or labels so, in letters of any case.
     pub fn names_text(&self, title: &str) -> bool {
-        [&self.text, &self.label, &self.source, &self.target].into_iter().flatten().any(|name| name == title)
+        let mut named = [&self.text, &self.label, &self.source, &self.target].into_iter().flatten();
+        named.any(|name| name.to_lowercase() == title.to_lowercase())
     }
 }

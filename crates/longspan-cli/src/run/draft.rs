@@ -109,28 +109,3 @@ fn parent_of(path: &Path) -> &Path {
         _ => Path::new("."),
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::run::folder::CONFIG;
-
-    #[test]
-    fn a_name_is_claimed_once_and_an_empty_folder_taken() {
-        let place = tempfile::tempdir().unwrap();
-        let path = place.path().join("run");
-        fs::create_dir(&path).unwrap();
-        // As a process that was killed leaves it.
-        fs::create_dir(place.path().join(".run.draft")).unwrap();
-        fs::write(place.path().join(".run.draft/half"), b"").unwrap();
-        let draft = Draft::claim(&path).unwrap().unwrap();
-        assert!(Draft::claim(&path).unwrap().is_none());
-        let (folder, lock) = draft.finish(|folder| folder.write(CONFIG, b"{}")).unwrap();
-        assert!(path.join("seal.json").exists() && !path.join("half").exists());
-        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);
-        assert!(Draft::claim(&path).err().unwrap().to_string().contains("--resume"));
-        assert!(folder.lock().unwrap_err().to_string().contains("another process"));
-        drop(lock);
-        folder.lock().unwrap();
-    }
-}

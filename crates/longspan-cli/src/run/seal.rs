@@ -186,7 +186,7 @@ pub fn remove_drafts(folder: &Path) -> Result<()> {
 }
 
 /// The files of a run folder, beside its tokenizers.
-const OURS: [&str; 11] = [
+const OURS: [&str; 13] = [
     NAME,
     LOG,
     MODEL,
@@ -198,6 +198,8 @@ const OURS: [&str; 11] = [
     "loss.png",
     "confusion.svg",
     "confusion.png",
+    "forecast.svg",
+    "forecast.png",
 ];
 
 #[cfg(test)]

@@ -63,8 +63,8 @@ pub fn plain(error: &(impl Display + ?Sized)) -> String {
     ["Untagged", "Wrapper", "Helper", "Deserializer"].iter().fold(text, |text, suffix| text.replace(suffix, ""))
 }
 
-/// The known name closest to `name`, if one is close enough to be meant.
-pub fn nearest<'a>(name: &str, known: &[&'a str]) -> Option<&'a str> {
+/// Asks whether the known name closest to `name` was meant, if one is close enough.
+pub fn nearest(name: &str, known: &[&str]) -> String {
     let plain = |text: &str| text.to_lowercase().replace('-', "_");
     let wanted = plain(name);
     known
@@ -72,5 +72,5 @@ pub fn nearest<'a>(name: &str, known: &[&'a str]) -> Option<&'a str> {
         .map(|candidate| (strsim::levenshtein(&wanted, &plain(candidate)), *candidate))
         .min()
         .filter(|(distance, candidate)| *distance <= candidate.len().max(wanted.len()) / 2)
-        .map(|(_, candidate)| candidate)
+        .map_or(String::new(), |(_, candidate)| format!("did you mean `{candidate}`? "))
 }

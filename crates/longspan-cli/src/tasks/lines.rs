@@ -11,6 +11,8 @@ use flate2::bufread::MultiGzDecoder;
 use zip::ZipArchive;
 use zip::read::read_zipfile_from_stream;
 
+use crate::terminal::samples::counted;
+
 /// The first bytes of gzip,
 pub const GZIP: [u8; 2] = [0x1f, 0x8b];
 
@@ -66,7 +68,11 @@ fn unzip(bytes: &[u8], name: &str) -> Result<Vec<u8>> {
         .map_err(|error| failed(&error))?;
     let files: Vec<String> = names.into_iter().filter(|file| !hidden(file)).collect();
     let [file] = &files[..] else {
-        bail!("{name}: the zip archive holds {} files, and one is read; unpack it, and give one of them", files.len());
+        bail!(
+            "{name}: the zip archive holds {}, and one is read; unpack it, and give one of them, or save Excel, Word and OpenDocument as \
+             CSV or text",
+            counted(files.len(), "files")
+        );
     };
     let mut contents = Vec::new();
     archive
@@ -128,7 +134,8 @@ pub fn text<'a>(bytes: &'a [u8], name: &str) -> Result<Cow<'a, str>> {
     }
     if bytes.contains(&0) {
         bail!(
-            "{name}: no text, since it has bytes of 0; export it as text, such as CSV, or convert UTF-16 with `iconv -f utf-16le -t utf-8`"
+            "{name}: no text, since it has bytes of 0; write Parquet, Feather, HDF5, SQLite, Excel or files of NumPy and R as CSV, unpack \
+             bzip2, xz and zstd, or convert UTF-16 with `iconv -f utf-16le -t utf-8`"
         );
     }
     let bytes = bytes.strip_prefix(MARK).unwrap_or(bytes);
@@ -136,7 +143,9 @@ pub fn text<'a>(bytes: &'a [u8], name: &str) -> Result<Cow<'a, str>> {
         for (line, number) in bytes.split(|&byte| byte == b'\n').zip(1..) {
             utf8(line, &format!("{name}, line {number}"))?;
         }
-        bail!("{name}: invalid UTF-8; convert the file, such as with `iconv -f latin1 -t utf8`");
+        bail!(
+            "{name}: invalid UTF-8; convert it from the encoding that it has, such as with `iconv -f latin1 -t utf8`"
+        );
     };
     let old = text.contains('\r') && !text.contains('\n');
     Ok(if old { Cow::Owned(text.replace('\r', "\n")) } else { Cow::Borrowed(text) })
@@ -147,7 +156,7 @@ pub fn utf8<'a>(line: &'a [u8], at: &str) -> Result<&'a str> {
     std::str::from_utf8(line).map_err(|error| {
         let byte = error.valid_up_to();
         anyhow!(
-            "{at}, byte {}: invalid UTF-8 (0x{:02x}); convert the file, such as with `iconv -f latin1 -t utf8`",
+            "{at}, byte {}: invalid UTF-8 (0x{:02x}); convert it from the encoding that it has, such as with `iconv -f latin1 -t utf8`",
             byte + 1,
             line[byte]
         )

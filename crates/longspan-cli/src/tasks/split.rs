@@ -128,7 +128,7 @@ pub fn say_learned(path: &Path, found: usize, of: usize, used: &str, examples: &
         let score = if used == "development" { "the development loss is lower" } else { "the scores are better" };
         let name = lines::name(path);
         note(format_args!(
-            "{name}: {found} of {of} {used} {examples} are also in the training data, so {score} than on new ones"
+            "{name}: also in the training data: {found} of {of} {used} {examples}, so {score} than on new ones"
         ));
     }
 }

@@ -500,13 +500,6 @@ mod tests {
     }
 
     #[test]
-    fn kinds_have_names() {
-        assert_eq!("words".parse::<Kind>().unwrap(), Kind::Words);
-        assert_eq!("a/tokenizer.json".parse::<Kind>().unwrap(), Kind::File("a/tokenizer.json".into()));
-        assert!("syllables".parse::<Kind>().unwrap_err().to_string().contains("known are characters"));
-    }
-
-    #[test]
     fn a_stored_vocabulary_with_a_double_entry_is_refused() {
         let text = r#"{"kind":"words","vocabulary":["a","a"]}"#;
         assert!(serde_json::from_str::<Tokenizer>(text).is_err());

@@ -35,14 +35,17 @@ fn line(sample: &Sample, width: usize) -> String {
     format!("  {source}{padding} {}{mark}{wrong}\n", cell(&sample.answer, each))
 }
 
-/// What so many things are called: one of `labels` is a `label`.
-pub fn number_of(count: usize, things: &str) -> &str {
-    if count == 1 && things != "series" { things.trim_end_matches('s') } else { things }
-}
-
 /// So many things: `1 label`, `2 labels`, `1 series`.
 pub fn counted(count: usize, things: &str) -> String {
-    format!("{count} {}", number_of(count, things))
+    let is_one = count == 1 && !things.ends_with("series");
+    format!("{count} {}", if is_one { things.trim_end_matches('s') } else { things })
+}
+
+/// A list with so many of these at most, and how many more there are.
+pub fn listed(all: &[String], most: usize) -> String {
+    let more = all.len().saturating_sub(most);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    all[..all.len().min(most)].join(", ") + &more
 }
 
 /// A text in one line, without characters that a terminal would obey.

@@ -10,12 +10,12 @@ use serde_json::{Value, json};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::series::file::{self as series, Found, Reading};
-use crate::tasks::table::{Form, Table};
+use crate::tasks::table::{Form, Table, contents};
 use crate::tasks::{labelled, pairs};
 use crate::terminal::samples::counted;
 
 pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
-    let (name, bytes) = (lines::name(path), lines::read(path)?);
+    let (name, bytes) = contents(path)?;
     let ending = lines::ending(path);
     let text = lines::text(&bytes, &name)?;
     let form = Form::of(&ending, &text);
@@ -26,15 +26,19 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     } else {
         None
     };
-    let all: Vec<(String, String)> =
-        table.as_ref().map(|table| table.header.iter().cloned().zip(table.summary()).collect()).unwrap_or_default();
+    let all: Vec<(String, String)> = table
+        .iter()
+        .flat_map(|table| table.header.iter().cloned().zip((0..).map(move |place| table.held(place))))
+        .collect();
+    // Not kept beside those that are read next: a table may be large.
+    let rows = table.map(|table| table.rows.len());
     let series = |labels| {
         series::parse(&bytes, &ending, &name, &Reading { columns: Some(columns), labels, ..Reading::default() })
     };
     // What has no labels, or none that can be read, is still to forecast.
     let forecast = series(false);
     let titled = columns.label.is_some()
-        || table.as_ref().is_some_and(|table| ["label", "class"].iter().any(|key| table.find(key).is_some()));
+        || all.iter().any(|(title, _)| ["label", "class"].contains(&title.to_lowercase().as_str()));
     let has_labels = titled || forecast.as_ref().is_ok_and(|found| found.series.iter().any(|one| one.label.is_some()));
     if let Ok(found) = &forecast {
         series::say_unusual(&name, &found.series);
@@ -50,9 +54,9 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     let texts = || {
         let (all, _) = labelled::file::parse(&bytes, &ending, &name, columns)?;
         let labels: BTreeSet<&str> = all.iter().map(|one| one.label.as_str()).collect();
-        Ok(format!("{} texts with {} labels", all.len(), labels.len()))
+        Ok(format!("{} with {}", counted(all.len(), "texts"), counted(labels.len(), "labels")))
     };
-    let pairs = || Ok(format!("{} pairs", pairs::file::parse(&bytes, &ending, &name, columns)?.len()));
+    let pairs = || Ok(counted(pairs::file::parse(&bytes, &ending, &name, columns)?.len(), "pairs"));
     let tasks = [
         ("--series", Some(labelled.map(|found| in_words(&found)))),
         ("--forecast", forecast.map(|found| found.map(|found| in_words(&found)))),
@@ -65,13 +69,13 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
         let columns: Vec<Value> = all.iter().map(|(title, holds)| json!({ "name": title, "holds": holds })).collect();
         let tasks: serde_json::Map<String, Value> =
             tasks.map(|(flag, said)| (flag.trim_start_matches('-').to_string(), json!(said))).collect();
-        let rows = table.as_ref().map(|table| table.rows.len());
         writeln!(out, "{}", json!({ "file": name, "rows": rows, "columns": columns, "tasks": tasks }))?;
         return Ok(());
     }
     writeln!(out, "file        {name}")?;
-    if let Some(table) = &table {
-        writeln!(out, "table       {} rows, {} columns", table.rows.len(), table.header.len())?;
+    if let Some(rows) = rows {
+        let (rows, columns) = (counted(rows, "rows"), counted(all.len(), "columns"));
+        writeln!(out, "table       {rows}, {columns}")?;
         let width = all.iter().map(|(title, _)| title.chars().count()).max().unwrap_or(0).min(24);
         for (title, holds) in &all {
             writeln!(out, "  {title:<width$}  {holds}")?;
@@ -93,7 +97,8 @@ fn in_words(found: &Found) -> String {
     let columns = found.columns.as_ref().map_or(String::new(), |(_, said)| format!("; {said}"));
     let channels = counted(all.first().map_or(0, |one| one.width), "channels");
     format!(
-        "{} series of {points} and {channels}, {missing} values missing, {labelled} with a label{columns}",
-        all.len()
+        "{} series of {points} and {channels}, {} missing, {labelled} with a label{columns}",
+        all.len(),
+        counted(missing, "values")
     )
 }

@@ -33,7 +33,7 @@ use crate::tasks::ranks::Ranks;
 use crate::tasks::task::{Answering, Shown};
 use crate::tasks::{Task, for_task, lines};
 use crate::terminal::notes::note;
-use crate::terminal::samples::number_of;
+use crate::terminal::samples::counted;
 use crate::terminal::shell;
 use crate::terminal::signals::Stop;
 use schedule::relative_rate;
@@ -276,8 +276,8 @@ fn introduce<T: Task>(session: &Session<T>) {
     note(session.task.introduce(config, data));
     if data.too_long > 0 {
         note(format_args!(
-            "{} of the training examples have more than {} {} and are left out; --set max_tokens={} keeps all",
-            data.too_long,
+            "{}, with more than {} {}, left out; --set max_tokens={} keeps all",
+            counted(data.too_long, "training examples"),
             config.common().files.map_or(0, |files| files.max_tokens),
             T::LENGTH,
             data.longest
@@ -331,7 +331,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     if held_out.is_empty() {
         text.push_str("there was too little data to hold any out: no scores\n");
     } else {
-        note(format_args!("scoring {} held-out {}", held_out.len(), number_of(held_out.len(), T::EXAMPLES)));
+        note(format_args!("scoring {}", counted(held_out.len(), &format!("held-out {}", T::EXAMPLES))));
         let scores = session.task.score(&model, &held_out, &how)?;
         if let Some(picture) = T::picture(&scores) {
             write_pictures(&session.folder.file("confusion"), &picture)?;

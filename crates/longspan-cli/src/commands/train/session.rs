@@ -29,6 +29,7 @@ use crate::tasks::task::Data;
 use crate::tasks::workers::Workers;
 use crate::terminal::notes::note;
 use crate::terminal::progress::{Progress, duration};
+use crate::terminal::samples::counted;
 use crate::terminal::shell;
 use crate::terminal::signals::Stop;
 
@@ -113,8 +114,8 @@ impl<T: Task> Session<T> {
         let Checkpoint { model, saved, place, .. } = &mut checkpoint;
         if config.training.known_steps().is_some_and(|steps| steps < saved.step) {
             bail!(
-                "the run has taken {} steps, more than {}; give as many or more with --steps",
-                saved.step,
+                "the run has taken {}, more than {}; give as many or more with --steps",
+                counted(saved.step, "steps"),
                 config.training.steps.unwrap_or_default()
             );
         }
@@ -276,7 +277,7 @@ impl<T: Task> Session<T> {
         if step > self.step() {
             let seconds = before + started.elapsed().as_secs_f64();
             self.save_checkpoint(step, seconds, Probe::All)?;
-            note(format_args!("{step} steps in {}", duration(seconds)));
+            note(format_args!("{} in {}", counted(step, "steps"), duration(seconds)));
         }
         Ok(Outcome::Done)
     }

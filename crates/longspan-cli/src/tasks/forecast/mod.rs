@@ -114,8 +114,9 @@ impl Task for Forecast {
         let needed = sizes.least() + told;
         if longest < needed {
             bail!(
-                "{name}: the longest series has {longest} points, and {needed} are needed to predict {told} from {} before them; give \
+                "{name}: the longest series has {}, and {needed} are needed to predict {told} from {} before them; give \
                  longer series, or lower --forecast or context",
+                counted(longest, "points"),
                 sizes.least()
             );
         }
@@ -330,9 +331,10 @@ impl Task for Forecast {
             _ => format!("other series are held out, {}", counted(data.held_out.len(), "windows")),
         };
         format!(
-            "{}: the next {told} points from up to {context} before them; {} series of {} to learn from, {}; \
+            "{}: the next {} from up to {context} before them; {} series of {} to learn from, {}; \
              {held_out}; {}{}",
             config.data_name(),
+            counted(told, "points"),
             stretches.len(),
             counted(self.scaling.channels(), "channels"),
             counted(data.train.count() as usize, "windows"),
@@ -415,7 +417,7 @@ fn parts(config: &Config, all: Vec<Series>, sizes: Sizes, reading: &Reading<'_>)
     let all: Vec<Series> = all.into_iter().filter(|one| one.times.len() >= least + told).collect();
     if all.len() < count {
         note(format_args!(
-            "{} of {count} series have fewer than {} points and are left out",
+            "left out, with fewer than {1} points: {0} of {count} series",
             count - all.len(),
             least + told
         ));
@@ -500,15 +502,15 @@ impl Predict for Forecast {
         let strange = strange.count();
         if strange > 0 {
             note(format_args!(
-                "note: {strange} series have fewer than {} points or times further ahead than {told} points, unlike those learned \
-                 from; their intervals may be too narrow",
+                "note: fewer than {} points, or times further ahead than {told} points, in {strange} series, unlike those learned from: \
+                 intervals may be too narrow",
                 self.sizes.least()
             ));
         }
         let few = all.iter().filter(|(one, ..)| (1..told).contains(&one.ahead.len())).count();
         if few > 0 {
             note(format_args!(
-                "note: {few} series end with fewer than {told} times without a value, which alone are predicted; without any the next {told} are"
+                "note: fewer than {told} times without a value at the end of {few} series, which alone are predicted; without any the next {told} are"
             ));
         }
         let lacks = |(_, values): &&Point| {
@@ -517,7 +519,8 @@ impl Predict for Forecast {
         let lacking = all.iter().flat_map(|(one, ..)| &one.ahead).filter(lacks).count();
         if lacking > 0 {
             note(format_args!(
-                "note: {lacking} points to predict lack something that is known ahead ({}); the last known value stands for it",
+                "note: {} to predict without something that is known ahead ({}); the last known value stands for it",
+                counted(lacking, "points"),
                 self.list(|channel| self.scaling.is_known(channel))
             ));
         }

@@ -10,8 +10,9 @@ use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::split::composed;
 use crate::tasks::table::columns::{TextColumn, say_read};
-use crate::tasks::table::{Form, Table};
+use crate::tasks::table::{Form, Table, contents};
 use crate::terminal::notes::note;
+use crate::terminal::samples::counted;
 
 pub const TEXT: TextColumn = TextColumn {
     key: "text",
@@ -28,16 +29,28 @@ pub struct Labelled {
 }
 
 pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
-    let (name, bytes) = (lines::name(path), lines::read(path)?);
+    let (name, bytes) = contents(path)?;
     let (all, again) = parse(&bytes, &lines::ending(path), &name, columns)?;
     if again > 0 {
-        note(format_args!("{name}: {again} lines repeat a text and its label; each counts once"));
+        note(format_args!(
+            "{name}: {} with a text and label that came before; each counts once",
+            counted(again, "lines")
+        ));
     }
     let texts: HashSet<&str> = all.iter().map(|one| one.text.as_str()).collect();
+    let labels: HashSet<&str> = all.iter().map(|one| one.label.as_str()).collect();
+    if 10 * texts.len() <= labels.len() {
+        let (texts, labels) = (counted(texts.len(), "texts"), counted(labels.len(), "labels"));
+        bail!(
+            "{name}: {texts} and {labels}, as if each label stood before its text; put the text first, or name the columns with \
+             --text-column and --label"
+        );
+    }
     match all.len() - texts.len() {
         0 => {}
         more => {
-            note(format_args!("{name}: texts come {more} times again with another label; each counts as an example"))
+            let more = counted(more, "texts");
+            note(format_args!("{name}: {more} with another label than before; each counts as an example"))
         }
     }
     Ok(all)
@@ -143,7 +156,6 @@ mod tests {
         assert!(error(b"a\tb\tc\n", "tsv").contains("3 columns"));
         assert!(error(b"{\"text\": 1, \"label\": 2}", "jsonl").contains("`text` has no text"));
         assert!(error(b"{\"text\": \"a\", \"label\": null}", "jsonl").contains("`label` has no label"));
-        assert!(error(b"{\"values\": [1], \"label\": \"b\"}", "jsonl").contains("--series"));
         assert!(error(b"{a", "jsonl").contains("no JSON"));
         assert!(
             error(b"a,b,c\na,b,c\n", "csv")

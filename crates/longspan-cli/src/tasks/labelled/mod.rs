@@ -21,6 +21,7 @@ use super::tokens::{END, Kind, Tokenizer};
 use crate::run::config::{self, LabelledSettings};
 use crate::run::folder::RunFolder;
 use crate::terminal::plot::Matrix;
+use crate::terminal::samples::counted;
 use file::Labelled;
 
 type Config = config::Config<LabelledSettings>;
@@ -148,9 +149,9 @@ impl Task for Labels {
 
     fn introduce(&self, config: &Config, data: &Data<Self>) -> String {
         format!(
-            "{}: {} texts to learn from, {} held out; {}{}",
+            "{}: {} to learn from, {} held out; {}{}",
             config.data_name(),
-            data.train.examples().len(),
+            counted(data.train.examples().len(), "texts"),
             data.held_out.len(),
             self.target.introduce(data.train.examples().iter().map(|example| example.goal)),
             match &self.bag {

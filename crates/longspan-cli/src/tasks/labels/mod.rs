@@ -23,6 +23,7 @@ use crate::run::config::LabelKind;
 use crate::run::folder::RunFolder;
 use crate::terminal::notes::note;
 use crate::terminal::plot::Matrix;
+use crate::terminal::samples::listed;
 use confusion::Confusion;
 use numbers::Errors;
 
@@ -71,10 +72,11 @@ pub fn number(text: &str) -> Option<f64> {
     value(text).filter(|number| !number.is_nan())
 }
 
-/// Whether a number is a name: with zeros before it, as codes have.
+/// Whether a number is a name: with zeros before it, as codes have, or with more digits than a double keeps.
 fn is_name(label: &str) -> bool {
     let digits = label.trim().trim_start_matches(['-', '+']);
-    digits.len() > 1 && digits.starts_with('0') && digits.as_bytes()[1].is_ascii_digit()
+    let is_code = digits.len() > 1 && digits.starts_with('0') && digits.as_bytes()[1].is_ascii_digit();
+    is_code || digits.len() > 15 && digits.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 /// Whether labels are one number in two spellings, such as `1` and `1.0`.
@@ -160,10 +162,11 @@ impl Target {
     /// Says which of these labels are none of those to learn from, so that they are never predicted.
     pub fn say_unlearned<'a>(&self, name: &str, labels: impl Iterator<Item = &'a str>) {
         let unlearned: BTreeSet<&str> = labels.filter(|label| matches!(self.goal(label), Ok(None))).collect();
-        if let Some(first) = unlearned.first() {
-            let more = if unlearned.len() > 1 { format!(" and {} more", unlearned.len() - 1) } else { String::new() };
+        if !unlearned.is_empty() {
+            let unlearned: Vec<String> = unlearned.iter().map(|label| format!("{label:?}")).collect();
             note(format_args!(
-                "{name}: the label {first:?}{more} is held out or for development alone, and so is never predicted; give more of it"
+                "{name}: the label {} is held out or for development alone, and so is never predicted; give more of it",
+                listed(&unlearned, 1)
             ));
         }
     }
@@ -375,12 +378,10 @@ impl Target {
         let mut order: Vec<usize> = (0..counts.len()).collect();
         order.sort_by_key(|&label| Reverse(counts[label]));
         let some = |label: &usize| format!("{} {}", labels[*label], counts[*label]);
-        let named: Vec<String> = order.iter().take(5).map(some).collect();
-        let more = order.len().saturating_sub(5);
-        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let named = listed(&order.iter().map(some).collect::<Vec<_>>(), 5);
         // A model that always gives the commonest label is right so often.
         let share = 100.0 * counts[order[0]] as f64 / counts.iter().sum::<usize>().max(1) as f64;
-        format!("{} labels: {}{more}; the commonest has {share:.0} %", labels.len(), named.join(", "))
+        format!("{} labels: {named}; the commonest has {share:.0} %", labels.len())
     }
 }
 
@@ -522,6 +523,8 @@ mod tests {
         let both = target(&["1", "2", "1.0", "2"], &mut kind).unwrap();
         assert_eq!(both, Target::Labels(vec!["1".into(), "2".into()]));
         assert_eq!((both.goal("2.0e0").unwrap(), both.goal("02").unwrap()), (Some(Goal::Label(1)), None));
+        let long = ["9007199254740992", "9007199254740993"].repeat(2);
+        assert_eq!(target(&long, &mut None).unwrap().outputs(), 2, "more digits than a double keeps");
         let few = ["1", "2", "1", "2"];
         assert_eq!(target(&few, &mut None).unwrap(), Target::Labels(vec!["1".into(), "2".into()]));
         let mut kind = Some(LabelKind::Number);

@@ -9,8 +9,9 @@ use super::example::{Entry, Example, group};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::table::columns::{TextColumn, say_read};
-use crate::tasks::table::{Form, Table};
+use crate::tasks::table::{Form, Table, contents};
 use crate::terminal::notes::note;
+use crate::terminal::samples::counted;
 
 pub const SOURCE: TextColumn =
     TextColumn { key: "source", flag: "--source", names: &["src", "input", "question", "prompt", "word", "from"] };
@@ -21,11 +22,11 @@ pub const TARGET: TextColumn = TextColumn {
 };
 
 pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Example>> {
-    let (name, bytes) = (lines::name(path), lines::read(path)?);
+    let (name, bytes) = contents(path)?;
     let entries = parse(&bytes, &lines::ending(path), &name, columns)?;
     let (examples, dropped) = group(entries);
     if dropped > 0 {
-        note(format_args!("{name}: {dropped} pairs are repeated; each counts once"));
+        note(format_args!("{name}: {}; each counts once", counted(dropped, "repeated pairs")));
     }
     Ok(examples)
 }
@@ -68,6 +69,14 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     }
     if entries.is_empty() {
         bail!("{name}: no pairs in it; give a file with one pair a line");
+    }
+    for (side, is_empty) in [
+        ("source", entries.iter().all(|entry| entry.source.is_empty())),
+        ("target", entries.iter().all(|entry| entry.target.is_empty())),
+    ] {
+        if is_empty {
+            bail!("{name}: every {side} is empty, so there is nothing to learn; name the column with --{side}");
+        }
     }
     Ok(entries)
 }

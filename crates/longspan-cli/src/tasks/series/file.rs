@@ -16,9 +16,11 @@ use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
 use crate::tasks::split::composed;
-use crate::tasks::table::columns::{Roles, counts_rows, is_different, is_time, named_id, names, no_time, time_text};
+use crate::tasks::table::columns::{
+    ID, Roles, counts_rows, is_different, is_time, named_id, names, no_time, plain_names, time_text,
+};
 use crate::tasks::table::dates::Dates;
-use crate::tasks::table::{Form, Row, Table, is_missing, json, value};
+use crate::tasks::table::{By, Form, Row, Table, contents, is_missing, json, value};
 use crate::tasks::task::Asked;
 use crate::terminal::notes::note;
 use crate::terminal::samples::counted;
@@ -99,7 +101,8 @@ pub fn series(mut points: Vec<Point>, known: &[bool], label: Option<String>, lin
             return Err(format!("the time {time} of a point is no finite number; give one, or leave the point out"));
         }
         if values.len() != width {
-            return Err(format!("a point has {} values, those before it {width}; give as many to each", values.len()));
+            let values = counted(values.len(), "values");
+            return Err(format!("a point has {values}, those before it {width}; give as many to each"));
         }
         if values.iter().any(|value| value.is_infinite()) {
             return Err("a value is infinite; give a finite number, or leave it empty".into());
@@ -126,7 +129,7 @@ const NO_VALUE: &str = "no point of it has a value; leave the series out";
 
 /// Reads series, and says what is unusual about them. `refuse` refuses missing values, for which `instead` stands otherwise.
 pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> Result<Found> {
-    let (name, bytes) = (lines::name(path), lines::read(path)?);
+    let (name, bytes) = contents(path)?;
     let found = parse(&bytes, &lines::ending(path), &name, reading)?;
     let all = &found.series;
     say_unusual(&name, all);
@@ -146,22 +149,44 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
         some => {
             let of: usize = all.iter().map(|one| one.values.len()).sum();
             let share = 100.0 * some as f64 / of as f64;
-            note(format_args!("{name}: {some} of {of} values are missing ({share:.1} %); {instead} stands for each"));
+            note(format_args!("{name}: {some} of {of} values missing ({share:.1} %); {instead} stands for each"));
         }
     }
     Ok(found)
 }
+
+/// So many different values are no classes.
+const DIFFERENT: usize = 10;
+
+/// Up to it a double holds all whole numbers.
+const LARGEST: f64 = 9_007_199_254_740_992.0;
 
 /// Says what is unusual about times and values.
 pub fn say_unusual(name: &str, all: &[Series]) {
     let count = |holds: fn(&Series) -> bool| all.iter().filter(|one| holds(one)).count();
     match count(|one| one.backwards) {
         0 => {}
-        some => note(format_args!("{name}: the times of {some} series run backwards; their points are sorted")),
+        some => note(format_args!("{name}: times that run backwards in {some} series; points are sorted")),
     }
+    let is_rounded = |one: &&Series| one.repeats && one.times.iter().any(|time| time.abs() > LARGEST);
+    let kept = match all.iter().find(is_rounded) {
+        Some(_) => format!("those beyond {LARGEST} are rounded: count from a later start"),
+        None => "all are kept".into(),
+    };
     match count(|one| one.repeats) {
         0 => {}
-        some => note(format_args!("{name}: {some} series have several points at one time; all are kept")),
+        some => note(format_args!("{name}: several points at one time in {some} series; {kept}")),
+    }
+    let far = |one: &Series| {
+        let (times, last) = (&one.times, one.times.len() - 1);
+        let is_far = |(far, near): &(usize, usize)| 2.0 * (times[*far] - times[*near]).abs() > times[last] - times[0];
+        let (far, _) = [(0, 1), (last, last - 1)].into_iter().find(is_far)?;
+        Some(one.time(times[far]))
+    };
+    if let Some(date) = all.iter().filter(|one| one.dates.is_some() && one.times.len() > DIFFERENT).find_map(far) {
+        note(format_args!(
+            "{name}: {date} is further from all other dates than those are from one another; if it says that none is known, leave the row out"
+        ));
     }
     codes(all)
         .iter()
@@ -195,6 +220,7 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, reading: &Reading<'_>) -> R
     let is_archive =
         text.lines().any(|line| line.trim_start().starts_with('@')) && text.trim_start().starts_with(['@', '#', '%']);
     let has = |word: &str| text.lines().take(200).any(|line| line.trim_start().to_lowercase().starts_with(word));
+    let is_wide = reading.columns.is_some_and(|columns| columns.wide);
     let known_ending = ["json", "jsonl", "ndjson", "csv", "tsv"].contains(&ending);
     let found = match ending {
         "ts" => archive::read(&text, name, reading)?,
@@ -204,12 +230,18 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, reading: &Reading<'_>) -> R
         _ if is_archive && !known_ending && has("@attribute") => archive::attributes(&text, name)?,
         _ if is_archive && !known_ending => archive::read(&text, name, reading)?,
         _ if form == Form::Json && holds_series(&text) => from_lines(&text, name, reading)?,
-        _ if form == Form::Tabs && is_row_of_numbers(&text) => Found {
-            series: lines::each(&text, name, |text, line| {
+        _ if form == Form::Tabs && !is_wide && is_row_of_numbers(&text) => {
+            let series = lines::each(&text, name, |text, line| {
                 if text.trim().is_empty() { Ok(None) } else { archive::from_columns(text, line).map(Some) }
-            })?,
-            ..Found::default()
-        },
+            })?;
+            let first = series.first().filter(|one| one.values.windows(2).all(|pair| pair[1] - pair[0] == 1.0));
+            if let Some(label) = first.and_then(|one| one.label.as_deref()).filter(|label| value(label).is_none()) {
+                note(format_args!(
+                    "{name}: the first line is read as a series with the label {label:?}; if it names columns, give --wide"
+                ));
+            }
+            Found { series, ..Found::default() }
+        }
         _ => match Table::read(&text, form, name)? {
             Some(table) => from_table(table, reading)?,
             None => Found::default(),
@@ -232,9 +264,9 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, reading: &Reading<'_>) -> R
     }
     if let Some(other) = found.series.iter().find(|one| one.width != first.width) {
         bail!(
-            "{name}, line {}: {} channels, the series before it have {}; give as many to each",
+            "{name}, line {}: {}, the series before have {}; give as many to each",
             other.line,
-            other.width,
+            counted(other.width, "channels"),
             first.width
         );
     }
@@ -245,7 +277,18 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, reading: &Reading<'_>) -> R
 fn is_row_of_numbers(text: &str) -> bool {
     let first = text.lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
     let values: Vec<&str> = first.split('\t').skip(1).collect();
-    !values.is_empty() && values.iter().any(|text| !is_missing(text)) && values.iter().all(|text| value(text).is_some())
+    let are_numbers = values.iter().any(|text| !is_missing(text)) && values.iter().all(|text| value(text).is_some());
+    are_numbers && !begins_with_times(text)
+}
+
+/// Whether lines begin with dates, or with numbers that run up: those are times, and no labels.
+fn begins_with_times(text: &str) -> bool {
+    let lines = text.lines().filter(|line| !line.trim().is_empty());
+    let first: Vec<&str> = lines.filter_map(|line| line.split('\t').next()).map(str::trim).collect();
+    match first.iter().map(|text| value(text)).collect::<Option<Vec<f64>>>() {
+        Some(numbers) => numbers.len() > DIFFERENT && numbers.windows(2).all(|pair| pair[1] > pair[0]),
+        None => !matches!(Dates::of(&first, None), Ok(None)),
+    }
 }
 
 /// Whether the first object of JSON is a series rather than a point.
@@ -265,8 +308,10 @@ pub fn dates_of(texts: &[&str], reading: &Reading<'_>) -> Result<Option<Arc<Date
     let found = match reading.dates {
         Some(known) if texts.iter().all(|text| known.number(text).is_some()) => Some(known.clone()),
         Some(known) => Dates::of(texts, wanted)?.map(|found| found.on(known.calendar)),
-        // Earlier runs learned from counts since 1970 as numbers.
-        None => Dates::of(texts, wanted)?.filter(|found| !(reading.learned && found.is_epoch())),
+        // Earlier runs learned from counts since 1970, and from quarters without a letter, as numbers.
+        None => Dates::of(texts, wanted)?.filter(|found| {
+            !reading.learned || !found.is_epoch() && !["%Y%q", "%Y.%q"].contains(&found.format.as_str())
+        }),
     };
     match (reading.learned, reading.dates.is_some(), found.is_some()) {
         (true, true, false) => {
@@ -331,8 +376,8 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
         return Err("it has a text; give labelled texts with --labelled".into());
     }
     if let Some(key) = object.keys().find(|key| !KEYS.contains(&key.as_str())) {
-        let nearest = nearest(key, &KEYS).map(|name| format!("did you mean `{name}`? ")).unwrap_or_default();
-        return Err(format!("unknown key `{key}`; {nearest}known are {}", KEYS.join(", ")));
+        let help = if object.contains_key("values") { "" } else { "; a table is a list of objects, one for each row" };
+        return Err(format!("unknown key `{key}`; {}known are {}{help}", nearest(key, &KEYS), KEYS.join(", ")));
     }
     let number = |value: &Value| match value {
         Value::Null => Some(f64::NAN),
@@ -363,7 +408,8 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
     };
     let times = list("times")?.unwrap_or_else(|| (0..points.len()).map(|n| n as f64).collect());
     if times.len() != points.len() {
-        return Err(format!("{} times and {} values; give a time to each", times.len(), points.len()));
+        let (times, values) = (counted(times.len(), "times"), counted(points.len(), "values"));
+        return Err(format!("{times} and {values}; give a time to each"));
     }
     let text = |key: &str| match &value[key] {
         Value::Null => Ok(None),
@@ -425,12 +471,10 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     }
     let mut places: HashMap<Vec<String>, usize> = HashMap::new();
     let mut found: Vec<(usize, String, Vec<Point>, Option<String>)> = Vec::new();
-    let title =
-        |places: &[usize]| places.iter().map(|place| table.header[*place].as_str()).collect::<Vec<_>>().join(",");
     for (n, row) in table.rows.iter().enumerate() {
         let id: Vec<String> = roles.id.iter().map(|place| cell(row, *place)).collect();
         if id.iter().any(String::is_empty) {
-            let ids = title(&roles.id);
+            let ids = plain_names(table, &roles.id);
             return Err(row.wrong(
                 name,
                 format_args!("the column `{ids}` is empty; say which series the row is of, or leave it out"),
@@ -446,13 +490,19 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
             (None, _) => {
                 return Err(row.wrong(
                     name,
-                    format_args!("the column `{}` is empty; give a time, or leave the row out", title(&roles.time)),
+                    format_args!(
+                        "the column `{}` is empty; give a time, or leave the row out",
+                        plain_names(table, &roles.time)
+                    ),
                 ));
             }
             (Some(text), Some(dates)) => dates.number(text).ok_or_else(|| {
                 let others = || format!("no date as the others, such as {:?}", some[0]);
                 let problem = dates.off_calendar(text).map_or_else(others, |why| format!("not on the calendar: {why}"));
-                row.wrong(name, format_args!("{text:?} in the column `{}` is {problem}", title(&roles.time)))
+                row.wrong(
+                    name,
+                    format_args!("{text:?} in the column `{}` is {problem}", plain_names(table, &roles.time)),
+                )
             })?,
             (Some(text), None) => {
                 value(text).filter(|time| !time.is_nan()).ok_or_else(|| no_time(table, &roles.time, row, text))?
@@ -505,7 +555,7 @@ fn with_values(name: &str, all: impl Iterator<Item = (usize, Result<Series, Stri
         ([line, ..], 0) => return Err(lines::in_line(name, *line)(NO_VALUE)),
         (_, count) => {
             let (empty, all) = (empty.len(), empty.len() + count);
-            note(format_args!("{name}: {empty} of {all} series have no value at all and are left out"));
+            note(format_args!("{name}: left out, without any value: {empty} of {all} series"));
         }
     }
     Ok(found)
@@ -529,7 +579,8 @@ fn categories(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result
             if rows > 0 {
                 let title = &table.header[place];
                 note(format_args!(
-                    "{name}: {rows} rows have a text in the column `{title}` that did not occur in training"
+                    "{name}: texts in the column `{title}` that did not occur in training, in {}",
+                    counted(rows, "rows")
                 ));
             }
         }
@@ -575,13 +626,15 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     let numbers = table.texts(place).filter(is_number).count();
     let title = &table.header[place];
     let text: String = cell(row, place).chars().take(60).collect();
-    let bare = value(&text.replace([',', ' ', '_', '%', '$', '€', '£', '−', '(', ')'], ""));
-    let is_written_otherwise = bare.is_some_and(f64::is_finite);
-    if is_written_otherwise || 2 * numbers >= table.rows.len() {
-        let help = if value(&text).is_some() {
+    let is_written_otherwise = text.trim_start_matches(|c: char| !c.is_alphanumeric()).starts_with(char::is_numeric);
+    let is_nested = row.cells[place].is_object() || row.cells[place].is_array();
+    if is_written_otherwise || is_nested || 2 * numbers >= table.rows.len() {
+        let help = if is_nested {
+            "give what is in it columns of its own, as pandas' json_normalize does"
+        } else if value(&text).is_some() {
             "others of it have decimal commas; write all alike"
         } else if is_written_otherwise {
-            "write a point in numbers, such as 1234.5, and no commas, spaces or units"
+            "write numbers such as 1234.5, without commas, spaces or units; if it holds none, name it with --id, or the others with --channels"
         } else {
             "leave it empty if it is missing"
         };
@@ -605,8 +658,6 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
 /// Numbers that may stand for missing values: the least or the greatest, further off than all others from one another, which come again or
 /// are all nines, such as -999.
 fn codes(all: &[Series]) -> Vec<String> {
-    /// So many different values are no classes.
-    const DIFFERENT: usize = 10;
     let mut found = Vec::new();
     for channel in 0..all.first().map_or(0, |one| one.width) {
         let values = all.iter().flat_map(|one| one.values.iter().skip(channel).step_by(one.width)).copied();
@@ -668,27 +719,31 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
         bail!("{name}: --known {known} names a channel, and with --wide a series has one; leave it out");
     }
     let label = match &columns.label {
-        Some(title) => Some(table.named(title, "--label")?),
+        Some(title) => Some(table.named(title, By::Flag("--label"))?),
         None => table.find("label").or(table.find("class")),
     };
     let mut id = match (&columns.id, &columns.time) {
-        (Some(names), _) | (_, Some(names)) => table.several(names, "--id")?,
+        (Some(names), _) | (_, Some(names)) => table.several(names, ID)?,
         _ => table.find("year").or(named_id(table)).into_iter().collect(),
     };
-    let chosen = columns.channels.iter().map(|title| table.named(title, "--channels")).collect::<Result<Vec<_>>>()?;
+    let chosen = |title: &String| table.named(title, By::Flag("--channels"));
+    let chosen = columns.channels.iter().map(chosen).collect::<Result<Vec<_>>>()?;
     let free = (0..table.header.len()).filter(|place| Some(*place) != label && !id.contains(place));
     let free = free.filter(|place| !table.header[*place].is_empty() && !counts_rows(table, *place, label.is_some()));
-    let (values, texts): (Vec<usize>, Vec<usize>) = free.partition(|place| table.numbers(*place).is_ok());
+    // The World Bank's are `1990 [YR1990]`.
+    let title = |place: &usize| table.header[*place].split(" [").next().unwrap_or_default();
+    let (timed, others): (Vec<usize>, Vec<usize>) = free.partition(|place| is_time(title(place)));
+    let (values, texts): (Vec<usize>, Vec<usize>) = others.into_iter().partition(|place| table.numbers(*place).is_ok());
     let mut values = if chosen.is_empty() { values } else { chosen };
+    // Where most names are times, the others are none, and what these hold has to be numbers.
+    if columns.channels.is_empty() {
+        values = if timed.len() > values.len() { timed } else { [timed, values].concat() };
+        values.sort_unstable();
+    }
     if values.is_empty() {
         bail!("{}: --wide: no column of numbers", table.at_header());
     }
-    // Where most names are times, the others are none.
-    let times: Vec<usize> = values.iter().copied().filter(|place| is_time(&table.header[*place])).collect();
-    if columns.channels.is_empty() && times.len() * 2 > values.len() {
-        values = times;
-    }
-    let titles: Vec<&str> = values.iter().map(|place| table.header[*place].as_str()).collect();
+    let titles: Vec<&str> = values.iter().map(title).collect();
     let dates = dates_of(&titles, reading).map_err(|problem| anyhow!("{}: {problem}", table.at_header()))?;
     let times: Option<Vec<f64>> = match &dates {
         Some(dates) => titles.iter().map(|title| dates.number(title)).collect(),
@@ -699,7 +754,7 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
     let mut columns = columns.clone();
     if counted && numbers.is_none() {
         // Names that do not tell their order keep that of the columns that were learned from.
-        columns.channels = titles.iter().map(|title| title.to_string()).collect();
+        columns.channels = values.iter().map(|place| table.header[*place].clone()).collect();
     }
     let times = times.or(numbers).unwrap_or_else(|| (0..titles.len()).map(|n| n as f64).collect());
     // Texts that name each row, one or all of them together.
@@ -712,8 +767,12 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
         let cells = id.iter().map(|place| cell(row, *place)).filter(|cell| id.len() == 1 || !cell.is_empty());
         (!id.is_empty()).then(|| cells.collect::<Vec<_>>().join(","))
     };
-    let numbers = values.iter().map(|place| table.numbers(*place)).collect::<Result<Vec<_>, _>>();
-    let numbers = numbers.map_err(|row| row.wrong(name, "a value is no number; leave it empty if it is missing"))?;
+    let wrong = |row: &Row, place: usize| {
+        let (text, title) = (cell(row, place), &table.header[place]);
+        row.wrong(name, format_args!("{text:?} in the column `{title}` is no number; leave it empty if it is missing"))
+    };
+    let numbers = values.iter().map(|place| table.numbers(*place).map_err(|row| wrong(row, *place)));
+    let numbers = numbers.collect::<Result<Vec<_>>>()?;
     table.say_doubtful(&values, label);
     let found = with_values(
         name,
@@ -986,7 +1045,7 @@ mod tests {
             (
                 "time,x\n0,\"1,101\"\n1,\"1,102\"\n",
                 none(),
-                "\"1,101\" in the column `x` is no number; write a point in numbers",
+                "\"1,101\" in the column `x` is no number; write numbers such as 1234.5",
             ),
             (
                 "time,x\n0,1\n",
@@ -1162,7 +1221,11 @@ mod tests {
             assert!(error.contains("and this run learned from dates in months"), "{error}");
         }
         assert!(parse(monthly.as_bytes(), "tsf", "f", &reading).is_ok());
-        let reading = Reading { learned: true, ..Reading::default() };
+        let columns = Columns { time: Some("t".into()), channels: vec!["x".into()], ..Columns::default() };
+        let reading = Reading { learned: true, columns: Some(&columns), ..Reading::default() };
+        let quarters = parse(b"t,x\n20203,1\n20204,2\n20211,3\n", "csv", "f", &reading).unwrap();
+        assert_eq!(quarters.series[0].times, [20203.0, 20204.0, 20211.0], "as in runs that learned from such numbers");
+        let reading = Reading { columns: None, ..reading };
         let error = parse(monthly.as_bytes(), "tsf", "f", &reading).unwrap_err().to_string();
         assert!(error.contains("it has dates in months, and this run learned from no dates"), "{error}");
         assert!(
@@ -1199,33 +1262,20 @@ mod tests {
                 "f, line 1: the key `values` comes twice; take one out",
             ),
             ("t\0i\0m\0e\0,\0x\0\n\0", "csv", "f: no text, since it has bytes of 0"),
-            ("time,x\n0,−5\n1,3\n", "csv", "\"−5\" in the column `x` is no number; write a point in numbers"),
+            ("time,x\n0,−5\n1,3\n", "csv", "\"−5\" in the column `x` is no number; write numbers such as 1234.5"),
             ("{\"values\": [1]}\n{\"values\": [\"x\"]}\n", "jsonl", "f, line 2: an entry of `values`"),
-            ("{\"values\": [1, 2], \"times\": [1]}\n", "jsonl", "1 times and 2 values"),
-            ("{\"values\": [[1, 2], [1]]}\n", "jsonl", "a point has 1 values, those before it 2"),
+            ("{\"values\": [1, 2], \"times\": [1]}\n", "jsonl", "1 time and 2 values"),
+            ("{\"values\": [[1, 2], [1]]}\n", "jsonl", "a point has 1 value, those before it 2"),
             ("{\"values\": [null]}\n", "jsonl", "no point of it has a value"),
-            ("{\"values\": [1], \"times\": [\"x\"]}\n", "jsonl", "a time is no number and no date: \"x\""),
             ("{\"values\": [1], \"timestamps\": [5]}\n", "jsonl", "unknown key `timestamps`; did you mean `times`?"),
             ("{\"values\": [1, NaN]}\n", "jsonl", "it has no NaN; write null"),
             ("{\"text\": \"a\", \"label\": 1}\n", "jsonl", "--labelled"),
             ("{a\n", "jsonl", "f, line 1: no JSON"),
             (
-                "{\"values\": [1]}\n{\"values\": [[1, 2]]}\n",
-                "jsonl",
-                "f, line 2: 2 channels, the series before it have 1",
-            ),
-            ("a,b\n1,2\n", "csv", "no column of times is known among `a`, `b`"),
-            (
                 "time,x\nsoon,2\n",
                 "csv",
                 "f, line 2: \"soon\" in the column `time` is neither a number nor a date that is known",
             ),
-            (
-                "{\"values\": [1, 2], \"forecast\": [3, 1]}\n",
-                "jsonl",
-                "f, line 1: the time 1 in `forecast` is not after 1",
-            ),
-            ("{\"values\": [1, 2], \"forecast\": 3}\n", "jsonl", "the key `forecast` has no list of times"),
             ("id,time,label\n1,2,a\n1,3,a\n", "csv", "no column of values beside times, ids and labels"),
             ("id,time,x\n1,2,3\n1,b,3\n", "csv", "f, line 3: \"b\" in the column `time` is neither"),
             ("id,time,x\n1,2,3\n1,,3\n", "csv", "f, line 3: the column `time` is empty"),

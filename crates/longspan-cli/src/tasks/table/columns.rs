@@ -1,5 +1,6 @@
 //! Which columns of a table are what: by the names that a person gave, else where the header leaves no doubt.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
@@ -8,12 +9,12 @@ use anyhow::{Result, anyhow, bail};
 use serde_json::Value;
 
 use super::dates::{Dates, epoch};
-use super::{Form, Row, Table, text, value};
+use super::{By, Form, Row, Table, contents, first_line, looks_like_name, text, value};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::task::Asked;
 use crate::terminal::notes::note;
-use crate::terminal::samples::visible;
+use crate::terminal::samples::{listed, visible};
 use crate::terminal::shell;
 
 /// Names of a column of times,
@@ -35,8 +36,8 @@ const UNITS: [&str; 14] =
     ["s", "sec", "seconds", "ms", "us", "ns", "min", "minutes", "h", "hours", "d", "days", "utc", "unix"];
 
 /// of those that say which series a row is of,
-const IDS: &str =
-    "id|unique_id|series_id|item_id|store_id|sensor_id|series|symbol|ticker|item|store|sensor|station|firm";
+const IDS: &str = "id|unique_id|series_id|item_id|store_id|sensor_id|series|symbol|ticker|item|store|sensor|station|firm|\
+                   subject|patient|participant";
 
 /// of labels of series,
 const LABELS: [&str; 2] = ["label", "class"];
@@ -48,8 +49,12 @@ const NUMBERS: [&str; 12] =
 /// Columns and pairs of columns of numbers of which it is tried whether they say which series a row is of.
 const TRIED: usize = 100;
 
+pub const ID: By = By::Flag("--id");
+
 /// Rows from which it is guessed what a column holds.
 const SOME: usize = 200;
+
+const SPACES: &str = "; columns have commas, semicolons, tabs or bars between them, not spaces";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Roles {
@@ -66,16 +71,17 @@ impl Roles {
     /// file to predict from.
     pub fn of(table: &Table, columns: &Columns, labels: bool, soft: bool) -> Result<Self> {
         let mut unread = Vec::new();
-        let flag = if soft { "the run's channel" } else { "--channels" };
-        let channels = columns.channels.iter().map(|name| table.named(name, flag)).collect::<Result<Vec<_>>>()?;
+        let by = |flag, what| if soft { By::Run(what) } else { By::Flag(flag) };
+        let channel = |name: &String| table.named(name, by("--channels", "channel"));
+        let channels = columns.channels.iter().map(channel).collect::<Result<Vec<_>>>()?;
         let label = match &columns.label {
-            Some(name) if table.find(name).is_some() || !soft => Some(table.named(name, "--label")?),
+            Some(name) if table.find(name).is_some() || !soft => Some(table.named(name, By::Flag("--label"))?),
             _ => only(table, &LABELS, &channels),
         };
         let mut taken: HashSet<usize> = channels.iter().copied().chain(label).collect();
         let time = match &columns.time {
             Some(name) if name == "row" && table.find(name).is_none() => Vec::new(),
-            Some(names) => table.several(names, if soft { "the run's column of times" } else { "--time" })?,
+            Some(names) => table.several(names, by("--time", "column of times"))?,
             None => time(table, &taken)?,
         };
         taken.extend(&time);
@@ -94,7 +100,7 @@ impl Roles {
                 && is_different(table, place)
             {
                 "row names"
-            } else if is_part(title) && !time.is_empty() {
+            } else if is_one(PARTS, title) && !time.is_empty() {
                 "a part of the time"
             } else if columns.channels.is_empty() && holds_epochs(table, place) {
                 "another time"
@@ -115,7 +121,7 @@ impl Roles {
             );
         }
         let id = match &columns.id {
-            Some(names) if !soft || table.several(names, "--id").is_ok() => table.several(names, "--id")?,
+            Some(names) if !soft || table.several(names, ID).is_ok() => table.several(names, ID)?,
             _ => {
                 let is_id = |place: usize| {
                     let speaks = || speaks_of_id(&table.header[place]) && is_different(table, place);
@@ -138,6 +144,14 @@ impl Roles {
             }
         };
         taken.extend(&id);
+        let counts_rows = time.iter().all(|place| is_index(&lower[*place]));
+        let is_open = columns.time.is_none() || columns.id.is_none();
+        if is_open && counts_rows && columns.channels.is_empty() {
+            let free: Vec<usize> = (0..table.header.len()).filter(|place| is_free(&taken, *place)).collect();
+            if let Some(found) = repeated(table, if id.is_empty() { &free } else { &id }, &free) {
+                bail!("{}: {}, or name all channels with --channels", table.at_header(), anew(table, found));
+            }
+        }
         if columns.id.is_none() && columns.channels.is_empty() {
             let is_open = |place: &usize| is_free(&taken, *place) && speaks_of_id(&table.header[*place]);
             if let Some(place) = (0..table.header.len()).filter(is_open).find(|place| holds_numbers(table, *place)) {
@@ -152,7 +166,7 @@ impl Roles {
         if columns.time.is_none() && columns.id.is_none() && !time.is_empty() {
             let shared = sharing(table, &[&id, &time]);
             if shared * 2 > table.rows.len() {
-                let time = names(table, &time, ",").replace('`', "");
+                let time = plain_names(table, &time);
                 bail!(
                     "{}: {shared} of {} rows share the time `{time}` with another row{}; name all columns that say which series a row \
                      is of with --id, or those of the time with --time, count rows with --time row, or keep it with --time '{time}'",
@@ -184,8 +198,12 @@ impl Roles {
 
     fn check(&self, table: &Table) -> Result<()> {
         if self.channels.is_empty() {
+            let help = match &table.header[..] {
+                [one] if one.contains(' ') => SPACES,
+                _ => "; name some with --channels",
+            };
             bail!(
-                "{}: no column of values beside {}; name some with --channels",
+                "{}: no column of values beside {}{help}",
                 table.at_header(),
                 if self.time.is_empty() { "ids and labels" } else { "times, ids and labels" }
             );
@@ -209,12 +227,11 @@ impl Roles {
 
     /// What was found, as a person would name it.
     pub fn named(&self, table: &Table, columns: &Columns) -> Columns {
-        let joined = |places: &[usize]| places.iter().map(|place| table.header[*place].clone()).collect::<Vec<_>>();
-        let word = |places: &[usize]| (!places.is_empty()).then(|| joined(places).join(","));
+        let word = |places: &[usize]| (!places.is_empty()).then(|| plain_names(table, places));
         Columns {
             time: word(&self.time).or(Some("row".into())),
             id: word(&self.id),
-            channels: joined(&self.channels),
+            channels: self.channels.iter().map(|place| table.header[*place].clone()).collect(),
             label: self.label.map(|place| table.header[place].clone()),
             ..columns.clone()
         }
@@ -232,32 +249,28 @@ impl Roles {
         let id = if self.id.is_empty() { String::new() } else { format!(", ids {}", names(&self.id)) };
         let label = self.label.map_or(String::new(), |place| format!(", labels `{}`", table.header[place]));
         const MOST: usize = 8;
-        let more = self.channels.len().saturating_sub(MOST);
-        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let some = self::names(table, &self.channels[..self.channels.len().min(MOST)], ", ");
+        let channels: Vec<String> = self.channels.iter().map(|place| format!("`{}`", table.header[*place])).collect();
+        let channels = listed(&channels, MOST);
         let unread: Vec<String> =
-            self.unread.iter().take(MOST).map(|(place, why)| format!("`{}` ({why})", table.header[*place])).collect();
-        let unread = if unread.is_empty() { String::new() } else { format!("; not read: {}", unread.join(", ")) };
+            self.unread.iter().map(|(place, why)| format!("`{}` ({why})", table.header[*place])).collect();
+        let unread = if unread.is_empty() { String::new() } else { format!("; not read: {}", listed(&unread, MOST)) };
         format!(
-            "columns: {time}{id}{label}, channels {some}{more}{unread}; --time, --id, --label, --channels and --dates decide otherwise"
+            "columns: {time}{id}{label}, channels {channels}{unread}; --time, --id, --label, --channels and --dates decide otherwise"
         )
     }
 }
 
 impl Table {
-    /// The places of a column, or of several with commas between them, that a person named with `flag`.
-    pub fn several(&self, names: &str, flag: &str) -> Result<Vec<usize>> {
-        if let Ok(place) = self.named(names, flag) {
+    /// The places of a column, or of several with commas between them, that were named so.
+    pub fn several(&self, names: &str, by: By) -> Result<Vec<usize>> {
+        if let Ok(place) = self.named(names, by) {
             return Ok(vec![place]);
         }
-        names.split(',').map(|name| self.named(name.trim(), flag)).collect()
+        names.split(',').map(|name| self.named(name.trim(), by)).collect()
     }
 
-    pub fn summary(&self) -> Vec<String> {
-        (0..self.header.len()).map(|place| self.held(place)).collect()
-    }
-
-    fn held(&self, place: usize) -> String {
+    /// What a column holds, in words.
+    pub fn held(&self, place: usize) -> String {
         let texts: Vec<String> = self.texts(place).flatten().collect();
         let missing = self.rows.len() - texts.len();
         let missing = if missing > 0 { format!(", {missing} missing") } else { String::new() };
@@ -317,11 +330,6 @@ fn holds_parts(table: &Table, place: usize) -> bool {
         month || text.strip_prefix('q').is_some_and(|number| ["1", "2", "3", "4"].contains(&number))
     };
     holds_numbers(table, place) || some(table, place).iter().all(is_named)
-}
-
-/// Whether a name in small letters is that of a part of a time.
-fn is_part(title: &str) -> bool {
-    is_one(PARTS, title)
 }
 
 fn is_one(names: &str, title: &str) -> bool {
@@ -392,15 +400,8 @@ pub fn named_id(table: &Table) -> Option<usize> {
     only(table, &IDS.split('|').collect::<Vec<_>>(), &[])
 }
 
-fn is_constant(table: &Table, place: usize) -> bool {
-    let mut texts = table.texts(place);
-    let first = texts.next();
-    texts.all(|text| Some(text) == first)
-}
-
 pub fn is_different(table: &Table, place: usize) -> bool {
-    let mut known = HashSet::new();
-    table.texts(place).all(|text| known.insert(text))
+    counts(table, &[&[place]]).len() == table.rows.len()
 }
 
 fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
@@ -420,8 +421,8 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
             return vec![day];
         }
         let hours: Vec<usize> = CLOCK.into_iter().map_while(part).collect();
-        let again = |place: &usize| 2 * counts(table, &[&[*place]]).len() <= table.rows.len();
-        let is_clock = |place: &usize| holds_dates(table, day) && holds_clocks(table, *place) && again(place);
+        let is_clock =
+            |place: &usize| holds_dates(table, day) && holds_clocks(table, *place) && is_repeated(table, &[*place]);
         let clock = free.iter().copied().find(|place| hours.is_empty() && is_clock(place));
         std::iter::once(day).chain(hours).chain(clock).collect()
     };
@@ -438,7 +439,7 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
                 |place: usize| table.numbers(place).is_ok_and(|all| all.is_sorted() || all.iter().rev().is_sorted());
             let whole = |place: &usize| {
                 ["year", "yr", "month", "day"].contains(&lower(*place).as_str())
-                    && !is_constant(table, *place)
+                    && counts(table, &[&[*place]]).len() > 1
                     && runs(*place)
             };
             if let Some(other) = free.iter().copied().find(whole).filter(|_| holds_numbers(table, one) && !runs(one)) {
@@ -458,7 +459,8 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         [] => {}
         _ => return Err(asked(&strong)),
     }
-    let speaks_of_time = |place: usize| has_word(&table.header[place], |word| TIMES.contains(&word) || is_part(word));
+    let speaks_of_time =
+        |place: usize| has_word(&table.header[place], |word| TIMES.contains(&word) || is_one(PARTS, word));
     let is_dated = |place: &usize| speaks_of_time(*place) && holds_dates(table, *place);
     let mut dated: Vec<usize> = free.iter().copied().filter(is_dated).collect();
     if dated.is_empty() {
@@ -504,10 +506,10 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     let texts = table.rows.is_empty() || !free.iter().any(|place| holds_numbers(table, *place));
     let times = free.iter().filter(|place| is_time(&table.header[**place])).count();
     let help = match &table.header[..] {
-        [one] if one.contains(' ') => "; columns have commas, semicolons, tabs or bars between them, not spaces",
+        [one] if one.contains(' ') => SPACES,
         all if 2 * times > all.len() => "; if a row is a whole series, and a column a time, give --wide",
         _ if texts => "; labelled texts are learned with --labelled",
-        _ => "",
+        _ => &repeated(table, &free, &free).map_or(String::new(), |found| format!("; {}", anew(table, found))),
     };
     bail!(
         "{}: no column of times is known among {}; name it with --time NAME, or count the rows with --time row{help}",
@@ -518,15 +520,22 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
 
 /// Says that a text is no time.
 pub fn no_time(table: &Table, places: &[usize], row: &Row, text: &str) -> anyhow::Error {
-    let titles = names(table, places, ",").replace('`', "");
-    row.wrong(&table.name, format_args!(
-        "{text:?} in the column `{titles}` is neither a number nor a date that is known; say how dates are written, such as --dates %d.%m.%Y"
-    ))
+    let titles = plain_names(table, places);
+    let help = if text.contains(':') && text.len() <= 12 {
+        "put the day before a time of the day, write a duration as a number, or count the rows with --time row"
+    } else {
+        "say how dates are written, such as --dates %d.%m.%Y"
+    };
+    row.wrong(
+        &table.name,
+        format_args!("{text:?} in the column `{titles}` is neither a number nor a date that is known; {help}"),
+    )
 }
 
 /// The text of a time that several columns are together.
 pub fn time_text(table: &Table, places: &[usize], row: usize) -> Option<String> {
-    let cells: Vec<String> = places.iter().map(|place| text(&table.rows[row].cells[*place])).collect::<Option<_>>()?;
+    let cell = |place: &usize| text(&table.rows[row].cells[*place]).map(Cow::into_owned);
+    let cells: Vec<String> = places.iter().map(cell).collect::<Option<_>>()?;
     let is = |n: usize, names: &[&str]| {
         places.get(n).is_some_and(|place| names.contains(&table.header[*place].to_lowercase().as_str()))
     };
@@ -567,13 +576,12 @@ fn guessed_id(
     if shared * 10 < table.rows.len() || shared == 0 {
         return Ok(Vec::new());
     }
-    let is_repeated = |places: &[usize]| counts(table, &[places]).len() * 2 <= table.rows.len();
     let apart = |places: &[usize]| sharing(table, &[named, places, time]) == 0;
     let free = (0..table.header.len()).filter(|place| !taken.contains(place));
     let is_id = |place: usize| table.header[place].to_lowercase().ends_with("_id");
     let (numbers, mut texts): (Vec<usize>, Vec<usize>) =
         free.partition(|place| holds_numbers(table, *place) && !is_id(*place));
-    texts.retain(|place| is_repeated(&[*place]));
+    texts.retain(|place| is_repeated(table, &[*place]));
     let found: Vec<usize> = texts.iter().copied().filter(|place| apart(&[*place])).collect();
     match found[..] {
         [one] => return Ok(vec![one]),
@@ -585,7 +593,7 @@ fn guessed_id(
         ),
     }
     // Texts that only together tell rows apart, without those that are not needed for it.
-    if is_repeated(&texts) && apart(&texts) {
+    if is_repeated(table, &texts) && apart(&texts) {
         for place in texts.clone().into_iter().rev() {
             let others: Vec<usize> = texts.iter().copied().filter(|other| *other != place).collect();
             if apart(&others) {
@@ -600,9 +608,9 @@ fn guessed_id(
     let lasts = |places: &[usize]| counts(table, &[places]).len() * times <= 2 * table.rows.len();
     let tells_apart = |places: &Vec<usize>| {
         let all = [named, places].concat();
-        is_repeated(&all) && lasts(&all) && apart(places)
+        is_repeated(table, &all) && lasts(&all) && apart(places)
     };
-    let numbers: Vec<usize> = numbers.into_iter().filter(whole).filter(|place| is_repeated(&[*place])).collect();
+    let numbers: Vec<usize> = numbers.into_iter().filter(whole).filter(|place| is_repeated(table, &[*place])).collect();
     let all = [&texts[..], &numbers].concat();
     let pairs = all.iter().enumerate().flat_map(|(n, a)| all[..n].iter().map(|b| vec![*b, *a]));
     let most = shared * 2 > table.rows.len();
@@ -613,10 +621,43 @@ fn guessed_id(
             "{}: rows share times, and {} may say which series each is of: say so with --id {}, or name all channels with --channels",
             table.at_header(),
             names(table, &found, " and "),
-            shell::quoted(&names(table, &[named, &found].concat(), ",").replace('`', ""))
+            shell::quoted(&plain_names(table, &[named, &found].concat()))
         );
     }
     Ok(Vec::new())
+}
+
+/// Of repeated measures, whose rows stand together by subject, the column of subjects and one of numbers that runs up anew in each.
+fn repeated(table: &Table, subjects: &[usize], free: &[usize]) -> Option<(usize, usize)> {
+    let subjects = subjects.iter().copied().filter(|place| !is_one(PARTS, &table.header[*place].to_lowercase()));
+    subjects.filter(|place| is_repeated(table, &[*place])).find_map(|subject| {
+        let texts: Vec<Option<String>> = table.texts(subject).collect();
+        let starts: Vec<bool> = texts.windows(2).map(|pair| pair[0] != pair[1]).collect();
+        let blocks = 1 + starts.iter().filter(|start| **start).count();
+        if blocks < 2 || counts(table, &[&[subject]]).len() != blocks {
+            return None;
+        }
+        let runs_anew = |place: &usize| {
+            let runs = |all: Vec<f64>| all.windows(2).zip(&starts).all(|(pair, start)| (pair[1] > pair[0]) != *start);
+            *place != subject && table.numbers(*place).is_ok_and(runs)
+        };
+        let times = free.iter().copied().filter(runs_anew).min_by_key(|place| counts(table, &[&[*place]]).len())?;
+        Some((subject, times))
+    })
+}
+
+fn anew(table: &Table, (subject, times): (usize, usize)) -> String {
+    let [subject, times] = [subject, times].map(|place| &table.header[place]);
+    let flags = [subject, times].map(|title| shell::quoted(title));
+    format!(
+        "`{times}` runs up anew for each `{subject}`: if each is a series, give --id {} --time {}",
+        flags[0], flags[1]
+    )
+}
+
+/// Whether what these columns have together comes twice and more, in the mean.
+fn is_repeated(table: &Table, places: &[usize]) -> bool {
+    counts(table, &[places]).len() * 2 <= table.rows.len()
 }
 
 /// How many rows have the same in all of these columns, for the hash of each that one has.
@@ -637,6 +678,11 @@ fn sharing(table: &Table, places: &[&[usize]]) -> usize {
 
 pub fn names(table: &Table, places: &[usize], between: &str) -> String {
     places.iter().map(|place| format!("`{}`", table.header[*place])).collect::<Vec<_>>().join(between)
+}
+
+/// As a person gives several to a flag.
+pub fn plain_names(table: &Table, places: &[usize]) -> String {
+    places.iter().map(|place| table.header[*place].as_str()).collect::<Vec<_>>().join(",")
 }
 
 /// Says which of more columns than these are read.
@@ -668,6 +714,11 @@ impl TextColumn {
         title == self.key || self.names.contains(&title.as_str())
     }
 
+    /// Whether it is the column of this name, or that a person named.
+    fn is(&self, title: &str, wanted: Option<&String>) -> bool {
+        title.to_lowercase() == wanted.map_or(self.key.into(), |name| name.to_lowercase())
+    }
+
     /// The texts of a file that is a table by its name or its first line, each with its line; `None` of any other file, whose lines are
     /// texts. Of tabs without names the first column.
     pub fn asked(&self, path: &Path, wanted: Option<&String>) -> Result<Option<Vec<Asked>>> {
@@ -681,16 +732,22 @@ impl TextColumn {
             };
             note(format_args!("{name}: read as {found} is predicted for"));
         }
-        let bytes = lines::read(path)?;
+        let (_, bytes) = contents(path)?;
         let text = lines::text(&bytes, &name)?;
-        // One known name is a header: what is beside it may have any.
         let form = Form::of(&ending, &text);
-        let named = form != Form::Tabs
-            || text.lines().next().is_some_and(|line| {
-                line.split('\t')
-                    .any(|title| title.trim() == self.key || wanted.is_some_and(|name| name == title.trim()))
-            });
-        let table = if named {
+        let titles: Vec<&str> = first_line(&text).split('\t').map(str::trim).collect();
+        let is_header = titles.len() > 1 && titles.iter().all(|title| looks_like_name(title));
+        // In the first column a text may be such a word, too.
+        let known = titles.iter().skip(1).find(|title| is_header && self.knows(title));
+        // One known name is a header: what is beside it may have any.
+        let named = form != Form::Tabs || titles.iter().any(|title| self.is(title, wanted));
+        if let (Some(title), false) = (known, named) {
+            let flag = self.flag;
+            note(format_args!(
+                "{name}: the first line names the columns, and `{title}` is predicted for; {flag} decides otherwise"
+            ));
+        }
+        let table = if named || known.is_some() {
             Table::read(&text, form, &name)?
         } else {
             Table::of_texts(&text, form, &name, &[self], &Columns::default())?
@@ -714,16 +771,15 @@ impl TextColumn {
         } else {
             Table::read(line, form, "").ok()??.header
         };
-        let is_ours = |title: &&String| wanted.map_or(title.to_lowercase() == self.key, |name| name == *title);
-        titles.iter().find(is_ours).filter(|_| form == Form::Json || titles.len() > 1).cloned()
+        titles.iter().find(|title| self.is(title, wanted)).filter(|_| form == Form::Json || titles.len() > 1).cloned()
     }
 
     pub fn place(&self, table: &Table, wanted: Option<&String>, other: Option<usize>) -> Result<usize> {
         if let Some(name) = wanted {
-            return table.named(name, self.flag);
+            return table.named(name, By::Flag(self.flag));
         }
         if let Some(place) = table.find(self.key) {
-            return table.named(&table.header[place].clone(), self.flag).map(|_| place);
+            return table.named(&table.header[place], By::Flag(self.flag));
         }
         let known: Vec<usize> = (0..table.header.len())
             .filter(|place| Some(*place) != other && self.knows(&table.header[*place]))

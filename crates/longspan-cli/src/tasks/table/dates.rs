@@ -41,7 +41,7 @@ const DAYS: &str = "%Y-%m-%d|%Y/%m/%d|%Y.%m.%d|%Y%m%d|%d.%m.%Y|%d.%m.%y|%d/%m/%Y
 
 /// months, quarters and weeks,
 const MONTHS: &str = "%Y-%m|%Y/%m|%Y %b|%Y-%b|%Y %B|%b %Y|%B %Y|%b-%Y|%b-%y|%b %y|%m/%Y|%YM%m|%Y-M%m|%Y Q%q|%YQ%q|%Y-Q%q|Q%q %Y|Q%q-%Y|\
-                      %Y-%B|%G-W%V-%u|%G-W%V|%GW%V|%G W%V";
+                      %Yq%q|%qQ%Y|%qQ%y|Q%q %y|Q%q FY%Y|Q%q FY%y|FY%Y Q%q|FY%YQ%q|FY%Y-Q%q|FY%y Q%q|FY%yQ%q|%Ym%m|%Y-%B|%G-W%V-%u|%G-W%V|%GW%V|%G W%V";
 
 /// times of the day after a day and a space or a T,
 const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H-%M-%S|%H%M%S|%H%M|%I:%M %p|%I:%M:%S %p";
@@ -53,8 +53,17 @@ const ZONES: &str = "|Z|%:z|%z|%:::z| %:z| %z| UTC| GMT";
 const LOGS: &str = "%d/%b/%Y:%H:%M:%S %z|%a %b %d %H:%M:%S %Y";
 
 /// dates that look like numbers, by their length.
-const NUMBERS: [(usize, &str); 7] =
-    [(8, "%Y%m%d"), (6, "%Y%m"), (6, "%G%V"), (6, "%y%m%d"), (7, "%Y.%m"), (12, "%Y%m%d%H%M"), (14, "%Y%m%d%H%M%S")];
+const NUMBERS: [(usize, &str); 9] = [
+    (8, "%Y%m%d"),
+    (6, "%Y%m"),
+    (6, "%G%V"),
+    (6, "%y%m%d"),
+    (7, "%Y.%m"),
+    (12, "%Y%m%d%H%M"),
+    (14, "%Y%m%d%H%M%S"),
+    (5, "%Y%q"),
+    (6, "%Y.%q"),
+];
 
 /// and counts since 1970, in nanoseconds.
 const EPOCHS: [(&str, i128); 4] =
@@ -82,7 +91,7 @@ impl Dates {
                         text.len() == *length && year(text).is_some_and(|year| (1700..2200).contains(&year))
                     })
                 };
-                // Within one month, or one year of weeks, numbers might as well count up.
+                // Within one month, or one year of weeks or quarters, numbers might as well count up.
                 let differ = |format: &str, of: fn(DateTime) -> i16| {
                     texts.iter().filter_map(|text| Some(of(parse(format, text)?.0))).collect::<BTreeSet<_>>().len() > 1
                 };
@@ -90,7 +99,7 @@ impl Dates {
                     are_dates(form)
                         && match form.1 {
                             "%y%m%d" => differ(form.1, |date| i16::from(date.month())),
-                            "%G%V" => differ(form.1, DateTime::year),
+                            "%G%V" | "%Y%q" | "%Y.%q" => differ(form.1, DateTime::year),
                             _ => true,
                         }
                 };
@@ -142,6 +151,12 @@ impl Dates {
         let format = printed.filter(|_| wanted.is_none()).unwrap_or_else(|| best.clone());
         let dates: Vec<(DateTime, Option<Offset>)> =
             texts[..most].iter().filter_map(|text| parse(&format, text)).collect();
+        let years: BTreeSet<i16> = dates.iter().map(|(date, _)| date.year()).collect();
+        if format.contains("%y") && years.iter().zip(years.iter().skip(1)).any(|(year, next)| next - year > 50) {
+            return Err(format!(
+                "of two digits of a year, 69 to 99 are read as 19.. and others as 20.., which tears dates such as {first:?} apart; write four"
+            ));
+        }
         let offset = dates.last().and_then(|(_, offset)| *offset).map_or(0, Offset::seconds);
         Ok(Some(Self { calendar: Calendar::of(&dates), format, offset }))
     }
@@ -380,6 +395,13 @@ mod tests {
             ),
             (["Friday, March 1, 2024", "Saturday, March 2, 2024", "Sunday, March 3, 2024"], "Monday, March 4, 2024"),
             (["1974Q1", "1974Q2", "1974Q3"], "1974Q4"),
+            (["2Q15", "3Q15", "4Q15"], "1Q16"),
+            (["20203", "20204", "20211"], "20212"),
+            (["2020.3", "2020.4", "2021.1"], "2021.2"),
+            (["FY2015Q2", "FY2015Q3", "FY2015Q4"], "FY2016Q1"),
+            (["Q2 FY15", "Q3 FY15", "Q4 FY15"], "Q1 FY16"),
+            (["2015q2", "2015q3", "2015q4"], "2016q1"),
+            (["1999m8", "1999m9", "1999m10"], "1999m11"),
             (["1991 W51", "1991 W52", "1992 W01"], "1992 W02"),
             (["Jan 1 2000", "Feb 1 2000", "Mar 1 2000"], "Apr 1 2000"),
             (["Jan-1-1995", "Feb-1-1995", "Mar-1-1995"], "Apr-1-1995"),
@@ -456,6 +478,8 @@ mod tests {
         for texts in [
             &["1", "2"][..],
             &["1949", "1950"],
+            &["20201", "20202"],
+            &["20204", "20205", "20211"],
             &["20230227", "20231300"],
             &["202312", "202313"],
             &["2023.12", "2023.13"],
@@ -483,6 +507,8 @@ mod tests {
         // One order of the year is as good as the other.
         let error = Dates::of(&["20/01/31", "05/06/11", "07/08/29"], None).unwrap_err();
         assert!(error.contains("--dates '%d/%m/%y' or --dates '%y/%m/%d'"), "{error}");
+        let error = Dates::of(&["Nov-68", "Dec-68", "Jan-69"], None).unwrap_err();
+        assert!(error.contains("such as \"Nov-68\" apart; write four"), "{error}");
         let week = |format, text: &str| Dates::of(&[text], Some(format)).unwrap().unwrap().number(text);
         assert_eq!(week("%Y-%j", "1970-032"), Some(31.0 * 86400.0));
         assert_eq!(week("%G-W%V", "1970-W02"), Some(4.0 * 86400.0));

@@ -4,23 +4,45 @@ pub mod columns;
 pub mod dates;
 pub mod json;
 
+use std::borrow::Cow;
 use std::collections::HashMap;
+use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 use csv::{ReaderBuilder, Terminator};
 use serde_json::Value;
 
+use super::lines;
+use super::memory;
 use super::split::composed;
 use crate::run::columns::Columns;
 use crate::terminal::notes::note;
-use crate::terminal::samples::counted;
+use crate::terminal::samples::{counted, listed};
 use crate::terminal::shell;
-use columns::TextColumn;
+use columns::{TextColumn, is_time};
 
 /// What stands for a missing value, beside an empty field.
-const MISSING: [&str; 17] = [
-    "?", "NaN", "nan", "-nan", "NAN", "NA", "na", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "None", "-", ".",
+const MISSING: [&str; 20] = [
+    "?", "NaN", "nan", "-nan", "NAN", "NA", "na", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "None", "-",
+    "--", ".", "..", ":",
 ];
+
+/// What errors call a file of data, and its contents: of an object of JSON that holds one list of objects, that list in its lines.
+pub fn contents(path: &Path) -> Result<(String, Vec<u8>)> {
+    let (name, mut bytes) = (lines::name(path), lines::read(path)?);
+    if bytes.trim_ascii_start().starts_with(b"{")
+        && let Ok(text) = str::from_utf8(&bytes)
+        && let Some((key, place)) = json::list(text, &name)?
+    {
+        note(format_args!("{name}: the objects of the list `{key}` are read, and nothing beside it"));
+        let before = text[..place.start].matches('\n').count();
+        bytes = ["\n".repeat(before).as_bytes(), &bytes[place]].concat();
+    }
+    Ok((name, bytes))
+}
+
+/// What a cell takes of memory while a table is read, about.
+const BYTES: f64 = 130.0;
 
 #[derive(Debug, Clone)]
 pub struct Table {
@@ -29,6 +51,8 @@ pub struct Table {
     /// Names of the columns, without the space around them.
     pub header: Vec<String>,
     pub rows: Vec<Row>,
+    /// Whether the names are keys of objects, not a line of their own.
+    keys: bool,
     /// Whether a comma may stand for the decimal point, since none is between columns.
     commas: bool,
     /// Whether a column has decimal commas, so that points that group three digits elsewhere stand between thousands.
@@ -49,6 +73,13 @@ pub enum Form {
     Tabs,
     /// CSV: fields with the delimiter in them stand in quotes.
     Csv,
+}
+
+/// Who named a column: a person with a flag, or the run, of what it learned from.
+#[derive(Debug, Clone, Copy)]
+pub enum By {
+    Flag(&'static str),
+    Run(&'static str),
 }
 
 impl Form {
@@ -90,7 +121,7 @@ impl Table {
     }
 
     fn new(name: &str, line: usize, header: Vec<String>, commas: bool) -> Self {
-        Self { name: name.into(), line, header, rows: Vec::new(), commas, groups: false }
+        Self { name: name.into(), line, header, rows: Vec::new(), keys: false, commas, groups: false }
     }
 
     /// As [`read`](Self::read), of the columns of text `expected`; with tabs between them a first line that has none of their names, or of
@@ -147,9 +178,10 @@ impl Table {
         Ok(Some(Self { rows, ..Self::new(name, line, header, commas) }))
     }
 
-    /// The same if its first line names the columns, else with that line as a row, where it has nothing but numbers.
+    /// The same if its first line names the columns, else with that line as a row, where it has nothing but numbers, beside dates.
     pub fn headed(self) -> Self {
-        if !self.header.iter().all(|title| value(title).is_some_and(f64::is_finite)) {
+        let has_number = self.header.iter().any(|title| value(title).is_some_and(f64::is_finite));
+        if self.keys || !has_number || !self.header.iter().all(|title| is_time(title)) {
             return self;
         }
         let first =
@@ -175,29 +207,35 @@ impl Table {
 
     fn with_rows(mut self, mut rows: Vec<Row>) -> Result<Self> {
         let width = self.header.len();
-        for Row { line, cells } in &mut rows {
+        for Row { cells, .. } in &mut rows {
             // A delimiter at the end of each line but the header's.
             if cells.len() == width + 1 && cells.last().is_some_and(|cell| cell == "") {
                 cells.pop();
             }
-            if cells.len() != width {
-                let found = counted(cells.len(), "columns");
-                let help = match (width, self.commas) {
-                    (1, _) => "the first line names the columns: take out what stands before it",
-                    (_, true) => "put a field with semicolons, tabs or bars in quotes",
-                    (_, false) => "put a field with commas in quotes",
-                };
-                bail!("{}, line {line}: {found}, the header has {width}; {help}", self.name);
-            }
+        }
+        let others: Vec<&Row> = rows.iter().filter(|row| row.cells.len() != width).collect();
+        if let Some(Row { line, cells }) = others.first() {
+            let found = counted(cells.len(), "columns");
+            let help = match self.commas {
+                _ if cells.len() < width => "fill it up, or take out a line that is no row",
+                _ if 2 * others.len() > rows.len() => {
+                    "the first line names the columns: take out what stands before it"
+                }
+                true => "put a field with semicolons, tabs or bars in quotes",
+                false => "put a field with commas in quotes",
+            };
+            bail!("{}, line {line}: {found}, the header has {width}; {help}", self.name);
         }
         self.rows = rows;
         self.groups = (0..width).any(|place| self.decimal_commas(place).is_some());
+        // Where other columns have decimal points, a comma is none.
+        self.commas = self.commas && (self.groups || !(0..width).any(|place| self.has_decimal_points(place)));
         Ok(self)
     }
 
     /// Objects, whose keys are the columns.
     fn from_json(text: &str, name: &str) -> Result<Option<Self>> {
-        let mut table = Self::new(name, 1, Vec::new(), false);
+        let mut table = Self { keys: true, ..Self::new(name, 1, Vec::new(), false) };
         let mut places: HashMap<String, usize> = HashMap::new();
         json::each(text, name, |value, line| {
             let Value::Object(object) = value else {
@@ -234,11 +272,14 @@ impl Table {
         exact.or_else(|| self.header.iter().position(|title| title.to_lowercase() == name.trim().to_lowercase()))
     }
 
-    /// The place of a column that a person named with `flag`.
-    pub fn named(&self, name: &str, flag: &str) -> Result<usize> {
+    /// The place of a column that was named so.
+    pub fn named(&self, name: &str, by: By) -> Result<usize> {
         let place = self.find(name).ok_or_else(|| {
-            let help = if flag.starts_with("the run") { "; call it as in training" } else { "" };
-            anyhow!("{}: {flag} {name}: no such column; the header is {}{help}", self.at_header(), self.titles())
+            let (who, help) = match by {
+                By::Flag(flag) => (flag.into(), ""),
+                By::Run(what) => (format!("the run's {what}"), "; call it as in training"),
+            };
+            anyhow!("{}: {who} {name}: no such column; the header is {}{help}", self.at_header(), self.titles())
         })?;
         let is_exact = self.header[place] == name;
         let same = |title: &&String| {
@@ -255,15 +296,12 @@ impl Table {
     }
 
     pub fn titles(&self) -> String {
-        const MOST: usize = 12;
-        let some: Vec<String> = self.header.iter().take(MOST).map(|title| format!("`{title}`")).collect();
-        let more = self.header.len().saturating_sub(MOST);
-        if more > 0 { format!("{} and {more} more", some.join(", ")) } else { some.join(", ") }
+        listed(&self.header.iter().map(|title| format!("`{title}`")).collect::<Vec<_>>(), 12)
     }
 
     /// The texts of a column, as they stand without the space around them; `None` where one is missing.
     pub fn texts(&self, place: usize) -> impl Iterator<Item = Option<String>> {
-        self.rows.iter().map(move |row| text(&row.cells[place]))
+        self.rows.iter().map(move |row| text(&row.cells[place]).map(Cow::into_owned))
     }
 
     /// The numbers of a column, NaN where one is missing, or the first row whose cell is no number.
@@ -279,6 +317,13 @@ impl Table {
         let is_decimal = |text: String| text.split_once(',').is_some_and(|(_, fraction)| fraction.len() != 3);
         let is_clear = self.commas && self.texts(place).flatten().any(is_decimal);
         self.numbers(place).ok().filter(|_| is_clear)
+    }
+
+    fn has_decimal_points(&self, place: usize) -> bool {
+        let is_decimal = |text: String| {
+            value(&text).is_some() && text.split_once('.').is_some_and(|(_, fraction)| fraction.len() != 3)
+        };
+        self.texts(place).flatten().any(is_decimal) && !self.texts(place).flatten().any(|text| text.contains(','))
     }
 
     /// Says of numbers, and of labels that may be some, what else they may be.
@@ -349,12 +394,12 @@ pub fn is_missing(text: &str) -> bool {
 }
 
 /// A cell as text without the space around it; `None` where it is missing.
-pub fn text(cell: &Value) -> Option<String> {
+pub fn text(cell: &Value) -> Option<Cow<'_, str>> {
     match cell {
         Value::Null => None,
         Value::String(text) if is_missing(text) => None,
-        Value::String(text) => Some(composed(text).into_owned()),
-        other => Some(other.to_string()),
+        Value::String(text) => Some(composed(text)),
+        other => Some(other.to_string().into()),
     }
 }
 
@@ -397,6 +442,9 @@ fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
     let delimiter = if form == Form::Tabs { b'\t' } else { delimiter(first) };
     let quoted = form == Form::Tabs && is_quoted(text);
     let quote = if first.starts_with('\'') && !first.contains('"') { b'\'' } else { b'"' };
+    let cells = text.bytes().filter(|byte| *byte == delimiter || *byte == b'\n').count();
+    let what = || format!("{name}: its table");
+    memory::check(BYTES * cells as f64, what, "give fewer rows or columns, or more coarse times")?;
     // Within quotes that are never closed the end is no end of a record, and the reader would not say so.
     const END: &str = "\u{1}";
     let input = format!("{}\n{END}\n", &text[skipped..]);
@@ -550,6 +598,7 @@ mod tests {
         assert_eq!(numbers("x;y\n1.500;2,5\n0.25;1,5\n", Form::Csv), Ok(vec![1.5, 0.25]));
         assert_eq!(numbers("x;y\n0.500;2,5\n0.250;1,5\n", Form::Csv), Ok(vec![0.5, 0.25]), "no thousands begin with 0");
         assert_eq!(numbers("x;y\n1.500;2\n", Form::Csv), Ok(vec![1.5]));
+        assert_eq!(numbers("x\ty\n1,500\t2.25\n", Form::Tabs), Err(2), "no decimal comma beside decimal points");
         let doubtful = |text: &str| read(text, Form::Csv).unwrap().doubtful(0);
         for (text, mark) in [
             ("x;y\n999;a\n1.500;b\n", "1.500 in the column `x` is read with a decimal point"),
@@ -581,8 +630,11 @@ mod tests {
     fn mistakes_are_named_with_their_line() {
         for (text, part) in [
             ("source,target\na,b\n\na,b,c\n", "x, line 4: 3 columns, the header has 2"),
-            ("source,target\na\n", "x, line 2: 1 column, the header has 2"),
-            ("Sales of May\n\na,b\n1,2\n", "x, line 3: 2 columns, the header has 1; the first line names the columns"),
+            ("source,target\na\n", "x, line 2: 1 column, the header has 2; fill it up"),
+            (
+                "Sales of May\n\na,b\n1,2\n",
+                "x, line 3: 2 columns, the header has 1; the first line names the columns: take out",
+            ),
             ("source,target\r\n\"a\r\nb\",c\r\n\"d,e\r\n", "x, line 4: a quote is opened and never closed"),
         ] {
             let error = read(text, Form::Csv).unwrap_err().to_string();

@@ -99,12 +99,4 @@ mod tests {
             assert_eq!(configure(&config, 9).unwrap().positions, positions, "{attention}");
         }
     }
-
-    #[test]
-    fn every_mechanism_makes_a_model() {
-        for name in AttentionConfig::NAMES {
-            let config = with(json!({ "text": ["a"], "attention": name }));
-            model(&config, 20, &Device::flex()).unwrap();
-        }
-    }
 }
