@@ -263,7 +263,9 @@ fn heads_may_cut_their_tiles_apart() {
             let level = if (1..3).contains(&head) && (64..140).contains(&key) { -40.0 } else { 0.0 };
             *k = f64::from((*k + level) as f32);
         }
-        inputs.parameters.iter_mut().flatten().for_each(|w| *w = f64::from((8.0 * *w) as f32));
+        // Of two factors the product: biases of some hundred lose the digits that are asked for.
+        let scale = if inputs.parameters.len() == 2 { 4.0 } else { 8.0 };
+        inputs.parameters.iter_mut().flatten().for_each(|w| *w = f64::from((scale * *w) as f32));
         threads::threads_do_not_matter_of(subject, case, &inputs.cast::<f32>())?;
         is_accurate(subject, case, &inputs)
     };
