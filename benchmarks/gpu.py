@@ -1,6 +1,6 @@
 """Longspan on this machine's CUDA device, beside the device's own limits, PyTorch and flash-linear-attention if it is installed.
 
-Needs nothing but longspan and torch, ends within eight minutes: python benchmarks/gpu.py [--quick]
+Needs nothing but longspan and torch, ends within eight minutes: python benchmarks/gpu.py [--quick] [--cases SECONDS]
 A time is printed only where the same call's output and gradients were checked in this run. Kernels are compiled beforehand, side by side.
 Of flash-linear-attention's configurations two a kernel are tried: all of them take half an hour.
 """
@@ -183,6 +183,37 @@ def conformance(others):
                     print(f"{'':22} {name:8}", *[f"{error(a, b):.1e}" for a, b in zip(gradients(function, *tensors), exact)])
 
 
+def examined(job):
+    """A case of `longspan.check`, in a process of its own, since compilers take most of the time."""
+    number, dtype, device = job
+    from longspan.torch._check import CASES, examine, exactly
+
+    torch.set_num_threads(1)
+    try:
+        row = examine(CASES[number], device, dtype, exactly(CASES[number], dtype))
+        return row.by, row.right, str(row)
+    except Exception as failed:  # noqa: BLE001
+        return "", False, f"{CASES[number]} {dtype}: {type(failed).__name__}: {str(failed)[:200]}"
+
+
+def cases(seconds, device="cuda"):
+    """As many of `longspan.check`'s cases, in all types, as the time lets; first each once in float32."""
+    from longspan.torch._check import CASES
+
+    jobs = [(number, dtype, device) for dtype in (torch.float32, torch.bfloat16, torch.float16) for number in range(len(CASES))]
+    end, rows = time.time() + seconds, []
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        results = pool.imap_unordered(examined, jobs)
+        try:
+            while len(rows) < len(jobs):
+                rows.append(results.next(max(end - time.time(), 0.01)))
+        except multiprocessing.TimeoutError:
+            pass
+    by_triton = sum(by == "Triton" for by, _, _ in rows)
+    print(f"{len(rows)} of {len(jobs)} cases, {by_triton} by Triton; not right or not the same bits twice:")
+    print("\n".join(text for _, right, text in rows if not right) or "none", flush=True)
+
+
 def times(attend_fla, quick):
     print("\nMilliseconds, bfloat16, causal, elu + 1 inside: forward, with backward; memory above the inputs with backward, MB")
     for shape in SHAPES[: 2 if quick else None]:
@@ -253,10 +284,13 @@ def steps():
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two sizes alone")
+    parser.add_argument("--cases", type=float, metavar="SECONDS", help="only the cases of longspan.check, so long")
     arguments = parser.parse_args()
     start = time.time()
     torch.manual_seed(0)
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, time.strftime("%Y-%m-%d"))
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, time.strftime("%Y-%m-%d"), flush=True)
+    if arguments.cases:
+        return cases(arguments.cases)
     x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     print(f"copy {2 * x.numel() / 1e9 / milliseconds(lambda: x.clone()):.2f} TB/s, products {2e-9 * 8192**3 / milliseconds(lambda: a @ a):.0f} Tflop/s")
@@ -269,6 +303,7 @@ def main():
     times(attend_fla, arguments.quick)
     steps()
     print(f"\n{time.time() - start:.0f} s")
+    return None
 
 
 if __name__ == "__main__":
