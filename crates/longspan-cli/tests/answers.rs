@@ -354,8 +354,11 @@ fn standard_input_and_gzip_are_read() {
         (text(&output.stdout), text(&output.stderr))
     };
     place.write("header.csv", format!("note,source\n{rows}").as_bytes());
+    let pretty: Vec<String> = sources.lines().map(|line| format!("  {{\n    \"source\": \"{line}\"\n  }}")).collect();
+    place.write("pretty.json", format!("[\n{}\n]\n", pretty.join(",\n")).as_bytes());
     for (file, more, column) in [
-        ("header.csv", &[][..], "source"),
+        ("pretty.json", &[][..], "source"),
+        ("header.csv", &[], "source"),
         ("named.csv", &["--source", "Wort"], "Wort"),
         ("sources.jsonl", &[], "source"),
     ] {

@@ -727,6 +727,10 @@ impl TextColumn {
             let line = lines::first_line(path)?;
             let found = match self.title_in(&line, wanted) {
                 Some(title) => format!("a table, of which the column `{title}`"),
+                // Objects over several lines.
+                None if ["[", "{", "[{"].contains(&line.trim()) => {
+                    format!("JSON, of which the column `{}`", wanted.map_or(self.key, String::as_str))
+                }
                 None if line.contains('\t') => "columns with tabs between them, of which the first".into(),
                 None => return Ok(None),
             };

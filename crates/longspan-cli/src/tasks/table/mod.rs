@@ -85,12 +85,13 @@ pub enum By {
 impl Form {
     /// By the end of a file's name where it is known, else by how the text begins.
     pub fn of(ending: &str, text: &str) -> Self {
-        let (start, first) = (text.trim_start(), first_line(text));
+        let first = first_line(text);
+        let start: String = text.chars().filter(|c| !c.is_whitespace()).take(2).collect();
         match ending {
             "json" | "jsonl" | "ndjson" => Self::Json,
             "csv" => Self::Csv,
             "tsv" | "tab" => Self::Tabs,
-            _ if start.starts_with("{\"") || start.starts_with("[{") || start.starts_with("{ ") => Self::Json,
+            _ if ["{\"", "[{"].contains(&&*start) => Self::Json,
             _ if first.contains('\t') => Self::Tabs,
             _ if first.contains([',', ';', '|']) => Self::Csv,
             _ => Self::Tabs,
@@ -212,6 +213,10 @@ impl Table {
             if cells.len() == width + 1 && cells.last().is_some_and(|cell| cell == "") {
                 cells.pop();
             }
+        }
+        // Excel ends tables with rows of delimiters alone.
+        while width > 1 && rows.last().is_some_and(|row| row.cells.iter().all(|cell| cell == "")) {
+            rows.pop();
         }
         let others: Vec<&Row> = rows.iter().filter(|row| row.cells.len() != width).collect();
         if let Some(Row { line, cells }) = others.first() {
@@ -565,10 +570,10 @@ mod tests {
         let text = "a,b\r\n1,x\ry\r\n\"2\",\"z\"\r\n";
         let all = expected(&[(1, &["a", "b"]), (2, &["1", "x\ry"]), (3, &["2", "z"])]);
         assert_eq!(rows(text, Form::Csv), all, "a carriage return in a line is none of its end");
-        let text = "a\tb\r\n\"x\ty\rz\r\n\n\t\n";
+        let text = "a\tb\r\n\"x\ty\rz\r\n\n\tv\n";
         assert_eq!(
             rows(text, Form::Tabs),
-            expected(&[(1, &["a", "b"]), (2, &["\"x", "y\rz"]), (4, &["", ""])]),
+            expected(&[(1, &["a", "b"]), (2, &["\"x", "y\rz"]), (4, &["", "v"])]),
             "tabs have no quotes"
         );
         let json = "[{\"a\": \"1\", \"b\": null},\n{\"c\": [2], \"a\": 3}]";
@@ -599,6 +604,8 @@ mod tests {
         assert_eq!(numbers("x;y\n0.500;2,5\n0.250;1,5\n", Form::Csv), Ok(vec![0.5, 0.25]), "no thousands begin with 0");
         assert_eq!(numbers("x;y\n1.500;2\n", Form::Csv), Ok(vec![1.5]));
         assert_eq!(numbers("x\ty\n1,500\t2.25\n", Form::Tabs), Err(2), "no decimal comma beside decimal points");
+        let excel = numbers("x,y\n1,2\n,\n3,4\n,\n,\n", Form::Csv);
+        assert_eq!(excel.map(|all| all.len()), Ok(3), "rows of commas at the end are none");
         let doubtful = |text: &str| read(text, Form::Csv).unwrap().doubtful(0);
         for (text, mark) in [
             ("x;y\n999;a\n1.500;b\n", "1.500 in the column `x` is read with a decimal point"),
