@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from .features import MAPS, elementwise, lift
@@ -160,8 +161,9 @@ autocasts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function gives, computed again in the backward where autograd would keep its steps."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or interpreter is None or interpreter() is not None:
-        # torch.func takes no hooks of saved tensors, a compiler decides itself.
+    forward = getattr(forward_ad, "_current_level", -1) >= 0
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or interpreter is None or interpreter() is not None or forward:
+        # torch.func takes no hooks of saved tensors, nor does forward mode before torch 2.15; a compiler decides itself.
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
