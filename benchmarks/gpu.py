@@ -290,7 +290,8 @@ def main():
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, time.strftime("%Y-%m-%d"), flush=True)
     if arguments.cases:
-        return cases(arguments.cases)
+        cases(arguments.cases)
+        return
     x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     print(f"copy {2 * x.numel() / 1e9 / milliseconds(lambda: x.clone()):.2f} TB/s, products {2e-9 * 8192**3 / milliseconds(lambda: a @ a):.0f} Tflop/s")
@@ -303,7 +304,6 @@ def main():
     times(attend_fla, arguments.quick)
     steps()
     print(f"\n{time.time() - start:.0f} s")
-    return None
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def initial_numbers(operation: str, shape: _operators.Shape, tensors: Sequence[A
     """The numbers of the initial state of a call with these queries and keys, which has to be of this shape."""
     (q, k), initial = tensors, _as_tensors(operation, state)
     given = (initial.mechanism, initial.options, tuple(initial.parts))
-    # Torch before 2.15 can't trace a comparison of tuples that hold one.
+    # Torch 2.11 can't trace a comparison of tuples that hold one.
     same = all([a == b for a, b in zip(given, shape)])
     if not same or tuple(initial.numbers.shape[:2]) != (q.shape[0], k.shape[1]):
         raise ValueError(f"{operation}: initial_state: expected a state of {shape[0]} with the call's options, batch "

@@ -155,7 +155,7 @@ def autocasts(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 
 
-# Torch before 2.15 can't trace it: see `longspan._calls.settings`.
+# Torch 2.11 can't trace it: see `longspan._calls.settings`.
 autocasts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -163,7 +163,7 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function gives, computed again in the backward where autograd would keep its steps."""
     forward = getattr(forward_ad, "_current_level", -1) >= 0
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or interpreter is None or interpreter() is not None or forward:
-        # torch.func takes no hooks of saved tensors, nor does forward mode before torch 2.15; a compiler decides itself.
+        # torch.func takes no hooks of saved tensors, nor does forward mode of torch 2.11; a compiler decides itself.
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 

@@ -28,7 +28,7 @@ def recurrence() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | 
     return RECURRENCE.get()
 
 
-# Torch before 2.15 can't trace a ContextVar: see `longspan._calls.settings`.
+# Torch 2.11 can't trace a ContextVar: see `longspan._calls.settings`.
 recurrence._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

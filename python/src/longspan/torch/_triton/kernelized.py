@@ -349,8 +349,8 @@ def _logarithms(decay: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def laid_out(x: Tensor) -> Tensor:
-    """With neighbours in the last axis, rows that begin at multiples of 16 bytes if their width lets them, and the rows of a chunk within 2**31
-    numbers of each other."""
+    """With neighbours in the last axis, and the rows of a chunk within 2**31 numbers of each other. Rows begin at multiples of 16 numbers if
+    their width is one: kernels of others were wrong on a device (see `unsupported`)."""
     aligned = x.shape[3] % 16 or not (x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:3]))
     return x if aligned and x.stride(3) == 1 and 0 <= x.stride(2) < 1 << 23 else x.contiguous()
 
