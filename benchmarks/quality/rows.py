@@ -152,7 +152,7 @@ LISTOPS = Table(
 
 
 # Other than the command's defaults, which came later.
-_FORM = "--tokens characters --learning-rate 0.003 --set d_ff=512 --set activation=relu --set gated=false --set dropout=0"
+_FORM = "--tokens characters --learning-rate 0.003 --set d_ff=512 --set activation=relu --set gated=false --set dropout=0 --set optimizer=adamw"
 
 
 def _text(attention: str, more: str, heads: int = 4, feature_map: str = "elu+1", **row) -> Row:
@@ -235,7 +235,7 @@ SERIES = Table(
 
 _PRONUNCIATION = (
     "--seed {seed} --set d_model=192 --set heads=6 --set encoder_layers=3 --set decoder_layers=3 --set d_ff=512 --set dropout=0.1 "
-    "--set label_smoothing=0.1 --set activation=relu --set gated=false --set feature_map=elu+1 --batch-size 64 --learning-rate 0.003 "
+    "--set label_smoothing=0.1 --set activation=relu --set gated=false --set feature_map=elu+1 --batch-size 64 --learning-rate 0.003 --set optimizer=adamw "
     "--steps 24000"
 )
 

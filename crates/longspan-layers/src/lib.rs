@@ -1,5 +1,5 @@
 //! What stands around attention in a model, over slices of `f32`: embeddings, linear layers with their activation, dropout and
-//! residual sum, norms, the cross-entropy of a vocabulary, and AdamW.
+//! residual sum, norms, the cross-entropy of a vocabulary, AdamW and Muon.
 //!
 //! Each is one pass where a framework takes several, with a backward of its own. Work is cut by sizes alone, so the bits do not
 //! depend on the number of threads, which are those of [`threads`](longspan_kernels::threads). Results are new memory that is not cleared
@@ -22,6 +22,7 @@ mod gated_norm;
 pub mod gradients;
 mod linear;
 mod multi_head;
+mod muon;
 mod norm;
 mod products;
 mod segments;
@@ -36,4 +37,5 @@ pub use few_rows::{Projected, StepBuffers};
 pub use gated_norm::{GatedNorm, GatedNormGradients, GatedNormWeights};
 pub use linear::{Kept, Linear, LinearGradients};
 pub use multi_head::{KeptAttention, Memory, MultiHead, MultiHeadGradients, Stretches};
+pub use muon::Muon;
 pub use norm::{Norm, NormGradients, NormWeights};

@@ -85,7 +85,7 @@ pub(super) fn product<'c>(
     c: &'c mut [MaybeUninit<f32>],
 ) -> &'c mut [f32] {
     assert_eq!(c.len(), m * n, "a result of other sizes");
-    multiply([m, k, n], a, b, c.as_mut_ptr().cast(), false);
+    multiply([m, k, n], a, b, c.as_mut_ptr().cast(), [0.0, 1.0]);
     // SAFETY: the product wrote every number.
     unsafe { c.assume_init_mut() }
 }
@@ -115,7 +115,7 @@ impl<'a> WeightGradient<'a> {
             true => ([outputs, rows, inputs], dz, x),
             false => ([inputs, rows, outputs], x, dz),
         };
-        multiply(sizes, a.transposed(), b, self.to.as_mut_ptr().cast(), self.begun);
+        multiply(sizes, a.transposed(), b, self.to.as_mut_ptr().cast(), [f32::from(self.begun), 1.0]);
         self.begun = true;
     }
 }
@@ -178,8 +178,21 @@ pub(super) fn sum_parts(mut parts: impl Iterator<Item = (Vec<f32>, Vec<f32>)>) -
     Some((matrix, row))
 }
 
-/// `c` has room for `m · n` numbers, which are there if they are to be added to.
-fn multiply([m, k, n]: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: *mut f32, add: bool) {
+/// `C ← f C + g A·B` for the factors `f` and `g`, on all threads where it is long.
+pub(super) fn add_product([m, k, n]: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: &mut [f32], factors: [f32; 2]) {
+    /// Rows that a thread takes at a time, and multiplications that take about as long as a hand-over from outside the pool.
+    const ROWS: usize = 48;
+    const FEW: usize = 1 << 22;
+    assert_eq!(c.len(), m * n, "a result of other sizes");
+    let rows = if m * k * n < FEW { m } else { ROWS };
+    share(c.chunks_mut((rows * n).max(1)).enumerate(), |(piece, c)| {
+        let a = Matrix { numbers: &a.numbers[piece * rows * a.row..], ..a };
+        multiply([c.len() / n, k, n], a, b, c.as_mut_ptr(), factors);
+    });
+}
+
+/// `C ← f C + g A·B`. `c` has room for `m · n` numbers, which are there unless `f` is 0.
+fn multiply([m, k, n]: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: *mut f32, [of_c, of_product]: [f32; 2]) {
     assert!(a.holds(m, k) && b.holds(k, n), "factors of other sizes");
     let strides = |matrix: Matrix<'_>| (matrix.column as isize, matrix.row as isize);
     let ((a_column, a_row), (b_column, b_row)) = (strides(a), strides(b));
@@ -192,15 +205,15 @@ fn multiply([m, k, n]: [usize; 3], a: Matrix<'_>, b: Matrix<'_>, c: *mut f32, ad
             c,
             1,
             n as isize,
-            add,
+            of_c != 0.0,
             a.numbers.as_ptr(),
             a_column,
             a_row,
             b.numbers.as_ptr(),
             b_column,
             b_row,
-            1.0,
-            1.0,
+            of_c,
+            of_product,
             false,
             false,
             false,

@@ -1,15 +1,15 @@
 //! Weights, optimiser and progress of a run.
 
 use anyhow::{Result, anyhow, bail};
-use burn::module::Module;
+use burn::module::{Module, ParamGroup};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::TensorData;
 use longspan::checkpoint;
-use longspan::layers::FusedAdamW;
+use longspan::layers::{FusedAdamW, FusedMuon};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::config::TrainingSettings;
+use super::config::{Optimizer, TrainingSettings};
 use super::folder::{CHECKPOINT, MODEL, RunFolder};
 use super::seal;
 use crate::terminal::shell;
@@ -47,8 +47,18 @@ pub struct Best {
 }
 
 pub fn optimizer(settings: &TrainingSettings) -> ModuleOptimizer {
+    let decay = settings.weight_decay as f32;
     // β₂ as in Vaswani et al. 2017: the usual 0.999 averages over more steps than a short run has.
-    ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, settings.weight_decay as f32).without_decay_of_vectors())
+    let adamw = ModuleOptimizer::from(FusedAdamW::new(0.9, 0.98, 1e-9, decay).without_decay_of_vectors());
+    match settings.optimizer {
+        Optimizer::AdamW => adamw,
+        Optimizer::Muon => adamw.with_group(matrices_of_blocks(), FusedMuon::new(0.95, decay), None),
+    }
+}
+
+/// Not embeddings, nor the last product to tokens: their rows are learned one by one.
+fn matrices_of_blocks() -> ParamGroup {
+    ParamGroup::from_regex(r"^(blocks|encoder|decoder)\.\d+\..*\.weight$").unwrap_or_else(|error| panic!("{error:?}"))
 }
 
 pub struct Checkpoint<M> {

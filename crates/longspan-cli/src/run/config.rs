@@ -154,6 +154,7 @@ pub struct TrainingSettings {
     pub seed: u64,
     pub steps: Option<usize>,
     pub minutes: Option<f64>,
+    pub optimizer: Optimizer,
     pub batch_size: usize,
     pub learning_rate: f64,
     pub warmup_steps: usize,
@@ -162,6 +163,13 @@ pub struct TrainingSettings {
     pub workers: Option<usize>,
     pub checkpoint_steps: usize,
     pub evaluate: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Optimizer {
+    AdamW,
+    Muon,
 }
 
 impl TrainingSettings {
@@ -342,14 +350,14 @@ impl TaskKind {
         let own = match self {
             // As few errors as with those of other pairs, in half the time (docs/tried.md).
             Self::Pairs if values["pairs"].is_null() => json!({
-                "feature_map": "exp", "d_model": 96, "heads": 2, "d_ff": 128, "activation": "silu", "gated": true, "batch_size": 128,
-                "learning_rate": 6e-3, "steps": 4000,
+                "optimizer": "muon", "feature_map": "exp", "d_model": 96, "heads": 2, "d_ff": 128, "activation": "silu", "gated": true, "batch_size": 128,
+                "learning_rate": 6e-3, "steps": 3000,
             }),
-            Self::Pairs => json!({}),
+            Self::Pairs => json!({ "optimizer": "muon" }),
             // The fewest bits after as many minutes (docs/tried.md).
             Self::Text => json!({
                 "attention": "short-convolution,kernelized", "feature_map": "taylor2", "heads": 8, "activation": "silu", "gated": true,
-                "dropout": 0.1, "batch_size": 8, "learning_rate": 6e-3, "label_smoothing": 0.0, "checkpoint_steps": 200, "evaluate": 32,
+                "dropout": 0.1, "optimizer": "muon", "batch_size": 8, "learning_rate": 0.012, "label_smoothing": 0.0, "checkpoint_steps": 200, "evaluate": 32,
             }),
             Self::Labelled | Self::Series | Self::Forecast => json!({
                 "base": true, "max_tokens": 8192, "layers": 2, "batch_size": 32, "learning_rate": 2e-3, "label_smoothing": 0.0,

@@ -95,7 +95,7 @@ use Range::{Above, Any, Count, From, Share, Size, Threads, Version};
 
 /// All settings, in the order of `config.json`.
 #[rustfmt::skip]
-pub const KEYS: [Key; 56] = [
+pub const KEYS: [Key; 57] = [
     key("pairs", "null", Any, File,
         "Pairs to learn from: a .tsv (source, tab, target), a .csv or a .jsonl with \"source\" and \"target\", also in gzip, or - for \
          standard input; without it, the CMU pronouncing dictionary"),
@@ -157,12 +157,14 @@ pub const KEYS: [Key; 56] = [
     key("recompute", "false", Any, No, "whether activations are recomputed in the backward pass: less memory, a third more time"),
     key("seed", "1", Any, Whole("N"), "Of initial weights, the order of examples, and dropout"),
     key("steps", "null", Size, Whole("N"),
-        "Optimiser steps; 8000, or 60 passes (at least 1000 steps) if that is less; 4000 on the dictionary"),
+        "Optimizer steps; of pairs 6000, or 45 passes (at least 750 steps) if that is less; 3000 on the dictionary"),
     key("minutes", "null", Above, Number("M"), "Train about this long: the first steps are timed, then the number of steps is fixed"),
+    key("optimizer", "adamw", Any, No,
+        "adamw; or muon: Muon for the matrices of blocks, AdamW for the rest, the default for pairs and texts"),
     key("batch_size", "64", Size, Whole("N"), "Examples in a batch"),
     key("learning_rate", "0.004", Above, Number("RATE"), "The largest rate of the schedule"),
     key("warmup_steps", "100", Any, No, "steps in which the rate rises"),
-    key("weight_decay", "0.01", From, No, "AdamW's decay of weights, but not of biases and gains of norms"),
+    key("weight_decay", "0.01", From, No, "decay of weights, but not of biases and gains of norms"),
     key("label_smoothing", "0.05", Share, No, "probability mass spread over all tokens"),
     key("clip_norm", "1.0", Above, No, "gradients with a larger norm are scaled down"),
     key("workers", "null", Threads, No, "threads that share each batch; one a core, at most 8"),

@@ -142,7 +142,7 @@ impl Given {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::run::config::{Config, PairsSettings};
+    use crate::run::config::{Config, Optimizer, PairsSettings};
 
     /// Settings given one after the other, in a run of pairs where none names another task.
     fn given(assignments: &[&str]) -> Result<RunConfig> {
@@ -196,11 +196,13 @@ mod tests {
         let mut stored = keys::defaults();
         stored.extend([("steps".into(), 3.into()), ("pooling".into(), "nonsense".into())]);
         stored.remove("split_version");
+        stored.remove("optimizer");
         let RunConfig::Pairs(config) = RunConfig::parse(Path::new("c"), &serde_json::to_vec(&stored).unwrap()).unwrap()
         else {
             panic!("another task");
         };
         assert_eq!((config.task.files.split_version, config.training.steps), (1, Some(3)));
+        assert_eq!(config.training.optimizer, Optimizer::AdamW);
         stored.insert("magic".into(), Value::Null);
         let error = RunConfig::parse(Path::new("c"), &serde_json::to_vec(&stored).unwrap()).unwrap_err().to_string();
         assert!(error.contains("c: unknown field `magic`"), "{error}");

@@ -4,7 +4,7 @@
 use longspan_kernels::Error;
 use longspan_kernels::threads::{Team, alone, on_team};
 use longspan_layers::{
-    Activation, AdamW, CrossEntropy, Dropout, Embedding, GatedNorm, GatedNormWeights, Linear, Norm, NormWeights,
+    Activation, AdamW, CrossEntropy, Dropout, Embedding, GatedNorm, GatedNormWeights, Linear, Muon, Norm, NormWeights,
 };
 use longspan_testing::random::Random;
 use longspan_testing::threads::on_threads;
@@ -338,6 +338,50 @@ fn adamw_is_its_definition_over_many_steps() {
     let refused = |rate, time| adamw.step(rate, time, &mut [0.0], &[0.0], [&mut [0.0], &mut [0.0]]).is_err();
     assert!(refused(f64::NAN, 1) && refused(0.1, 0) && !refused(0.1, 1));
     assert!(adamw.step(0.1, 1, &mut [0.0], &[], [&mut [0.0], &mut [0.0]]).is_err());
+}
+
+/// `A·B` of rows.
+fn times(a: &[f64], b: &[f64], [m, k, n]: [usize; 3]) -> Vec<f64> {
+    let entry = |row: usize, column: usize| (0..k).map(|i| a[row * k + i] * b[i * n + column]).sum();
+    (0..m * n).map(|at| entry(at / n, at % n)).collect()
+}
+
+#[test]
+fn muon_is_its_definition_over_some_steps() {
+    let mut random = Random::new(8);
+    let muon = Muon { momentum: 0.95, weight_decay: 0.1 };
+    for [rows, columns] in [[1, 1], [3, 5], [5, 3], [16, 40], [128, 256], [256, 128]] {
+        let len = rows * columns;
+        let (mut values, mut velocity) = (numbers(&mut random, len), vec![0.0; len]);
+        let (mut wide_values, mut wide_velocity) = (wide(&values), vec![0.0; len]);
+        for time in 1..=3 {
+            // A step without a gradient goes on by its momentum.
+            let gradient = if time == 2 { vec![0.0; len] } else { numbers(&mut random, len) };
+            muon.step(0.05, [rows, columns], &mut values, &gradient, &mut velocity).unwrap();
+            let momentum = f64::from(muon.momentum);
+            wide_velocity.iter_mut().zip(&gradient).for_each(|(v, g)| *v = momentum * *v + f64::from(*g));
+            let mut o: Vec<f64> =
+                wide_velocity.iter().zip(&gradient).map(|(v, g)| f64::from(*g) + momentum * v).collect();
+            let norm = o.iter().map(|o| o * o).sum::<f64>().sqrt();
+            o.iter_mut().for_each(|o| *o /= norm);
+            for _ in 0..5 {
+                let turned: Vec<f64> = (0..len).map(|at| o[at % rows * columns + at / rows]).collect();
+                let gram = times(&o, &turned, [rows, columns, rows]);
+                let once = times(&gram, &o, [rows, rows, columns]);
+                let twice = times(&gram, &once, [rows, rows, columns]);
+                o = (0..len).map(|n| 3.4445 * o[n] - 4.775 * once[n] + 2.0315 * twice[n]).collect();
+            }
+            let size = 0.05 * 0.2 * (rows.max(columns) as f64).sqrt();
+            wide_values.iter_mut().zip(&o).for_each(|(x, o)| *x = (1.0 - 0.05 * 0.1) * *x - size * o);
+        }
+        near("values", &values, &wide_values, 2e-6);
+        near("velocity", &velocity, &wide_velocity, 1e-6);
+    }
+    let mut zero = [0.0; 6];
+    muon.step(0.05, [2, 3], &mut zero, &[0.0; 6], &mut [0.0; 6]).unwrap();
+    assert_eq!(zero, [0.0; 6], "nothing to learn");
+    let refused = |rate, columns| muon.step(rate, [2, columns], &mut [0.0; 6], &[0.0; 6], &mut [0.0; 6]).is_err();
+    assert!(refused(f64::NAN, 3) && refused(0.1, 4) && !refused(0.1, 3));
 }
 
 #[test]

@@ -16,6 +16,8 @@ pub(crate) mod gated_norm;
 #[cfg(feature = "autodiff")]
 mod gradients;
 pub(crate) mod linear;
+#[cfg(feature = "autodiff")]
+mod muon;
 pub(crate) mod norm;
 mod pinball;
 mod squared_error;
@@ -35,6 +37,8 @@ pub use gated_norm::{GatedRmsNorm, GatedRmsNormConfig};
 pub use gradients::{add_gradients, clip_gradients};
 pub use linear::{Activation, After, linear};
 pub(crate) use linear::{apply, check_like, check_rows, drawn, fresh, reshape};
+#[cfg(feature = "autodiff")]
+pub use muon::FusedMuon;
 pub use norm::{NormKind, TokenNorm, TokenNormConfig};
 pub use pinball::pinball;
 pub use squared_error::squared_error;

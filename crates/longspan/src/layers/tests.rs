@@ -2,7 +2,8 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::LinearConfig;
-use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::optim::decay::WeightDecayConfig;
+use burn::optim::{AdamWConfig, AdjustLrFn, GradientsParams, ModuleOptimizer, MuonConfig, Optimizer};
 use burn::tensor::{DType, Device, Distribution, Gradients, Int, Tensor, TensorData};
 
 use super::*;
@@ -326,5 +327,30 @@ fn adamw_goes_on_where_burns_stopped_and_the_other_way_round() {
         for (got, expected) in run(optimizers).iter().zip(&expected) {
             near("after six steps", got, expected, 1e-5);
         }
+    }
+}
+
+/// Ours in `f32`, and in `f64`, which Burn's steps, beside Burn's alone.
+#[test]
+fn muon_is_burns() {
+    let device = Device::flex();
+    for dims in [[7, 5], [5, 7]] {
+        let (start, ours) = (random::<2>(dims, &device), FusedMuon::new(0.95, 0.1));
+        let gradients: Vec<Tensor<2>> = (0..4).map(|_| random(dims, &device)).collect();
+        let theirs = MuonConfig::new()
+            .with_adjust_lr_fn(AdjustLrFn::MatchRmsAdamW)
+            .with_weight_decay(Some(WeightDecayConfig::new(0.1)))
+            .build();
+        let (mut expected, mut burns) = (start.clone(), None);
+        let (mut narrow, mut state) = (start.clone(), None);
+        let (mut wide, mut wide_state) = (start.cast(DType::F64), None);
+        for gradient in gradients {
+            (expected, burns) = theirs.step(0.05, expected, gradient.clone(), burns);
+            (narrow, state) = ours.step(0.05, narrow, gradient.clone(), state);
+            (wide, wide_state) = ours.step(0.05, wide, gradient.cast(DType::F64), wide_state);
+        }
+        let expected = flat(expected);
+        near("in f32", &flat(narrow), &expected, 1e-5);
+        near("in f64", &flat(wide.cast(DType::F32)), &expected, 1e-5);
     }
 }

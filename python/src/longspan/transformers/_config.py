@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {
     "answer_tokens": None, "attention": "shaw", "attention_options": {}, "feature_map": "elu+1", "radius": 8, "d_model": 128,
     "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "d_ff": 256, "dropout": 0.0, "norm": "pre", "norm_kind": "layer",
     "activation": "relu", "gated": False, "gated_attention": False, "recompute": False, "seed": 1, "steps": 1, "minutes": None,
-    "batch_size": 64, "learning_rate": 4e-3, "warmup_steps": 100, "weight_decay": 0.01, "label_smoothing": 0.05,
+    "optimizer": "adamw", "batch_size": 64, "learning_rate": 4e-3, "warmup_steps": 100, "weight_decay": 0.01, "label_smoothing": 0.05,
     "clip_norm": 1.0, "workers": None, "checkpoint_steps": 500, "evaluate": 0,
 }  # fmt: skip
 

@@ -314,7 +314,9 @@ impl<T: Task> Session<T> {
                 return Err(self.diverged(step + 1, name, value));
             }
         }
-        self.model = self.optimizer.step(rate, self.model.clone(), found.gradients);
+        let (optimizer, model) = (&mut self.optimizer, self.model.clone());
+        // From a thread of the pool, which hands parts to the others soonest.
+        self.model = rayon::scope(|_| optimizer.step(rate, model, found.gradients));
         self.task.carry(&mut self.data.train, found.carried)?;
         Ok(Taken::Step((found.loss, norm, examples)))
     }

@@ -101,6 +101,10 @@ impl Task for Pairs {
         Ok(Loss { plain, smoothed })
     }
 
+    fn usual_steps(per_epoch: usize) -> usize {
+        6000.min((45 * per_epoch).max(750))
+    }
+
     fn score(&self, model: &Seq2Seq, examples: &[Example], how: &Answering<'_>) -> Result<ErrorRates> {
         let texts: Vec<&str> = examples.iter().map(|example| example.source.as_str()).collect();
         let line = |place: usize| examples[place].lines[0];
