@@ -350,14 +350,15 @@ impl TaskKind {
         let own = match self {
             // As few errors as with those of other pairs, in half the time (docs/tried.md).
             Self::Pairs if values["pairs"].is_null() => json!({
-                "optimizer": "muon", "feature_map": "exp", "d_model": 96, "heads": 2, "d_ff": 128, "activation": "silu", "gated": true, "batch_size": 128,
-                "learning_rate": 6e-3, "steps": 3000,
+                "feature_map": "exp", "d_model": 96, "heads": 2, "d_ff": 128, "activation": "silu", "gated": true, "batch_size": 128,
+                "optimizer": "muon", "learning_rate": 6e-3, "steps": 3000,
             }),
             Self::Pairs => json!({ "optimizer": "muon" }),
             // The fewest bits after as many minutes (docs/tried.md).
             Self::Text => json!({
                 "attention": "short-convolution,kernelized", "feature_map": "taylor2", "heads": 8, "activation": "silu", "gated": true,
-                "dropout": 0.1, "optimizer": "muon", "batch_size": 8, "learning_rate": 0.012, "label_smoothing": 0.0, "checkpoint_steps": 200, "evaluate": 32,
+                "dropout": 0.1, "batch_size": 8, "optimizer": "muon", "learning_rate": 0.012, "label_smoothing": 0.0,
+                "checkpoint_steps": 200, "evaluate": 32,
             }),
             Self::Labelled | Self::Series | Self::Forecast => json!({
                 "base": true, "max_tokens": 8192, "layers": 2, "batch_size": 32, "learning_rate": 2e-3, "label_smoothing": 0.0,
