@@ -14,7 +14,7 @@ from agreement import learned  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from longspan.torch import models  # noqa: E402
-from longspan.torch.runs import END, START, Seq2Seq, load_run, load_weights, save_weights  # noqa: E402
+from longspan.torch.runs import END, START, Run, Seq2Seq, Tokenizer, load_run, load_weights, save_weights  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = os.environ.get("LONGSPAN_COMMAND", str(REPOSITORY / "target/release/longspan"))
@@ -202,6 +202,26 @@ def test_weights_of_other_types(kind, tmp_path):
     load_weights(other, path)
     for a, b in zip(one.parameters(), other.parameters()):
         assert torch.equal(a.to(getattr(torch, kind)).float(), b)
+
+
+UNKNOWN_IS_2 = ({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2}, "unk_token": "?"}},)
+
+
+@pytest.mark.parametrize("kind, vocabulary", [("characters", ("a", "b")), ("words", ("a", "b")), ("json", UNKNOWN_IS_2)])
+def test_what_is_not_known_is_no_answer(kind, vocabulary):
+    """Nor are padding and the start, however likely."""
+    tokenizer = Tokenizer(kind, tuple(json.dumps(part) for part in vocabulary) if kind == "json" else vocabulary)
+    model = Seq2Seq(CONFIG, len(tokenizer), len(tokenizer))
+    with torch.no_grad():
+        model.output.bias[:] = torch.tensor([9.0, 9.0, 0.0, 9.0, 8.0, 0.0, 9.0])[: len(tokenizer)] * 10
+    answer = Run(model, {**CONFIG, "max_tokens": 3}, tokenizer, tokenizer).predict("a")
+    assert answer.replace(" ", "") == "aaa"
+    transformers = pytest.importorskip("longspan.transformers")
+    stored = {"kind": kind, "tokenizer": json.loads(tokenizer.vocabulary[0])} if kind == "json" else {"kind": kind, "vocabulary": vocabulary}
+    sides = dict.fromkeys(("text", "source", "target"), stored)
+    for build in (transformers.LongspanForSeq2SeqLM, transformers.LongspanForCausalLM):
+        suppressed = build(transformers.LongspanConfig(sides, **CONFIG)).generation_config.suppress_tokens
+        assert suppressed == [0, 1, 3, *([6] if kind == "json" else [])]
 
 
 def test_widths_that_heads_do_not_divide_are_refused():

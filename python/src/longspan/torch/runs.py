@@ -183,6 +183,12 @@ class Tokenizer:
             return _SPECIALS + int(_of_json(*self.vocabulary)[0].get_vocab_size())
         return _SPECIALS + (256 if self.kind == "bytes" else len(self.vocabulary))
 
+    @property
+    def never(self) -> list[int]:
+        """Ids that no answer holds: padding, the start, and what is not known."""
+        unknown = _of_json(*self.vocabulary)[1] if self.kind == "json" else None
+        return [PAD, START, UNKNOWN, *([] if unknown is None else [_SPECIALS + unknown])]
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without start and end.
 
@@ -281,11 +287,10 @@ class Run:
         """
         self.model.eval()
         source = torch.tensor([[*self.source.encode(text), END]])
-        target = [START]
+        target, never = [START], self.target.never
         for _ in range(self.config.get("answer_tokens") or self.config["max_tokens"]):
             logits = self.model(source, torch.tensor([source.shape[1]]), torch.tensor([target]))
-            # Padding and the start token never follow.
-            logits[..., [PAD, START]] = -torch.inf
+            logits[..., never] = -torch.inf
             token = int(logits[0, -1].argmax())
             if token == END:
                 break

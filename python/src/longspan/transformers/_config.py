@@ -123,6 +123,10 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
         """The settings as the command knows them."""
         return {name: getattr(self, name) for name in SETTINGS}
 
+    def never(self, side: str) -> list[int]:
+        """Tokens that the command never gives as an answer."""
+        return runs.tokenizer_of("LongspanConfig: tokenizers", self.tokenizers.get(side, _BYTES)).never
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         """The configuration of a run's folder, or of one that `save_pretrained` wrote.

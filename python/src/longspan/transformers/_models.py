@@ -231,10 +231,9 @@ class LongspanForCausalLM(_Generating):
 
     def __init__(self, config: LongspanConfig) -> None:
         super().__init__(config, models.LanguageModel, config.vocab_size)
-        # The command never says padding, the start or unknown.
         self.generation_config = GenerationConfig(
             bos_token_id=runs.START, eos_token_id=runs.END, pad_token_id=runs.PAD,
-            suppress_tokens=[runs.PAD, runs.START, runs.UNKNOWN],
+            suppress_tokens=config.never("text"),
         )  # fmt: skip
 
     def get_input_embeddings(self) -> torch.nn.Module:
@@ -388,10 +387,9 @@ class LongspanForSeq2SeqLM(_Generating):
     def __init__(self, config: LongspanConfig) -> None:
         config.is_encoder_decoder = True
         super().__init__(config, models.Seq2Seq, config.vocab_size, config.target_vocab_size)
-        # The command never says padding or the start.
         self.generation_config = GenerationConfig(
             bos_token_id=runs.START, eos_token_id=runs.END, pad_token_id=runs.PAD, decoder_start_token_id=runs.START,
-            suppress_tokens=[runs.PAD, runs.START], max_new_tokens=config.answer_tokens or config.max_tokens,
+            suppress_tokens=config.never("target"), max_new_tokens=config.answer_tokens or config.max_tokens,
         )  # fmt: skip
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
