@@ -312,6 +312,8 @@ CASES = [
     *(replace(_form(f"{name}: a gate a channel, grouped heads of 64", (64,)), batch=2, heads=4, kv_heads=2, width=64, value_width=48)
       for name in ("gated", "delta")),
     replace(_form("delta: a gate a channel, keys that repeat", (16,)), inputs="repeats"),
+    *(replace(_form(f"{name}: {n} tokens, keys that rise by 150", *learned), inputs="far", queries=n, keys=n)
+      for name, learned in (("aft-simple", ()), ("aft-conv", ((2, 7),))) for n in (16, 17, 257)),
     _form("gated: keys of unit length", (), l2_norm=True),
     replace(_form("delta: keys that repeat", ()), inputs="repeats", queries=100, keys=100),
     replace(_form("delta: heads of 64, segments", ()), queries=100, keys=100, width=64, value_width=40, segments=3),
