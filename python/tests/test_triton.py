@@ -49,7 +49,7 @@ def has_kernels(case, dtype):
     if dtype is torch.bfloat16 and (case.width % 16 or case.value_width % 16) and "convolution" not in case.mechanism:
         return False
     if case.mechanism in ("gated", "delta"):
-        return "a gate a channel" not in case.name
+        return True
     if "convolution" in case.mechanism:
         return True
     if case.mechanism == "shaw" and case.decays:
@@ -148,12 +148,14 @@ def test_steps_are_the_whole(feature_map):
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("segments, mechanism", [(1, "kernelized"), (4, "kernelized"), (1, "shaw"), (1, "delta")])
+@pytest.mark.parametrize("segments, mechanism", [(1, "kernelized"), (4, "kernelized"), (1, "shaw"), (1, "delta"), (3, "channel"), (1, "kda")])
 def test_what_is_not_finite_reaches_only_rows_that_see_it(where, number, segments, mechanism, monkeypatch):
     cut(monkeypatch, segments)
     attend = {
         "kernelized": ops.kernelized_attention, "shaw": partial(ops.shaw_attention, rel=torch.randn(1, 11, 16, device=DEVICE)),
         "delta": partial(ops.delta_attention, beta=torch.rand(1, 1, 100, device=DEVICE)),
+        "channel": partial(ops.gated_attention, log_decay=-torch.rand(1, 1, 100, 16, device=DEVICE)),
+        "kda": partial(ops.delta_attention, beta=torch.rand(1, 1, 100, device=DEVICE), log_decay=-torch.rand(1, 1, 100, 16, device=DEVICE)),
     }[mechanism]  # fmt: skip
     attend = partial(attend, is_causal=True)
     q, k, v, d_out = (x.to(DEVICE) for x in Case("", heads=1, queries=100, keys=100).tensors())
@@ -201,7 +203,6 @@ def test_what_ignored_keys_hold_changes_no_bit():
 
 @pytest.mark.parametrize("mechanism, options, reason", [
     ("toeplitz", {}, "the mechanism toeplitz"), ("shaw", {"gate": True}, "gates beside Shaw's positions"), ("kernelized", {"feature_map": "dpfp"}, "the feature map dpfp"),
-    ("gated", {"gate": "channel"}, "gates of one a channel"), ("delta", {"gate": "channel"}, "gates of one a channel"),
     ("fourier", {"axes": 1}, "positions that are given"), ("fourier", {"normalizer": "literal"}, "the literal normaliser"),
 ])  # fmt: skip
 def test_what_the_kernels_do_not_do_has_a_name(mechanism, options, reason):

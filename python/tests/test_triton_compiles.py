@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from longspan.torch._triton import band, gated, kernelized, shaw, solve, taps  # noqa: E402
+from longspan.torch._triton import band, channels, gated, kernelized, shaw, solve, taps  # noqa: E402
 
 if kernelized.INTERPRETED:
     pytest.skip("an interpreted kernel is not compiled", allow_module_level=True)
@@ -31,11 +31,13 @@ CALLS = {
     "gated": {"MAP": "identity", "KEYS": False, "NORMALIZE": False, "DECAY": True, "GATED": True, "INITIAL": True, "END": True, "IGNORED": True,
               "segments": 4},
     "delta": {"MAP": "identity", "KEYS": False, "STRICT": True, "NORMALIZE": False, "DECAY": True, "GATED": True, "INITIAL": True},
+    "a gate a channel": {"MAP": "identity", "KEYS": False, "NORMALIZE": False, "DECAY": True, "GATED": True, "CHANNEL": True, "INITIAL": True, "END": True,
+                         "IGNORED": True, "segments": 4},
     "exp with gates": {"MAP": "exp", "DECAY": True, "GATED": True, "INITIAL": True, "END": True, "segments": 4},
     "fourier with everything": {"TURN": "each", "BLOCKS": 3, "SUMMED": 3, "MAP": "exp", "DECAY": True, "INITIAL": True, "END": True, "GROUP": 2},
     "rotary": {"TURN": "pairs", "BLOCKS": 4, "SUMMED": 2},
 }  # fmt: skip
-NUMBERS = {"queries", "keys", "offset", "first_chunk", "kv_heads", "segments", "record", "scale", "count",
+NUMBERS = {"queries", "keys", "tokens", "offset", "first_chunk", "kv_heads", "segments", "record", "scale", "count",
            "base", "blocks", "start", "width", "radius", "near", "ahead", "place", "chunks"}  # fmt: skip
 KERNELS = [("out", False), ("dq", False), ("dk", False), ("dv", False), ("out", True), ("dv", True)]
 
@@ -43,12 +45,12 @@ KERNELS = [("out", False), ("dq", False), ("dk", False), ("dv", False), ("out", 
 def source(role, sums, dtype, d, dv, hip=False, **options):
     """A kernel as a launch would specialise it."""
     of_call = {"CAUSAL": True, "MAP": "elu+1", "TURN": "", "BLOCKS": 1, "SUMMED": 1, "KEYS": True, "STRICT": False, "NORMALIZE": True, "DECAY": False,
-               "GATED": False, "INITIAL": False, "END": False, "IGNORED": False, "PACKED": False, "GROUP": 1, **options}  # fmt: skip
+               "GATED": False, "CHANNEL": False, "INITIAL": False, "END": False, "IGNORED": False, "PACKED": False, "GROUP": 1, **options}  # fmt: skip
     settings = kernelized.Settings(of_call["MAP"], of_call["NORMALIZE"], None, 1.0, of_call["KEYS"], False, *(of_call[x] for x in ("TURN", "BLOCKS", "SUMMED")))
     if settings.turn:
         tiles = kernelized.tiles_turned(role, dtype, settings.wide(d), dv, hip)
     else:
-        tiles = kernelized.tiles(role, dtype, d, dv, of_call["MAP"] == "exp", hip)
+        tiles = kernelized.tiles(role, dtype, d, dv, of_call["MAP"] == "exp", hip, of_call["CHANNEL"])
     kind, precision = kernelized.arithmetic(dtype)
     precision = "ieee" if hip else precision
     segments = of_call.pop("segments", 1)
@@ -67,7 +69,7 @@ def source(role, sums, dtype, d, dv, hip=False, **options):
         "initial_exponent": ("*fp32", of_call["INITIAL"] and exponential), "end": ("*fp32", of_call["END"]),
         "end_exponent": ("*fp32", of_call["END"] and exponential), "log_decay": ("*fp32", of_call["DECAY"]),
         "ignored": ("*u8", of_call["IGNORED"]), "lengths": ("*i64", of_call["IGNORED"]), "bounds": ("*i64", of_call["PACKED"]),
-        "row_sums": ("*fp32", of_call["GATED"] and role in ("dq", "dk")), "frequencies": ("*fp64", settings.turn),
+        "inner": ("*fp32", of_call["CHANNEL"] and not sums), "row_sums": ("*fp32", of_call["GATED"] and role in ("dq", "dk")), "frequencies": ("*fp64", settings.turn),
         "waves": ("*fp64", settings.turn == "each"), "before_call": ("*fp64", settings.turn and of_call["INITIAL"]),
         "of_waves": ("*fp64", settings.turn and role in ("dq", "dk") and not sums),
     }  # fmt: skip
@@ -182,26 +184,48 @@ def test_bands_compile(target, dtype, width, tmp_path):
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("d", [64, 128])
-def test_the_delta_rule_compiles(target, d, tmp_path):
+@pytest.mark.parametrize("by_channel", [False, True], ids=["a gate a head", "a gate a channel"])
+def test_the_delta_rule_compiles(target, d, by_channel, tmp_path):
     device = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
     read = {"k": "*bf16", "beta": "*fp32", "inverses": "*fp32", "log_decay": "*fp32", "ignored": "*u8"}
-    chunk, columns, warps = gated.tiles(d)
+    chunk, columns, warps = gated.tiles(d, by_channel)
     constants = {
-        "GATED": True, "IGNORED": True, "PACKED": False, "D": d, "DV": d, "BX": columns, "C": chunk,
+        "GATED": True, "CHANNEL": by_channel, "IGNORED": True, "PACKED": False, "D": d, "DV": d, "BX": columns, "C": chunk,
         "PRECISION": "ieee" if device.backend == "hip" else "tf32x3",
     }  # fmt: skip
     without_spills(solve.invert, read, {**constants, "REVERSE": True, "BD": 64}, device, tmp_path, gated.INVERTING)
     for reverse, initial in ((False, {"initial": "*fp32"}), (True, {})):
         pointers = {**read, "x": "*bf16", "to": "*fp32", **initial}
-        without_spills(solve.solve, pointers, {**constants, "REVERSE": reverse, "BD": d}, device, tmp_path, warps)
+        without_spills(solve.solve, pointers, {**constants, "REVERSE": reverse, "BD": d}, device, tmp_path, warps, 24 if by_channel else 16)
 
 
-def without_spills(kernel, pointers, constants, device, path, warps):
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 128), (torch.float32, 64)], ids=str)
+def test_gates_of_channels_compile(target, dtype, width, tmp_path):
+    device = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
+    own = "*" + NAMES[dtype]
+    precision = "ieee" if device.backend == "hip" else "tf32x3"
+    constants = {"STRICT": True, "IGNORED": True, "PACKED": False, "GROUP": 1 if target == 100 else 2, "D": width, "DV": width, "BD": 64, "BV": 64,
+                 "C": channels.CHUNK, "PRECISION": precision}  # fmt: skip
+    for role in ("out", "dq", "dk"):
+        pointers = {"q": own, "k": own, "v": own, "to": "*fp32", "log_decay": "*fp32", "ignored": "*u8", **({} if role == "out" else {"d_out": own})}
+        without_spills(channels.within_chunks, pointers, {**constants, "ROLE": role}, device, tmp_path, kernelized.INNER_WARPS)
+    if dtype is torch.bfloat16:
+        for kernel in KERNELS:
+            made, options = source(*kernel, dtype, width, width, isinstance(target, str), **CALLS["a gate a channel"])
+            held(triton.compile(made, target=device, options=options), str(kernel), tmp_path)
+
+
+def without_spills(kernel, pointers, constants, device, path, warps, most=16):
     named = {name: value for name, value in constants.items() if name in kernel.arg_names}
     compiled = triton.compile(ast(kernel, pointers, named), target=device, options={"num_warps": warps, "num_stages": 1})
-    target = device.arch
-    assert compiled.metadata.shared <= TARGETS[target], f"{kernel.__name__}: {compiled.metadata.shared} bytes of shared memory"
+    held(compiled, kernel.__name__, path, most)
+
+
+def held(compiled, name, path, most=16):
+    target = compiled.metadata.target.arch
+    assert compiled.metadata.shared <= TARGETS[target], f"{name}: {compiled.metadata.shared} bytes of shared memory"
     if "cubin" in compiled.asm:
-        # Four registers of 255.
+        # Four registers of 255, if it does not say otherwise.
         of_thread = spilled(compiled.asm["cubin"], path / "kernel")
-        assert of_thread <= 16, f"{kernel.__name__}: {of_thread} bytes"
+        assert of_thread <= most, f"{name}: {of_thread} bytes"

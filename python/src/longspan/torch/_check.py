@@ -134,6 +134,12 @@ class Case:
         if self.mechanism in ("gated", "delta"):
             token = (self.batch, self.kv_heads, keys)
             gates = [-2 * torch.rand(*token, *shape, generator=generator) ** 3 for shape in self.learned]
+            if self.inputs == "all 0":
+                gates[0].zero_()
+            if self.inputs == "strong and none":
+                # Of channels one that forgets at once, one that never does, and others that forget now and then.
+                gates[0][:] = -50.0 * (torch.arange(keys) % 5 == 1)[:, None]
+                gates[0][..., 0], gates[0][..., 1] = -50.0, 0.0
             learned = [torch.rand(token, generator=generator), *gates] if self.mechanism == "delta" else gates
             if self.inputs == "repeats":
                 # Reflections of nearly one direction, whose systems have large powers.
@@ -300,6 +306,14 @@ CASES = [
     replace(_GATE, name="a gate a head, grouped heads of 64", batch=2, heads=4, kv_heads=2, queries=100, keys=100, width=64,
             value_width=48),
     replace(_GATE, name="a gate a head, heads of 16 and 80", queries=100, keys=100, value_width=80),
+    *(replace(_form(f"{name}: a gate a channel, {inputs}", (16,)), inputs=inputs) for name in ("gated", "delta") for inputs in ("strong and none", "all 0")),
+    *(replace(_form(f"{name}: a gate a channel, {n} tokens", (20,)), width=20, value_width=40, queries=n, keys=n, segments=s)
+      for name in ("gated", "delta") for n, s in ((15, 1), (16, 1), (17, 1), (64, 1), (200, 3))),
+    *(replace(_form(f"{name}: a gate a channel, grouped heads of 64", (64,)), batch=2, heads=4, kv_heads=2, width=64, value_width=48)
+      for name in ("gated", "delta")),
+    replace(_form("delta: a gate a channel, keys that repeat", (16,)), inputs="repeats"),
+    *(replace(_form(f"{name}: {n} tokens, keys that rise by 150", *learned), inputs="far", queries=n, keys=n)
+      for name, learned in (("aft-simple", ()), ("aft-conv", ((2, 7),))) for n in (16, 17, 257)),
     _form("gated: keys of unit length", (), l2_norm=True),
     replace(_form("delta: keys that repeat", ()), inputs="repeats", queries=100, keys=100),
     replace(_form("delta: heads of 64, segments", ()), queries=100, keys=100, width=64, value_width=40, segments=3),

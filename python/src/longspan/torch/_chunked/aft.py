@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .call import Call, by_rows, lowest, recomputed
+from .call import Call, by_rows, lowest, recomputed, shifted
 from .rings import circled, ordered, present
 
 #: Places of a state's marks: the ring's oldest row, the rows that hold a token, and the tokens before.
 _OLDEST, _FILLED, _POSITION = 0, 1, 2
+#: Items of a block of running sums.
+_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,30 @@ class _Items:
 
 
 def _running_sums(k: Tensor, v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What reaches over 1, 2, 4, ... items at a time."""
-    reaches = [1 << n for n in range((max(k.shape[2], 1) - 1).bit_length())]
     top = k.detach().clamp(min=lowest(k))
-    for reach in reaches:
-        top = torch.cat([top[:, :, :reach], torch.maximum(top[:, :, reach:], top[:, :, :-reach])], 2)
+    if top.shape[2]:
+        top = top.cummax(2).values
     own = (k - top).exp()
-    sums = torch.cat([own * v, own * weight], -1)
-    level = top if top.shape[3] == 1 else torch.cat([top, top], -1)
-    for reach in reaches:
-        earlier = (level[:, :, :-reach] - level[:, :, reach:]).exp() * sums[:, :, :-reach]
-        sums = torch.cat([sums[:, :, :reach], sums[:, :, reach:] + earlier], 2)
+    sums = _joined(torch.cat([own * v, own * weight], -1), top if top.shape[3] == 1 else torch.cat([top, top], -1))
     return sums[..., : v.shape[3]], sums[..., v.shape[3] :], top
+
+
+def _joined(sums: Tensor, level: Tensor) -> Tensor:
+    """Running sums ``[..., items, width]`` of items that are relative to levels, which never fall: over 1, 2, 4, ... items of a block at a time, then
+    likewise over the blocks."""
+    count = sums.shape[-2]
+    if count > _BLOCK:
+        extra = -count % _BLOCK
+        whole = torch.cat([level, level[..., -1:, :].expand(*level.shape[:-2], extra, -1)], -2).unflatten(-2, (-1, _BLOCK))
+        blocks = _joined(F.pad(sums, (0, 0, 0, extra)).unflatten(-2, (-1, _BLOCK)), whole)
+        before = F.pad(_joined(blocks[..., -1, :], whole[..., -1, :])[..., :-1, :], (0, 0, 1, 0))
+        fallen = F.pad(whole[..., :-1, -1, :], (0, 0, 1, 0), value=lowest(level))
+        found: Tensor = blocks + (fallen[..., None, :] - whole).exp() * before[..., None, :]
+        return found.flatten(-3, -2)[..., :count, :]
+    for reach in (1 << n for n in range((max(count, 1) - 1).bit_length())):
+        earlier = (level[..., :-reach, :] - level[..., reach:, :]).exp() * sums[..., :-reach, :]
+        sums = torch.cat([sums[..., :reach, :], sums[..., reach:, :] + earlier], -2)
+    return sums
 
 
 def _items(call: Call, ring: int) -> tuple[_Items, int]:
@@ -94,47 +108,50 @@ class Aft:
         extended = replace(call, k=items.k, v=items.v, offset=call.offset + past)
         if self.biases is None:
             return self._without(extended, items)
-        keys = items.k.shape[2]
-        before = after = None
-        back, ahead = reach or (None, None)
-        if back is not None and keys:
-            before = items.sums()
-            after = None if call.is_causal else items.flipped().sums()
+        if reach is None:
+            out = by_rows(extended.pieces(max(items.k.shape[3], items.v.shape[3])), lambda rows, seen: self._piece(extended, items, rows, seen))
+        else:
+            out = self._near(extended, items, *reach)
+        if self.by_position and call.initial is not None:
+            # Nobody may look at the numbers of a state: rows whose position no table has are no numbers.
+            late = _tokens(call) + torch.arange(call.q.shape[2], device=out.device) + call.offset >= _length(call)
+            out = out.masked_fill(late[:, None, :, None], torch.nan)
+        return out
 
-        def piece(rows: slice, seen: slice) -> Tensor:
-            assert self.biases is not None
-            at = torch.arange(rows.start, rows.stop, device=items.k.device) + extended.offset
-            biases = self.biases(extended, rows, seen)[..., None]
-            if back is None or ahead is None:
-                scores, v = items.k[:, :, None, seen] + biases, items.v[:, :, None, seen]
-                if call.is_causal:
-                    scores = scores.masked_fill((extended.distance(rows, seen) > 0)[..., None], -torch.inf)
-            else:
-                # Of each row the keys that biases reach.
-                scores = _windows(items.k, -torch.inf, rows, extended.offset - back, back + ahead + 1) + biases
-                v = _windows(items.v, 0.0, rows, extended.offset - back, back + ahead + 1)
-            # Of the items that no bias reaches.
-            parts = []
-            if before is not None and back is not None:
-                parts.append(_at(before, at - back - 1))
-            if after is not None and ahead is not None:
-                parts.append(_at(after, keys - 2 - at - ahead))
-            tops = [top for _, _, top in parts] + ([scores.detach().amax(3)] if scores.shape[3] else [])
-            highest = torch.stack(tops).amax(0).clamp(min=lowest(scores)) if tops else scores.new_zeros(())
-            weights = (scores - highest[:, :, :, None]).exp() if tops else scores
-            sums = weights[..., 0] @ v[:, :, 0] if v.shape[2] == weights.shape[4] == 1 else (weights * v).sum(3)
-            total = weights.sum(3)
-            for own, weight, top in parts:
-                factor = (top - highest).exp()
-                sums, total = sums + factor * own, total + factor * weight
-            out = torch.where(total == 0, 0, sums / torch.where(total == 0, 1, total)) * torch.sigmoid(call.q[:, :, rows])
-            if self.by_position and call.initial is not None:
-                # Nobody may look at the numbers of a state: rows whose position no table has are no numbers.
-                late = _tokens(call) + at - past >= _length(call)
-                out = out.masked_fill(late[:, None, :, None], torch.nan)
-            return out
+    def _piece(self, call: Call, items: _Items, rows: slice, seen: slice) -> Tensor:
+        """Of biases that reach all keys."""
+        assert self.biases is not None
+        scores = items.k[:, :, None, seen] + self.biases(call, rows, seen)[..., None]
+        if call.is_causal:
+            scores = scores.masked_fill((call.distance(rows, seen) > 0)[..., None], -torch.inf)
+        v = items.v[:, :, seen]
+        return _means(call.q[:, :, rows], scores, lambda weights: weights[..., 0] @ v if weights.shape[4] == 1 else (weights * v[:, :, None]).sum(3))
 
-        return by_rows(extended.pieces(max(items.k.shape[3], items.v.shape[3]), back, ahead, shared=False), piece)
+    def _near(self, call: Call, items: _Items, back: int, ahead: int) -> Tensor:
+        """Of biases that reach few keys: these pair by pair, a piece of the rows at a time, and all others as running sums. What a piece has is cut
+        once for all pieces, so that a backward joins its gradients once instead of adding each to zeros of the whole length."""
+        assert self.biases is not None
+        queries, keys, count = call.q.shape[2], items.k.shape[2], back + ahead + 1
+        # One key a head weighs all of a value, so values of a piece take one product with its weights, along the diagonals of a matrix.
+        joint = items.k.shape[3] == 1
+        step = max(call.pieces(1 if joint else max(items.k.shape[3], items.v.shape[3]), back, ahead, shared=joint)[0][0].stop, 1)
+        at = torch.arange(queries, device=items.k.device) + call.offset
+        by_row = [call.q, self.biases(call, slice(0, queries), slice(0, 0)).expand(-1, -1, queries, -1)]
+        if keys:
+            by_row += _at(items.sums(), at - back - 1)
+            if not call.is_causal:
+                by_row += _at(items.flipped().sums(), keys - 2 - at - ahead)
+        windows = (_windows(x, fill, call.offset - back, queries, step, count) for x, fill in ((items.k, -torch.inf), (items.v, 0.0)))
+
+        def piece(q: Tensor, biases: Tensor, *others: Tensor) -> Tensor:
+            *far, k, v = others
+            rows = q.shape[2]
+            k, of_each = (x.unfold(3, count, 1)[:, :, :, :rows].movedim(2, 4) for x in (k, v))
+            of_all = v.mT[:, :, : rows + count - 1]
+            return _means(q, k + biases[..., None], lambda weights: shifted(weights[..., 0], 0, of_all.shape[2]) @ of_all if joint else
+                          (weights * of_each).sum(3), *far)  # fmt: skip
+
+        return torch.cat([recomputed(piece, *parts) for parts in zip(*(x.split(step, 2) for x in by_row), *windows)], 2)
 
     @staticmethod
     def _without(call: Call, items: _Items) -> Tensor:
@@ -176,15 +193,27 @@ class Aft:
         return [sums, total, top[:, :, 0], *rows, torch.cat([slot, held, place], -1).to(k.dtype)]
 
 
-def _windows(x: Tensor, fill: float, rows: slice, begin: int, count: int) -> Tensor:
-    """Of each row the items from ``begin`` places after it on, ``[batch, heads, rows, count, width]``; ``fill`` where there are none."""
-    many = rows.stop - rows.start
-    if not many:
-        return x[:, :, :0, None].expand(-1, -1, -1, count, -1)
-    first, whole = rows.start + begin, many + count - 1
-    inside = x[:, :, max(first, 0) : max(first + whole, 0)]
-    left = min(max(-first, 0), whole)
-    return F.pad(inside, (0, 0, left, whole - left - inside.shape[2]), value=fill).unfold(2, count, 1).mT
+def _means(q: Tensor, scores: Tensor, weighed: Callable[[Tensor], Tensor], *far: Tensor) -> Tensor:
+    """Of each row the means of values that the exponentials of ``scores``, ``[batch, heads, rows, keys, width or 1]``, have ``weighed``, beside
+    running sums of others: of values, of weights, and their exponent, one after the other."""
+    tops = [*far[2::3]] + ([scores.detach().amax(3)] if scores.shape[3] else [])
+    highest = torch.stack(tops).amax(0).clamp(min=lowest(scores)) if tops else scores.new_zeros(())
+    weights = (scores - highest[:, :, :, None]).exp() if tops else scores
+    sums, total = weighed(weights), weights.sum(3)
+    for own, weight, top in zip(far[::3], far[1::3], far[2::3]):
+        factor = (top - highest).exp()
+        sums, total = sums + factor * own, total + factor * weight
+    return torch.where(total == 0, 0, sums / torch.where(total == 0, 1, total)) * torch.sigmoid(q)
+
+
+def _windows(x: Tensor, fill: float, begin: int, queries: int, step: int, count: int) -> Sequence[Tensor]:
+    """Of each ``step`` rows the items from ``begin`` places after the first row to ``count - 1`` after those of the last, ``[..., width, items]``;
+    ``fill`` where there are none."""
+    last = begin + -(-max(queries, 1) // step) * step + count - 1
+    inside = x[:, :, max(begin, 0) : max(last, 0)]
+    left = min(max(-begin, 0), last - begin)
+    whole = F.pad(inside, (0, 0, left, last - begin - left - inside.shape[2]), value=fill)
+    return whole.unfold(2, step + count - 1, step).unbind(2)
 
 
 def _at(sums: tuple[Tensor, Tensor, Tensor], last: Tensor) -> tuple[Tensor, Tensor, Tensor]:

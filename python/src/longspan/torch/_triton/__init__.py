@@ -62,11 +62,10 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
     if tensors[0].ndim < 3:
         return "queries, keys and values side by side"
     options, (q, k, v, *parameters) = _calls.settings(call.options), tensors
-    widest = WIDEST
+    widest, each_channel = WIDEST, False
     brought = int(options.get("gate") is True)
     if call.mechanism in ("gated", "delta"):
-        if options.get("gate") == "channel":
-            return "gates of one a channel"
+        each_channel = options.get("gate") == "channel"
         options, brought = {"feature_map": "identity", "gate": True}, len(parameters)
         widest = WIDEST // 2 if call.mechanism == "delta" else WIDEST
     elif call.mechanism == "fourier":
@@ -89,7 +88,9 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
     if options.get("gate"):
         token = (k.shape[0], v.shape[1], *(k.shape[2:-1] or (1,)))
         own, parameters = parameters[len(parameters) - brought :], parameters[: len(parameters) - brought]
-        if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or any(tuple(x.shape) != token for x in own):
+        # `beta`, the last of the delta rule's, has one number a token under any gate.
+        shapes = [(*token, k.shape[-1]) if each_channel and x is own[0] else token for x in own]
+        if not call.is_causal or call.offset or q.shape[2:] != k.shape[2:] or [tuple(x.shape) for x in own] != shapes:
             return "a mask that is not causal, or gates of another shape"
     if call.mechanism == "short-convolution":
         taps, *bias = parameters

@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import _calls
 from ..._calls import Request
 from . import kernelized
+from .channels import CHUNK
 from .kernelized import Launch, arithmetic, laid_out, padded
 from .solve import invert, solve
 
@@ -19,9 +20,9 @@ from .solve import invert, solve
 INVERTING = 2
 
 
-def tiles(d: int) -> tuple[int, int, int]:
+def tiles(d: int, by_channel: bool) -> tuple[int, int, int]:
     """Tokens of a chunk's system, columns of a solution's tile, and warps: the most that spill no registers (docs/gpu.md)."""
-    return (32, 32, 4) if d <= 64 else (16, 16, 8)
+    return (CHUNK if by_channel else 32, 32, 4) if d <= 64 else (16, 16, 8)
 
 
 def _inner(call: Request, scale: float | None, strict: bool = False) -> Request:
@@ -55,12 +56,12 @@ class _Rule(Launch):
 
     def corrections(self, x: Tensor, reverse: bool = False) -> Tensor:
         """Of values; or the same of their gradients, from the last token to the first."""
-        chunk, columns, warps = tiles(self.d)
+        chunk, columns, warps = tiles(self.d, self.by_channel)
         chunks, heads = -(-self.longest // chunk), self.sequences * self.kv_heads
         found = x.new_empty((self.batch, self.kv_heads, self.keys, self.dv), dtype=torch.float32)
         inverses = found.new_empty((*found.shape[:3], chunk))
         given = self.decay, self.ignored, self.bounds, self.keys, self.kv_heads
-        shared = {"REVERSE": reverse, "GATED": self.gated, "IGNORED": self.ignored is not None, "PACKED": self.bounds is not None, "D": self.d,
+        shared = {"REVERSE": reverse, "GATED": self.gated, "CHANNEL": self.by_channel, "IGNORED": self.ignored is not None, "PACKED": self.bounds is not None, "D": self.d,
                   "C": chunk, "PRECISION": arithmetic(torch.float32)[1], "num_stages": 1}  # fmt: skip
         if heads * chunks:
             invert[(heads * chunks,)](

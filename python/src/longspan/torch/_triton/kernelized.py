@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ... import _calls
 from ..._calls import Request
+from .channels import CHUNK, within_chunks
 from .scan import CARRY, scan
 from .step import step
 from .tiles import NOTHING
@@ -25,6 +26,8 @@ INTERPRETED = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else Fa
 #: Numbers of a state's tile. On an H100 half of the heads' columns with four warps, twice on a multiprocessor, was the fastest of
 #: eight shapes for every role (docs/gpu.md).
 _STATE = 128 * 64
+#: Warps of a program for the pairs of a chunk.
+INNER_WARPS = 4
 #: Of a turn.
 _QUARTER = math.pi / 2
 
@@ -43,13 +46,18 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def tiles(role: str, dtype: torch.dtype, d: int, dv: int, exponential: bool = False, hip: bool = torch.version.hip is not None) -> Tiles:
+def tiles(
+    role: str, dtype: torch.dtype, d: int, dv: int, exponential: bool = False, hip: bool = torch.version.hip is not None, by_channel: bool = False
+) -> Tiles:  # fmt: skip
     """The configuration for a role and widths."""
     of_keys = role in ("dq", "dk")
     a, x = (padded(dv), padded(d)) if of_keys else (padded(d), padded(dv))
     half = dtype is torch.bfloat16
     columns = max(16, min(x, _STATE // a, 64))
     chunk, warps = 64 if half else 32, 4 if half or a <= 64 else 8
+    if by_channel:
+        # The widest that spill no registers; of float32 a few in the loop's preamble.
+        return Tiles(CHUNK, 32 if half else 16, 8, 1)
     if a > 128 and not half:
         # With more, ptxas gives up on registers.
         chunk, columns = 16, 16
@@ -142,10 +150,14 @@ class Launch:
         self.exponential = settings.feature_map == "exp"
         self.decay = None if settings.decay is None else _logarithms(settings.decay, q.device)
         self.gated = (_calls.settings(call.options).get("gate") or "none") != "none"
+        self.by_channel = self.gated and parameters[-1].ndim == 4
         self.learned = parameters[: len(parameters) - self.gated]
         if self.gated:
             # Of each token, in base 2.
             self.decay = (parameters[-1].float() * math.log2(math.e)).contiguous()
+            if self.by_channel:
+                ignored = torch.zeros_like(self.decay[:, :1, :, :1], dtype=torch.bool) if key_padding_mask is None else key_padding_mask[:, None, :, None]
+                self.decay = self.decay.clamp(min=NOTHING.value).masked_fill(ignored, 0)
         #: Features of the sums and of the keys' sums.
         self.features = settings.summed * settings.block(self.d)
         self.divisors = 0 if not settings.keys else self.d if settings.blocks > settings.summed else self.features
@@ -172,8 +184,9 @@ class Launch:
         self.longest = longest
         #: Numbers of a head's sums, and of its state: sums, keys' sums, marks, filled up to whole cache lines as on the CPU, gates.
         self.sums = self.features * self.dv + self.divisors
-        self.record = -(-(self.sums + (4 if settings.keys else 0) + self.gated) // 16) * 16
-        self.gate = -1 if settings.keys else self.sums
+        gates = self.d if self.by_channel else int(self.gated)
+        self.record = -(-(self.sums + (4 if settings.keys else 0) + gates) // 16) * 16
+        self.gates = slice(self.record - 1, None) if settings.keys else slice(self.sums, self.sums + gates)
 
     def highest(self, initial: Tensor | None) -> Tensor:
         """The exponent of the final state under ``exp``: the largest number of all keys, or what stands for none."""
@@ -211,13 +224,32 @@ class Launch:
         if of_keys and self.settings.turn:
             of_waves = self.q.new_zeros((self.sequences, rows, segments, 3, self.settings.blocks, self.settings.block(self.d)), dtype=torch.float64)
         self._launch(role, False, t, segments, rows * count, records, to, denominators, delta, out, d_out,
-                     initial, initial_exponent, end, end_exponent, row_sums, of_waves)  # fmt: skip
+                     initial, initial_exponent, end, end_exponent, row_sums, self.inner(role, d_out), of_waves)  # fmt: skip
         return of_waves
+
+    def inner(self, role: str, d_out: Tensor | None) -> Tensor | None:
+        """What pairs within the chunks of a scan give, where each channel has a gate."""
+        if not self.by_channel:
+            return None
+        if role == "dv":
+            # The same pairs.
+            role = "out"
+        heads, chunks = self.kv_heads if role == "dk" else self.heads, -(-self.longest // CHUNK)
+        to = self.q.new_empty((self.batch, heads, self.keys, CHUNK if role == "out" else self.d), dtype=torch.float32)
+        if self.sequences * heads * chunks:
+            within_chunks[(self.sequences * heads * chunks,)](
+                self.q, self.k, self.v, d_out, to, self.decay, self.ignored, self.bounds, self.keys, self.kv_heads, chunks,
+                *[x for tensor in (self.q, self.k, self.v, d_out) for x in _strides(tensor)],
+                ROLE=role, STRICT=self.settings.strict, IGNORED=self.ignored is not None, PACKED=self.bounds is not None,
+                GROUP=self.heads // self.kv_heads, D=self.d, DV=self.dv, BD=min(padded(self.d), 64), BV=min(padded(self.dv), 64), C=CHUNK,
+                PRECISION=arithmetic(torch.float32)[1], num_warps=INNER_WARPS, num_stages=1,
+            )  # fmt: skip
+        return to
 
     def tiles(self, role: str) -> Tiles:
         if self.settings.turn:
             return tiles_turned(role, self.q.dtype, self.settings.wide(self.d), self.dv)
-        return tiles(role, self.q.dtype, self.d, self.dv, self.exponential)
+        return tiles(role, self.q.dtype, self.d, self.dv, self.exponential, by_channel=self.by_channel)
 
     def tiles_of(self, role: str) -> int:
         """How many tiles have all columns of a role."""
@@ -234,13 +266,13 @@ class Launch:
         own = self.tiles(role)
         t = Tiles(chunk, own.columns, own.warps, own.stages)
         programs = self.kv_heads * self.tiles_of(role)
-        self._launch(role, True, t, segments, programs, records, None, denominators, delta, None, d_out, None, None, None, None, None, None)
+        self._launch(role, True, t, segments, programs, records, None, denominators, delta, None, d_out, None, None, None, None, None, None, None)
         return records
 
     def _launch(
         self, role: str, sums: bool, t: Tiles, segments: int, programs: int, records: Tensor | None, to: Tensor | None,
         denominators: Tensor | None, delta: Tensor | None, out: Tensor | None, d_out: Tensor | None, initial: Tensor | None,
-        initial_exponent: Tensor | None, end: Tensor | None, end_exponent: Tensor | None, row_sums: Tensor | None, of_waves: Tensor | None,
+        initial_exponent: Tensor | None, end: Tensor | None, end_exponent: Tensor | None, row_sums: Tensor | None, inner: Tensor | None, of_waves: Tensor | None,
     ) -> None:  # fmt: skip
         grid = self.sequences * segments * programs
         if grid == 0:
@@ -251,23 +283,24 @@ class Launch:
         scan[(grid,)](
             self.q, self.k, self.v, out, d_out, denominators, delta, to,
             records, initial, initial_exponent, end, end_exponent,
-            self.decay, self.ignored, self.lengths, self.bounds, row_sums, *self.waves, self.before_call, of_waves,
+            self.decay, self.ignored, self.lengths, self.bounds, row_sums, inner, *self.waves, self.before_call, of_waves,
             self.queries, self.keys, self.offset, min(self.offset, 0) // t.chunk, self.kv_heads, segments, self.record, settings.scale,
             *strides,
             ROLE=role, SUMS=sums, CAUSAL=self.causal, MAP=settings.feature_map, TURN=settings.turn, BLOCKS=settings.blocks,
             SUMMED=settings.summed, KEYS=settings.keys, STRICT=settings.strict, NORMALIZE=settings.normalize,
-            DECAY=self.decay is not None, GATED=self.gated, INITIAL=initial is not None, END=end is not None, IGNORED=self.ignored is not None,
+            DECAY=self.decay is not None, GATED=self.gated, CHANNEL=self.by_channel, INITIAL=initial is not None, END=end is not None, IGNORED=self.ignored is not None,
             PACKED=self.bounds is not None, GROUP=self.heads // max(self.kv_heads, 1), D=self.d, DV=self.dv,
             BD=settings.wide(self.d), BV=padded(self.dv), BX=t.columns, C=t.chunk, TYPE=kind, PRECISION=precision,
             num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
 
     def row_sums(self, role: str) -> Tensor | None:
-        """Where a scan puts sums over the columns of its tiles, of features times their gradients. Those of rows that are divided are 0."""
+        """Where a scan puts features times their gradients: of each, or sums over the columns of its tiles. Those of rows that are divided
+        are 0."""
         if not self.gated or (role == "dq" and self.settings.normalize):
             return None
         rows = (self.batch, self.heads, self.queries) if role == "dq" else (self.batch, self.kv_heads, self.keys)
-        return self.q.new_zeros((*rows, self.tiles_of(role)), dtype=torch.float32)
+        return self.q.new_zeros((*rows, self.d if self.by_channel else self.tiles_of(role)), dtype=torch.float32)
 
     def of_gates(
         self, of_queries: Tensor | None, of_keys: Tensor, initial: Tensor | None, d_initial: Tensor | None, d_final: Tensor | None,
@@ -275,19 +308,30 @@ class Launch:
     ) -> Tensor:  # fmt: skip
         """The gradient of the gates: a row grows with all up to its own and a key shrinks with them, so it is the sum of what follows, or
         what the whole begins with less the sum of what comes before."""
-        grown = -of_keys.sum(-1)
+        grown = -self._of_each_gate(of_keys)
         if of_queries is not None:
-            grown = grown + of_queries.sum(-1).unflatten(1, (self.kv_heads, -1)).sum(2)
-        before = grown.new_zeros(grown.shape[:2]) if initial is None or d_initial is None else (initial * d_initial)[..., : self.sums].sum(-1)
+            grown = grown + self._of_each_gate(of_queries).unflatten(1, (self.kv_heads, -1)).sum(2)
+        # What each gate decays: all, or of a channel its row.
+        before = grown.new_zeros(grown.shape[:3])
+        if initial is not None and d_initial is not None:
+            before = (initial * d_initial)[..., : self.sums].unflatten(-1, (before.shape[2], -1)).sum(-1)
         if d_final is None:
             bounds = [0, self.keys] if packed is None else packed[1]
             # Each sequence of a packed call by itself.
             parts = [_following(grown[..., a:b], before) for a, b in zip(bounds, bounds[1:])]
-            return self._there(torch.cat(parts, -1) if parts else grown)
-        d_g = before[..., None] - (grown.cumsum(-1) - grown) + d_final[..., self.gate, None]
-        if d_initial is not None:
-            d_initial[..., self.gate] = d_final[..., self.gate]
-        return self._there(d_g)
+            d_g = torch.cat(parts, -1) if parts else grown
+        else:
+            d_g = before[..., None] - (grown.cumsum(-1) - grown) + d_final[..., self.gates, None]
+            if d_initial is not None:
+                d_initial[..., self.gates] = d_final[..., self.gates]
+        d_g = d_g.mT if self.by_channel else d_g[:, :, 0]
+        # An ignored token has no gate.
+        ignored = None if self.ignored is None else self.ignored.bool()[:, None]
+        return d_g if ignored is None else d_g.masked_fill(ignored[..., None] if self.by_channel else ignored, 0)
+
+    def _of_each_gate(self, row_sums: Tensor) -> Tensor:
+        """Of a scan's, ``[batch, heads, gates, tokens]``."""
+        return row_sums.mT if self.by_channel else row_sums.sum(-1)[:, :, None]
 
     def of_waves(self, call: Request, of_queries: Tensor, of_keys: Tensor) -> list[Tensor]:
         """Gradients of Fourier's parameters, from sums that the scans leave of a sequence, head, segment and feature."""
@@ -302,10 +346,6 @@ class Launch:
             unturned = of_queries[:, 2, 2] if self.settings.blocks > 2 else torch.zeros_like(turned[:, 0])
             of_tables.append(torch.stack([_QUARTER * turned[:, 0], turned[:, 2], unturned], 1))
         return [x.contiguous() for x in back(tuple(of_tables))]
-
-    def _there(self, d_g: Tensor) -> Tensor:
-        """An ignored token has no gate."""
-        return d_g if self.ignored is None else d_g.masked_fill(self.ignored.bool()[:, None], 0)
 
     def step(self, out: Tensor, denominators: Tensor, initial: Tensor | None, end: Tensor) -> None:
         """One token: output, denominators and the state after it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .channels import channel_sums
 from .features import blocks, key_features, of_keys, of_queries, query_features, slope, turned, turned_back
 from .tiles import NOTHING, exp, inverse, load_rows, store_rows, within
 
@@ -75,10 +76,12 @@ def between_pairs(g, C: tl.constexpr, REVERSE: tl.constexpr):
 @triton.jit
 def _of_state(
     a, state, z, delta, clock, age, gamma,
-    ROLE: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, EXPONENTIAL: tl.constexpr, TYPE: tl.constexpr,
+    ROLE: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, CHANNEL: tl.constexpr, EXPONENTIAL: tl.constexpr, TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the state before a chunk gives to its rows and, with role ``out``, to their denominators."""
+    if CHANNEL and (ROLE == "out" or ROLE == "dv"):
+        a = (a.to(tl.float32) * tl.exp2(age)).to(TYPE)
     y = tl.dot(a, state.to(TYPE) if (ROLE == "dq" or ROLE == "dk") else tl.trans(state.to(TYPE)), input_precision=PRECISION)
     total = tl.zeros([a.shape[0]], tl.float32)
     if NORMALIZE:
@@ -102,6 +105,9 @@ def _of_state(
         # In one sum: either may be out of range by itself.
         factor = exp(clock + gamma * age * _LN2 if DECAY else clock)
         y, total = y * factor[:, None], total * factor
+    elif CHANNEL:
+        if ROLE == "dq" or ROLE == "dk":
+            y *= tl.exp2(age)
     elif DECAY:
         factor = tl.exp2(gamma * age)
         y, total = y * factor[:, None], total * factor
@@ -112,11 +118,11 @@ def _of_state(
 def _scan(
     q, k, v, out, d_out, denominators, delta, to,
     records, initial, initial_exponent, end, end_exponent,
-    log_decay, ignored, lengths, bounds, row_sums, frequencies, waves, before_call, of_waves,
+    log_decay, ignored, lengths, bounds, row_sums, inner, frequencies, waves, before_call, of_waves,
     queries, keys, offset, first_chunk, kv_heads, segments, record, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
     ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, TURN: tl.constexpr, BLOCKS: tl.constexpr,
-    SUMMED: tl.constexpr, KEYS: tl.constexpr, STRICT: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr,
+    SUMMED: tl.constexpr, KEYS: tl.constexpr, STRICT: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, GATED: tl.constexpr, CHANNEL: tl.constexpr, INITIAL: tl.constexpr,
     END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
     CAREFUL: tl.constexpr, C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +147,7 @@ def _scan(
     BA: tl.constexpr = BV if OF_KEYS else BD
     BZ: tl.constexpr = BX if OF_KEYS else BD
     # Whether the sum of keys is asked for, or, of a gradient, that of rows' deltas.
-    KEEP_Z: tl.constexpr = SUMS or END or (NORMALIZE and ROLE != "dv")
+    KEEP_Z: tl.constexpr = KEYS and (SUMS or END or (NORMALIZE and ROLE != "dv"))
     ROW_GROUP: tl.constexpr = 1 if (REVERSE or SUMS) else GROUP
     COLUMN_GROUP: tl.constexpr = GROUP if REVERSE else 1
 
@@ -171,12 +177,12 @@ def _scan(
     v += batch * v_b + kv_head * v_h + v_t * k_start
     gamma = 0.0
     if GATED:
-        log_decay += (batch * kv_heads + kv_head) * keys + k_start
+        log_decay += ((batch * kv_heads + kv_head) * keys + k_start) * (D if CHANNEL else 1)
         gamma = 1.0
     elif DECAY:
         gamma = tl.load(log_decay + kv_head)
     # The logarithm of what decays from the first token on.
-    passed = tl.zeros([], tl.float32)
+    passed = tl.zeros([BZ] if CHANNEL else [], tl.float32)
 
     r = tl.arange(0, C)
     chunks = tl.cdiv(tl.maximum(tl.maximum(n_keys, n_queries + offset), 0), C) - first_chunk
@@ -191,7 +197,9 @@ def _scan(
     is_divisor = z_block >= (SUMMED if UNROTATED else 0)
     z_at = F * DV + (z_block - (SUMMED if UNROTATED else 0)) * M + z_column
     z_inside = is_divisor & (z_block < BLOCKS) & (z_column < M)
-    gate_at = record - 1 if KEYS else F * DV
+    # A gate a channel lies where others have the keys' sums.
+    gate_at = z_at if CHANNEL else record - 1 if KEYS else F * DV
+    gate_inside = z_inside if CHANNEL else tl.full([], 1, tl.int1)
     state = tl.zeros([BA, BX] if OF_KEYS else [BX, BA], tl.float32)
     z = tl.zeros([BZ], tl.float32)
     reference = tl.full([], NOTHING, tl.float32)
@@ -216,7 +224,7 @@ def _scan(
                 own_z = tl.load(before + z_at, mask=z_inside, other=0.0)
             decays = 0.0
             if GATED:
-                decays = tl.load(before + gate_at)
+                decays = tl.load(before + gate_at, mask=gate_inside, other=0.0)
                 passed += decays
             elif DECAY:
                 start = first_chunk + other * of_segment
@@ -226,7 +234,7 @@ def _scan(
                 reference += decays * _LN2
             elif DECAY:
                 kept = tl.exp2(decays)
-                state, z = state * kept, z * kept
+                state, z = state * (kept[None, :] if CHANNEL else kept), z * kept
             if EXPONENTIAL:
                 exponent = tl.load(before + MARKS)
                 highest = tl.maximum(reference, exponent)
@@ -255,7 +263,11 @@ def _scan(
         fallen = tl.zeros([], tl.float32)
         up_to, after_it = tl.maximum(token - near, 0).to(tl.float32), tl.maximum(far - token, 0).to(tl.float32)
         gates = tl.zeros([C], tl.float32)
-        if GATED:
+        if CHANNEL:
+            up_to, fallen = channel_sums(log_decay, first, n_keys, z_low, False, D, C, BZ)
+            after_it, fallen = channel_sums(log_decay, first, n_keys, z_low, True, D, C, BZ)
+            passed += fallen
+        elif GATED:
             up_to, after_it, fallen, gates = gate_sums(log_decay, token, is_key, C)
             passed += fallen
         elif DECAY:
@@ -283,12 +295,14 @@ def _scan(
                 a, clock = key_features(k, first, k_t, is_key, 0, place_0, frequencies, MAP, TURN, BLOCKS, ROW, W, D, C, BD)
                 a = a.to(TYPE)
             y, total = _of_state(a, state, z, of_row, reference + clock, after_it, gamma,
-                                 ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
+                                 ROLE, NORMALIZE, DECAY, CHANNEL, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
 
         # The columns, by the heads that read a key. What they add to z comes first, so that few registers are in use at once.
         for g in range(COLUMN_GROUP):
             factor = tl.full([C], 1.0, tl.float32)
-            if DECAY and not EXPONENTIAL:
+            if CHANNEL:
+                factor = tl.exp2(up_to if REVERSE else after_it)
+            elif DECAY and not EXPONENTIAL:
                 factor = tl.exp2(gamma * (up_to if REVERSE else after_it))
             # Rows that are not there have features, but what they would be multiplied with is 0.
             plus = is_key.to(tl.float32)
@@ -350,7 +364,7 @@ def _scan(
                 seen = seen & (r[:, None] != r[None, :])
             if not SUMS:
                 between = tl.zeros([C, C], tl.float32)
-                if CAUSAL and GATED:
+                if CAUSAL and GATED and not CHANNEL:
                     between = between_pairs(gates, C, REVERSE)
                 elif CAUSAL and DECAY:
                     between = gamma * tl.abs(r[:, None] - r[None, :]).to(tl.float32)
@@ -377,10 +391,16 @@ def _scan(
                                 tl.store(delta + row_q + r, of_row, mask=is_query)
                         a = a.to(TYPE)
                     y, total = _of_state(a, state, z, of_row, reference + clock, up_to, gamma,
-                                         ROLE, NORMALIZE, DECAY, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
-                if CAUSAL:
+                                         ROLE, NORMALIZE, DECAY, CHANNEL, EXPONENTIAL, TYPE, PRECISION)  # fmt: skip
+                if CAUSAL and not (CHANNEL and OF_KEYS):
                     # What some see.
-                    pairs = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+                    if CHANNEL:
+                        query = column_q if REVERSE else row_q + r
+                        pairs = tl.load(inner + query[:, None] * C + r[None, :], mask=(there_s if REVERSE else is_query)[:, None], other=0.0)
+                        if REVERSE:
+                            pairs = tl.trans(pairs) * scale
+                    else:
+                        pairs = tl.dot(a, tl.trans(b), input_precision=PRECISION)
                     if OF_KEYS and NORMALIZE:
                         # By way of what rows are divided by.
                         dividing = plus[None, :] if REVERSE else -of_row[:, None]
@@ -388,7 +408,7 @@ def _scan(
                             pairs += dividing
                     elif ROLE == "out" and UNROTATED:
                         dividing = tl.dot(a, tl.trans(divisors.to(TYPE)), input_precision=PRECISION)
-                    if EXPONENTIAL or DECAY:
+                    if EXPONENTIAL or (DECAY and not CHANNEL):
                         weights = exp(between + clock[:, None]) if EXPONENTIAL else tl.exp2(between)
                         pairs *= weights
                         if UNROTATED and ROLE != "dv":
@@ -415,7 +435,13 @@ def _scan(
                 if EXPONENTIAL:
                     kept = exp(reference + fallen - highest)
                     reference, fallen = highest, tl.zeros([], tl.float32)
-                if DECAY or EXPONENTIAL:
+                if CHANNEL:
+                    state *= kept[None, :]
+                    if OF_KEYS:
+                        x = (x.to(tl.float32) * factor).to(TYPE)
+                    else:
+                        b = (b.to(tl.float32) * factor).to(TYPE)
+                elif DECAY or EXPONENTIAL:
                     state, z = state * kept, z * kept
                     if OF_KEYS:
                         x = (x.to(tl.float32) * factor[:, None]).to(TYPE)
@@ -426,7 +452,7 @@ def _scan(
                 else:
                     state = tl.dot(tl.trans(x), b, acc=state, input_precision=PRECISION)
                 z += added
-                kept = tl.full([], 1.0, tl.float32)
+                kept = tl.full([BZ] if CHANNEL else [], 1.0, tl.float32)
 
         if not SUMS:
             if ROLE == "out":
@@ -453,6 +479,10 @@ def _scan(
                     valid, there_x, row = is_query, is_query, row_q + r
                     at_row = to + batch * to_b + row_head * to_h + q_start * to_t
                     y = y * inverse(tl.load(denominators + row * EACH, mask=is_query, other=1.0))[:, None]
+                if CHANNEL and OF_KEYS:
+                    column = row[:, None] * D + z_column[None, :]
+                    of_column = there_x[:, None] & z_inside[None, :]
+                    y += tl.load(inner + column, mask=of_column, other=0.0) * scale
                 DIVIDED: tl.constexpr = NORMALIZE or ROLE == "dk"
                 if OF_KEYS and TURN == "":
                     x_r = load_rows(x_at, row_0, x_t, valid, low, D, C, BX).to(tl.float32)
@@ -470,7 +500,9 @@ def _scan(
                         store_rows(tl.where(valid[:, None], dy, 0.0), at_row + M, row_0, to_t, there_x, low, M, C, W)
                 else:
                     dx = y
-                if GATED and (ROLE == "dk" or (ROLE == "dq" and not NORMALIZE)):
+                if CHANNEL and OF_KEYS:
+                    tl.store(row_sums + column, tl.where(valid[:, None], phi * y, 0.0), mask=of_column)
+                elif GATED and (ROLE == "dk" or (ROLE == "dq" and not NORMALIZE)):
                     # A row grows with all gates up to its own; what is divided does not. A key shrinks with them.
                     tl.store(row_sums + row * TILES + tile, tl.sum(tl.where(valid[:, None], phi * y, 0.0), 1), mask=there_x)
                 store_rows(tl.where(valid[:, None], dx, 0.0), at_row, row_0, to_t, there_x, low, WIDTH, C, STEP)
@@ -501,11 +533,13 @@ def _scan(
                 if END and not REVERSE:
                     passed *= _LN2
                     if INITIAL:
-                        passed += tl.load(initial + whose * record + gate_at)
+                        passed += tl.load(initial + whose * record + gate_at, mask=gate_inside, other=0.0)
                 elif not SUMS:
-                    passed = tl.zeros([], tl.float32)
+                    passed = tl.zeros([BZ] if CHANNEL else [], tl.float32)
                 filling = tl.arange(0, 16)
-                if tile == 0:
+                if CHANNEL:
+                    tl.store(after + gate_at, passed, mask=gate_inside)
+                elif tile == 0:
                     tl.store(after + gate_at + filling, tl.where(filling == 0, passed, 0.0), mask=filling < record - gate_at)
             if KEYS and tile == 0:
                 count = record - MARKS - (1 if GATED else 0)
@@ -525,11 +559,11 @@ def _scan(
 def scan(
     q, k, v, out, d_out, denominators, delta, to,
     records, initial, initial_exponent, end, end_exponent,
-    log_decay, ignored, lengths, bounds, row_sums, frequencies, waves, before_call, of_waves,
+    log_decay, ignored, lengths, bounds, row_sums, inner, frequencies, waves, before_call, of_waves,
     queries, keys, offset, first_chunk, kv_heads, segments, record, scale,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t,
     ROLE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr, TURN: tl.constexpr, BLOCKS: tl.constexpr,
-    SUMMED: tl.constexpr, KEYS: tl.constexpr, STRICT: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr,
+    SUMMED: tl.constexpr, KEYS: tl.constexpr, STRICT: tl.constexpr, NORMALIZE: tl.constexpr, DECAY: tl.constexpr, GATED: tl.constexpr, CHANNEL: tl.constexpr, INITIAL: tl.constexpr,
     END: tl.constexpr, IGNORED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr,
     C: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -550,23 +584,26 @@ def scan(
     With ``GATED`` there is a decay a token and head, ``log_decay`` in base 2, ``[batch, kv_heads, keys]``: roles dq and dk then write row sums of x
     times its gradient, of which the gates' is made, to ``delta``.
 
+    With ``CHANNEL`` it is one a channel too, ``[batch, kv_heads, keys, D]``, finite and 0 where a key is ignored; the same roles write that product itself,
+    and what pairs within a chunk give comes from ``inner`` (see `within_chunks`).
+
     With ``STRICT`` no row sees its own token.
 
     With ``SUMS`` it writes the state of each segment instead, ``sum_s b_s x_s``; who reads them does so of all segments before.
     """
     bad = _scan(
         q, k, v, out, d_out, denominators, delta, to, records, initial, initial_exponent, end, end_exponent, log_decay, ignored,
-        lengths, bounds, row_sums, frequencies, waves, before_call, of_waves, queries, keys, offset, first_chunk, kv_heads, segments,
+        lengths, bounds, row_sums, inner, frequencies, waves, before_call, of_waves, queries, keys, offset, first_chunk, kv_heads, segments,
         record, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL,
-        MAP, TURN, BLOCKS, SUMMED, KEYS, STRICT, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED, PACKED, GROUP, D, DV, BD, BV, BX, False, C,
+        MAP, TURN, BLOCKS, SUMMED, KEYS, STRICT, NORMALIZE, DECAY, GATED, CHANNEL, INITIAL, END, IGNORED, PACKED, GROUP, D, DV, BD, BV, BX, False, C,
         TYPE, PRECISION,
     )  # fmt: skip
     if CAUSAL and not SUMS:
         if bad:
             _scan(
                 q, k, v, out, d_out, denominators, delta, to, records, initial, initial_exponent, end, end_exponent, log_decay, ignored,
-                lengths, bounds, row_sums, frequencies, waves, before_call, of_waves, queries, keys, offset, first_chunk, kv_heads, segments,
+                lengths, bounds, row_sums, inner, frequencies, waves, before_call, of_waves, queries, keys, offset, first_chunk, kv_heads, segments,
                 record, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, g_b, g_h, g_t, to_b, to_h, to_t, ROLE, SUMS, CAUSAL,
-                MAP, TURN, BLOCKS, SUMMED, KEYS, STRICT, NORMALIZE, DECAY, GATED, INITIAL, END, IGNORED, PACKED, GROUP, D, DV, BD, BV, BX, True, C,
+                MAP, TURN, BLOCKS, SUMMED, KEYS, STRICT, NORMALIZE, DECAY, GATED, CHANNEL, INITIAL, END, IGNORED, PACKED, GROUP, D, DV, BD, BV, BX, True, C,
                 TYPE, PRECISION,
             )  # fmt: skip
