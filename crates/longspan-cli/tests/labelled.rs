@@ -220,3 +220,33 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
     );
     place.fails(&["train", "--resume", "good", "--steps", "9"], &["is not what this run began with", "--labelled"]);
 }
+
+#[test]
+fn letters_with_marks_may_be_composed_or_decomposed() {
+    let place = Place::new();
+    let composed = |n: usize| format!("{} day {n} {}\n", ["schön", "trübe"][n % 2], ["café", "naïf"][n / 2 % 2]);
+    let decomposed = |text: String| {
+        [("ö", "o\u{308}"), ("ü", "u\u{308}"), ("é", "e\u{301}"), ("ï", "i\u{308}")]
+            .iter()
+            .fold(text, |text, (one, two)| text.replace(one, two))
+    };
+    let lines = |from: usize, to: usize| -> String { (from..to).map(composed).collect() };
+    let labelled = |text: String| -> String {
+        text.lines().enumerate().map(|(n, line)| format!("{line}\t{}\n", ["good", "bad"][n % 2])).collect()
+    };
+    place.write("composed", lines(200, 220).as_bytes());
+    place.write("decomposed", decomposed(lines(200, 220)).as_bytes());
+    for (name, text) in [("a.tsv", labelled(lines(0, 200))), ("b.tsv", labelled(decomposed(lines(0, 200))))] {
+        place.write(name, text.as_bytes());
+        for (n, more) in
+            [&[][..], &["--set", "base=false"], &["--set", "base=false", "--tokens", "words"]].iter().enumerate()
+        {
+            let run = format!("{name}-{n}");
+            place.ok(&train(name, &run, "3", more));
+            let answers = ["composed", "decomposed"].map(|file| place.said(&["predict", &run, file]));
+            assert_eq!(answers[0], answers[1], "{name} {more:?}");
+        }
+    }
+    place.write("empty.csv", b"text,label\na b,x\n ,y\n");
+    assert!(place.said(&["info", "empty.csv"]).1.contains("empty.csv: nothing in the column `text` of 1 row"));
+}

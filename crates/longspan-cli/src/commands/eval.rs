@@ -12,7 +12,7 @@ use super::{Outcome, draw};
 use crate::run::columns::Columns;
 use crate::run::config::Config;
 use crate::run::folder::RunFolder;
-use crate::tasks::task::Answering;
+use crate::tasks::task::{Answering, Scores as _};
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::notes::note;
@@ -55,7 +55,7 @@ fn score<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder: Ru
         None => trained.task.score(&trained.model, &held_out(&trained)?, &how)?,
     };
     if let Some(path) = &arguments.picture {
-        match T::picture(&scores) {
+        match scores.picture() {
             Some(picture) => draw(&picture, path)?,
             None => bail!("--picture: a run that predicts labels has a picture of its scores, this one has none"),
         }

@@ -39,7 +39,7 @@ pub trait Feed {
 /// Examples that are independent of each other, shuffled anew for every epoch, in batches of similar sizes. The batch of a
 /// step depends on the seed and the step alone.
 pub struct Shuffled<E> {
-    examples: Vec<E>,
+    pub examples: Vec<E>,
     batches: Batches,
     batch_size: usize,
 }
@@ -49,10 +49,6 @@ impl<E> Shuffled<E> {
     pub fn new(examples: Vec<E>, size: impl Fn(&E) -> (usize, usize), batch_size: usize, seed: u64) -> Self {
         let batches = Batches::new(examples.iter().map(size).collect(), batch_size, seed);
         Self { examples, batches, batch_size }
-    }
-
-    pub fn examples(&self) -> &[E] {
-        &self.examples
     }
 }
 
