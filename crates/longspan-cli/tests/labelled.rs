@@ -219,6 +219,18 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         format!("{good}another\tpleasant\nand another one\tpleasant\nyet another\tpleasant\n").as_bytes(),
     );
     place.fails(&["train", "--resume", "good", "--steps", "9"], &["is not what this run began with", "--labelled"]);
+    // So are the files for development, by which weights were chosen, and for scores.
+    place.write("reports.tsv", good.as_bytes());
+    for (flag, verb) in
+        [("--development", &["train", "--resume", "own", "--steps", "9"][..]), ("--held-out", &["eval", "own"])]
+    {
+        place.write("own.tsv", b"not cold but warm\tpleasant\ncold but not warm\tunpleasant\n");
+        place.ok(&train("reports.tsv", "own", "3", &[flag, "own.tsv"]));
+        place.ok(&["eval", "own"]);
+        place.write("own.tsv", b"not cold but warm\tunpleasant\ncold but not warm\tunpleasant\n");
+        place.fails(verb, &["own.tsv is not what this run "]);
+        std::fs::remove_dir_all(place.path("own")).unwrap();
+    }
 }
 
 #[test]

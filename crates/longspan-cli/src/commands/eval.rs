@@ -85,8 +85,8 @@ fn held_out<T: Task>(trained: &Trained<T>) -> Result<Vec<T::Text>> {
         bail!("this run has no checkpoint, which knows what it learned from; name a file to score");
     };
     let data = trained.task.data(&trained.config).map_err(|error| anyhow!("{error}; name a file to score instead"))?;
-    if data.sha256 != saved.data_sha256 {
-        bail!("{} is not what this run learned from; restore it, or name a file to score", trained.config.data_name());
+    if let Some(name) = trained.config.changed(&saved.data_sha256, &data.sha256) {
+        bail!("{name} is not what this run learned from; restore it, or name a file to score");
     }
     let held_out = data.scored(&trained.config);
     if held_out.is_empty() {

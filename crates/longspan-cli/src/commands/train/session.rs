@@ -126,11 +126,10 @@ impl<T: Task> Session<T> {
             }
             anyhow!("{error}; if the file has moved, name where it is now with {}", config.kind().data_flag())
         })?;
-        if data.sha256 != saved.data_sha256 {
+        if let Some(name) = config.changed(&saved.data_sha256, &data.sha256) {
             bail!(
-                "{} is not what this run began with; restore the file, name where it is now with {}, or train a new run with \
+                "{name} is not what this run began with; restore the file, name where it is now with {}, or train a new run with \
                  --out",
-                config.data_name(),
                 config.kind().data_flag()
             );
         }
