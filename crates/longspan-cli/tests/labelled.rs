@@ -228,7 +228,8 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         place.ok(&train("reports.tsv", "own", "3", &[flag, "own.tsv"]));
         place.ok(&["eval", "own"]);
         place.write("own.tsv", b"not cold but warm\tunpleasant\ncold but not warm\tunpleasant\n");
-        place.fails(verb, &["own.tsv is not what this run "]);
+        let error = place.fails(verb, &["own.tsv is not what this run "]);
+        assert_eq!(error.contains("with --development or --held-out"), verb[0] == "train", "{error}");
         std::fs::remove_dir_all(place.path("own")).unwrap();
     }
 }

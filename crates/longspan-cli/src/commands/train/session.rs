@@ -127,10 +127,10 @@ impl<T: Task> Session<T> {
             anyhow!("{error}; if the file has moved, name where it is now with {}", config.kind().data_flag())
         })?;
         if let Some(name) = config.changed(&saved.data_sha256, &data.sha256) {
+            let is_own = name != config.data_name();
+            let flag = if is_own { "--development or --held-out" } else { config.kind().data_flag() };
             bail!(
-                "{name} is not what this run began with; restore the file, name where it is now with {}, or train a new run with \
-                 --out",
-                config.kind().data_flag()
+                "{name} is not what this run began with; restore the file, name where it is now with {flag}, or train a new run with --out"
             );
         }
         folder.sealed_metrics()?;
