@@ -95,6 +95,11 @@ fn unknown_characters_are_said_once_and_answered() {
     assert!(output.status.success());
     assert_eq!(text(&output.stdout).lines().count(), 2);
     assert_eq!(text(&output.stderr).matches("\"ü\" did not occur in training").count(), 1);
+    place.write("holes.csv", b"source,target\na,b\nb,\n,c\nc,\n");
+    let notes = place.said(&["info", "holes.csv"]).1;
+    for part in ["nothing in the column `source` of 1 row", "nothing in the column `target` of 2 rows"] {
+        assert!(notes.contains(part), "{notes}");
+    }
 }
 
 #[test]
@@ -124,6 +129,9 @@ fn answers_with_line_ends_are_one_line_and_cut_ones_are_counted() {
         assert_eq!(text(&output.stdout), "a\\na …\n".repeat(lines.lines().count()));
         assert!(text(&output.stderr).contains(note), "{}", text(&output.stderr));
     }
+    assert!(
+        place.said(&["eval", "run", "pairs.jsonl"]).1.contains("60 answers did not end within 3 tokens, cut there")
+    );
     let (table, notes) = place.said(&["predict", "run", "lines", "--csv"]);
     assert_eq!(table, "source,target\n2,\"a\na\"\n");
     assert!(notes.contains("cut there") && !notes.contains("marked"), "a table has no mark: {notes}");

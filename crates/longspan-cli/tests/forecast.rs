@@ -217,7 +217,8 @@ fn days_without_weekends_go_on_so() {
     let rows: String = (0..89).filter(|day| day % 7 < 5).map(|day| format!("{},{}\n", date(day), day % 7)).collect();
     place.write("days.csv", format!("date,x\n{rows}").as_bytes());
     place.ok(&train("days.csv", "run", "3", &[]));
-    let table = place.ok(&["predict", "run", "days.csv", "--csv"]);
+    let (table, notes) = place.said(&["predict", "run", "days.csv", "--csv"]);
+    assert_eq!(notes, "", "the next 6 points, though they take 8 days");
     let dates: Vec<&str> = table.lines().skip(1).filter_map(|line| line.split(',').nth(1)).collect();
     assert_eq!(dates, ["2024-04-01", "2024-04-02", "2024-04-03", "2024-04-04", "2024-04-05", "2024-04-08"]);
     // The same days as milliseconds, of which JSON has numbers; weeks from Sunday to Thursday; in New York, whose clocks change in March.
@@ -400,4 +401,75 @@ fn points_in_lines_of_json_are_predicted_as_those_of_a_table() {
     let told = place.ok(&["predict", "run", "points.jsonl"]);
     assert_eq!(told, place.ok(&["predict", "run", "points.csv"]).replace("2\t2024", "1\t2024"));
     assert!(told.contains("\t2024-03-25\t"), "{told}");
+}
+
+#[test]
+fn what_is_unlike_training_or_cannot_be_is_said() {
+    let place = Place::new();
+    let rows = |minutes: u32| -> String {
+        let row = |n: u32| {
+            let (day, rest) = (n * minutes / 1440, n * minutes % 1440);
+            let date = format!("2024-{:02}-{:02} {:02}:{:02}", 1 + day / 28, 1 + day % 28, rest / 60, rest % 60);
+            format!("{date},{}\n", 101 - n)
+        };
+        format!("date,left\n{}", (0..100).map(row).collect::<String>())
+    };
+    place.write("days.csv", rows(1440).as_bytes());
+    place.write("hours.csv", rows(60).as_bytes());
+    // From 2 on the line goes below 0, which a person may know better.
+    place.ok(&train("days.csv", "run", "3", &[]));
+    let (table, notes) = place.said(&["predict", "run", "days.csv"]);
+    assert!(table.lines().last().unwrap().contains("\t-"), "{table}");
+    assert_eq!(
+        notes,
+        "note: predictions below 0 for 1 series that never were; where values cannot be, read them as 0\n"
+    );
+    let below = rows(1440).replace(",101\n", ",-1\n");
+    place.write("below.csv", below.as_bytes());
+    assert_eq!(place.said(&["predict", "run", "below.csv"]).1, "");
+    for verb in ["predict", "eval"] {
+        let notes = place.said(&[verb, "run", "hours.csv"]).1;
+        let part = "hours.csv: the usual distance of times is 3600 seconds, and 86400 seconds in training";
+        assert!(notes.contains(part), "{verb}: {notes}");
+    }
+}
+
+#[test]
+fn a_run_of_wide_tables_reads_no_others() {
+    let place = Place::new();
+    let (years, names) = (1970..2010, ["a", "b", "c"]);
+    let titles: String = years.clone().map(|year| format!(",{year}")).collect();
+    let row = |name: &&str| -> String {
+        format!("{name}{}\n", years.clone().map(|year| format!(",{}", year % 7 + 5)).collect::<String>())
+    };
+    place.write("wide.csv", format!("land{titles}\n{}", names.iter().map(row).collect::<String>()).as_bytes());
+    place.ok(&train("wide.csv", "run", "3", &["--wide"]));
+    assert!(place.ok(&["predict", "run", "wide.csv"]).contains("c\t2010\t"));
+    // A point a row: each would be read as a series of one value.
+    let rows: String = years.map(|year| format!("a,{year},5\n")).collect();
+    place.write("long.csv", format!("land,year,value\n{rows}").as_bytes());
+    place.fails(
+        &["predict", "run", "long.csv"],
+        &["long.csv, line 1: no columns of times, as in training, among `land`, `year`, `value`"],
+    );
+    place.write("own.csv", place.read("wide.csv").as_slice());
+    let said = place.said(&train("wide.csv", "other", "3", &["--wide", "--held-out", "own.csv"])).1;
+    assert!(said.contains("own.csv is held out, "), "{said}");
+}
+
+#[test]
+fn quarters_of_an_hour_repeat_after_a_day() {
+    let place = Place::new();
+    for (minutes, season) in [(15, 96), (30, 48)] {
+        let mut random = random(3);
+        // Slow waves in noise, which the changes from point to point do not show.
+        let row = |n: usize| {
+            let (day, minute) = (n / season, n % season * minutes);
+            let value = 10.0 + 4.0 * (std::f64::consts::TAU * n as f64 / season as f64).sin() + 3.0 * random();
+            format!("2024-01-{:02} {:02}:{:02},{value}\n", day + 1, minute / 60, minute % 60)
+        };
+        place.write("day.csv", format!("time,load\n{}", (0..8 * season).map(row).collect::<String>()).as_bytes());
+        let said = place.said(&train("day.csv", &format!("run{minutes}"), "1", &[])).1;
+        assert!(said.contains(&format!("a season of {season} points")), "{minutes}: {said}");
+    }
 }

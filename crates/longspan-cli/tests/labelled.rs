@@ -219,4 +219,47 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         format!("{good}another\tpleasant\nand another one\tpleasant\nyet another\tpleasant\n").as_bytes(),
     );
     place.fails(&["train", "--resume", "good", "--steps", "9"], &["is not what this run began with", "--labelled"]);
+    // So are the files for development, by which weights were chosen, and for scores.
+    place.write("reports.tsv", good.as_bytes());
+    for (flag, verb) in
+        [("--development", &["train", "--resume", "own", "--steps", "9"][..]), ("--held-out", &["eval", "own"])]
+    {
+        place.write("own.tsv", b"not cold but warm\tpleasant\ncold but not warm\tunpleasant\n");
+        place.ok(&train("reports.tsv", "own", "3", &[flag, "own.tsv"]));
+        place.ok(&["eval", "own"]);
+        place.write("own.tsv", b"not cold but warm\tunpleasant\ncold but not warm\tunpleasant\n");
+        let error = place.fails(verb, &["own.tsv is not what this run "]);
+        assert_eq!(error.contains("with --development or --held-out"), verb[0] == "train", "{error}");
+        std::fs::remove_dir_all(place.path("own")).unwrap();
+    }
+}
+
+#[test]
+fn letters_with_marks_may_be_composed_or_decomposed() {
+    let place = Place::new();
+    let composed = |n: usize| format!("{} day {n} {}\n", ["schön", "trübe"][n % 2], ["café", "naïf"][n / 2 % 2]);
+    let decomposed = |text: String| {
+        [("ö", "o\u{308}"), ("ü", "u\u{308}"), ("é", "e\u{301}"), ("ï", "i\u{308}")]
+            .iter()
+            .fold(text, |text, (one, two)| text.replace(one, two))
+    };
+    let lines = |from: usize, to: usize| -> String { (from..to).map(composed).collect() };
+    let labelled = |text: String| -> String {
+        text.lines().enumerate().map(|(n, line)| format!("{line}\t{}\n", ["good", "bad"][n % 2])).collect()
+    };
+    place.write("composed", lines(200, 220).as_bytes());
+    place.write("decomposed", decomposed(lines(200, 220)).as_bytes());
+    for (name, text) in [("a.tsv", labelled(lines(0, 200))), ("b.tsv", labelled(decomposed(lines(0, 200))))] {
+        place.write(name, text.as_bytes());
+        for (n, more) in
+            [&[][..], &["--set", "base=false"], &["--set", "base=false", "--tokens", "words"]].iter().enumerate()
+        {
+            let run = format!("{name}-{n}");
+            place.ok(&train(name, &run, "3", more));
+            let answers = ["composed", "decomposed"].map(|file| place.said(&["predict", &run, file]));
+            assert_eq!(answers[0], answers[1], "{name} {more:?}");
+        }
+    }
+    place.write("empty.csv", b"text,label\na b,x\n ,y\n");
+    assert!(place.said(&["info", "empty.csv"]).1.contains("empty.csv: nothing in the column `text` of 1 row"));
 }

@@ -243,3 +243,38 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
     place.write("waves.jsonl", waves(599, 1, false).as_bytes());
     place.fails(&["train", "--resume", "good", "--steps", "9"], &["is not what this run began with", "--series"]);
 }
+
+#[test]
+fn times_and_values_in_other_units_are_said() {
+    let place = place();
+    place.ok(&train("waves.jsonl", "run", "3", &[]));
+    let scaled = |time: f64, value: f64| -> String {
+        let one = |line: &str| {
+            let mut one: Value = serde_json::from_str(line).unwrap();
+            for number in one["times"].as_array_mut().unwrap() {
+                *number = (number.as_f64().unwrap() * time).into();
+            }
+            for point in one["values"].as_array_mut().unwrap() {
+                point[1] = (point[1].as_f64().unwrap() * value).into();
+            }
+            format!("{one}\n")
+        };
+        waves(20, 9, false).lines().map(one).collect()
+    };
+    let times = "the usual distance of times is ";
+    let values = "`channel 2` is ";
+    for (time, value, parts) in [
+        (1.0, 1.0, &[][..]),
+        (24.0, 1.0, &[times]),
+        (1.0 / 60.0, 1.0, &[times]),
+        (1.0, 10.0, &[values, " times as much; give it in the same unit"]),
+        (1.0, 1e-3, &[values, "varies 0.001 times as much"]),
+    ] {
+        place.write("new.jsonl", scaled(time, value).as_bytes());
+        for verb in ["predict", "eval"] {
+            let notes = place.said(&[verb, "run", "new.jsonl"]).1;
+            assert_eq!(notes.is_empty(), parts.is_empty(), "{verb} {time} {value}: {notes}");
+            assert!(parts.iter().all(|part| notes.contains(part)), "{verb} {time} {value}: {notes}");
+        }
+    }
+}

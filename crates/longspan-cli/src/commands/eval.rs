@@ -12,7 +12,7 @@ use super::{Outcome, draw};
 use crate::run::columns::Columns;
 use crate::run::config::Config;
 use crate::run::folder::RunFolder;
-use crate::tasks::task::Answering;
+use crate::tasks::task::{Answering, Scores as _};
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, Trained, for_task, lines};
 use crate::terminal::notes::note;
@@ -55,7 +55,7 @@ fn score<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder: Ru
         None => trained.task.score(&trained.model, &held_out(&trained)?, &how)?,
     };
     if let Some(path) = &arguments.picture {
-        match T::picture(&scores) {
+        match scores.picture() {
             Some(picture) => draw(&picture, path)?,
             None => bail!("--picture: a run that predicts labels has a picture of its scores, this one has none"),
         }
@@ -85,8 +85,8 @@ fn held_out<T: Task>(trained: &Trained<T>) -> Result<Vec<T::Text>> {
         bail!("this run has no checkpoint, which knows what it learned from; name a file to score");
     };
     let data = trained.task.data(&trained.config).map_err(|error| anyhow!("{error}; name a file to score instead"))?;
-    if data.sha256 != saved.data_sha256 {
-        bail!("{} is not what this run learned from; restore it, or name a file to score", trained.config.data_name());
+    if let Some(name) = trained.config.changed(&saved.data_sha256, &data.sha256) {
+        bail!("{name} is not what this run learned from; restore it, or name a file to score");
     }
     let held_out = data.scored(&trained.config);
     if held_out.is_empty() {

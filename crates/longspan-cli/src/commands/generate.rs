@@ -84,7 +84,7 @@ pub fn run(arguments: &Arguments) -> Result<Outcome> {
     if !unknown.is_empty() && unknown.iter().map(|piece| piece.len()).sum::<usize>() == prompt.len() {
         bail!("nothing in the prompt occurred in training; give another one");
     }
-    say_unknown(&unknown.into_iter().map(String::from).collect::<BTreeSet<_>>());
+    say_unknown(&unknown.into_iter().collect::<BTreeSet<_>>());
     let wish = Wish {
         prompt: &prompt,
         tokens: (arguments.tokens > 0).then_some(arguments.tokens),

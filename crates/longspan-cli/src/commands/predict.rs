@@ -85,7 +85,7 @@ fn answer<T: Predict>(config: Config<T::Settings>, arguments: &Arguments, folder
     while let Some((batch, failure)) = next_batch(&questions, most) {
         let started = Instant::now();
         // What came before a bad line is still answered.
-        unknown.extend(batch.iter().flat_map(|one| trained.task.unknown_pieces(&one.text)).map(String::from));
+        unknown.extend(batch.iter().flat_map(|one| trained.task.unknown_pieces(&one.text)));
         let (config, beam, line) = (&trained.config, arguments.search.beam, |place: usize| batch[place].line);
         let how = Answering { config, beam, workers: &workers, name: &name, line: &line };
         for told in trained.task.predict(&trained.model, &batch, &how)? {

@@ -465,9 +465,21 @@ impl<S: TaskSettings> Config<S> {
         }
     }
 
-    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+    /// The files for development and scores.
+    pub fn own_files(&self) -> impl Iterator<Item = &Path> {
         let own = self.common().files.map(|files| [&files.development, &files.held_out]);
-        self.data.iter().chain(own.into_iter().flatten().flatten()).map(PathBuf::as_path)
+        own.into_iter().flatten().flatten().map(PathBuf::as_path)
+    }
+
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.data.iter().map(PathBuf::as_path).chain(self.own_files())
+    }
+
+    /// Which of a run's files is not what it was, by their hashes, those of earlier versions of the first alone.
+    pub fn changed(&self, then: &str, now: &str) -> Option<String> {
+        let own = self.own_files().map(|path| path.display().to_string());
+        let mut hashes = then.split(' ').zip(now.split(' ')).zip(std::iter::once(self.data_name()).chain(own));
+        hashes.find(|((then, now), _)| then != now).map(|(_, name)| name)
     }
 
     /// With absolute paths: the run may be resumed from another folder.

@@ -19,7 +19,6 @@ use anyhow::{Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::folder::{CHECKPOINT, CONFIG, MODEL};
 use super::write::{cannot_write, draft_of, sync, write_atomic};
 use crate::terminal::shell;
 
@@ -171,36 +170,24 @@ pub fn replace(folder: &Path, files: &[(&str, &[u8])]) -> Result<()> {
     if sealed { store(folder, allowed) } else { Ok(()) }
 }
 
-/// Removes what a killed process left behind of files of these kinds, and nothing of anyone else's.
+/// Removes what a killed process left behind of a run's files, and nothing of anyone else's.
 pub fn remove_drafts(folder: &Path) -> Result<()> {
     let failed = |error| cannot_write(folder, error);
+    let sealed = load(folder)?.files;
+    let is_picture = |name: &str| {
+        let (stem, end) = name.split_once('.').unwrap_or_default();
+        ["loss", "confusion", "forecast"].contains(&stem) && ["svg", "png"].contains(&end)
+    };
     for entry in fs::read_dir(folder).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let of = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")).unwrap_or_default();
-        if path.is_file() && (OURS.contains(&of) || of.ends_with("_tokenizer.json")) {
+        if path.is_file() && (of == NAME || sealed.contains_key(of) || is_picture(of)) {
             fs::remove_file(&path).map_err(failed)?;
         }
     }
     Ok(())
 }
-
-/// The files of a run folder, beside its tokenizers.
-const OURS: [&str; 13] = [
-    NAME,
-    LOG,
-    MODEL,
-    CHECKPOINT,
-    CONFIG,
-    "labels.json",
-    "series.json",
-    "loss.svg",
-    "loss.png",
-    "confusion.svg",
-    "confusion.png",
-    "forecast.svg",
-    "forecast.png",
-];
 
 #[cfg(test)]
 mod tests {

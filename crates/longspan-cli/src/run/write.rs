@@ -57,11 +57,8 @@ pub fn cannot_write(path: &Path, source: io::Error) -> anyhow::Error {
 pub fn help(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-            "free some space (a run that has begun is resumed with --resume), or choose another folder with --out"
+            "free some space (a run that has begun is resumed with --resume), or choose another folder with --out or --picture"
         }
-        io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
-            "choose a folder that can be written with --out"
-        }
-        _ => "choose another folder with --out",
+        _ => "choose another folder, that can be written, with --out or --picture",
     }
 }

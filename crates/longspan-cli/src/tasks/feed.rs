@@ -4,10 +4,11 @@ use anyhow::{Result, bail};
 use sha2::{Digest, Sha256};
 
 use super::batches::Batches;
+use super::lines;
 use super::split::evenly;
 use super::task::{Data, Task};
 use crate::run::config::Config;
-use crate::run::seal::hex;
+use crate::run::seal::{hex, sha256};
 
 /// Development examples: enough for two digits, few enough to cost little.
 pub const DEVELOPMENT: usize = 512;
@@ -39,7 +40,7 @@ pub trait Feed {
 /// Examples that are independent of each other, shuffled anew for every epoch, in batches of similar sizes. The batch of a
 /// step depends on the seed and the step alone.
 pub struct Shuffled<E> {
-    examples: Vec<E>,
+    pub examples: Vec<E>,
     batches: Batches,
     batch_size: usize,
 }
@@ -49,10 +50,6 @@ impl<E> Shuffled<E> {
     pub fn new(examples: Vec<E>, size: impl Fn(&E) -> (usize, usize), batch_size: usize, seed: u64) -> Self {
         let batches = Batches::new(examples.iter().map(size).collect(), batch_size, seed);
         Self { examples, batches, batch_size }
-    }
-
-    pub fn examples(&self) -> &[E] {
-        &self.examples
     }
 }
 
@@ -102,7 +99,11 @@ pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
     let mut development = evenly(&development, DEVELOPMENT);
     let mut hash = Sha256::new();
     train.iter().for_each(|example| fingerprint(example, &mut hash));
-    let (too_long, sha256) = (count - train.len(), hex(&hash.finalize()));
+    let (too_long, mut sha256) = (count - train.len(), hex(&hash.finalize()));
+    // Runs of earlier versions know of the examples to learn from alone.
+    for path in config.own_files() {
+        sha256 = format!("{sha256} {}", self::sha256(&lines::read(path)?));
+    }
     if config.common().base && !own && development.len() < FEWEST {
         // Too few to tell whether corrections are any good. What the simple method says of examples without them serves as well.
         let (more, rest): (Vec<_>, Vec<_>) = train.into_iter().enumerate().partition(|(n, _)| n % 4 == 3);

@@ -116,7 +116,7 @@ pub fn read(path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn cannot_read(path: &Path, error: &io::Error) -> anyhow::Error {
+pub fn cannot_read(path: &Path, error: &io::Error) -> anyhow::Error {
     anyhow!("cannot read {}: {error}; check the name, the permissions, and that it is whole", name(path))
 }
 

@@ -10,6 +10,8 @@ use std::fmt::{self, Display};
 use serde::Serialize;
 use strsim::generic_levenshtein;
 
+use super::task;
+
 /// The 97.5 % quantile of the normal distribution: two-sided 95 %.
 const Z: f64 = 1.959_963_984_540_054;
 
@@ -91,21 +93,17 @@ impl Interval {
     pub fn in_percent(&self) -> String {
         let percent = |x: f64| 100.0 * x;
         let whole = Self { rate: percent(self.rate), low: self.low.map(percent), high: self.high.map(percent) };
-        format!("{:.1} %{}", whole.rate, whole.with_unit(1, " %"))
+        format!("{:.1} %{}", whole.rate, whole.confidence(1, " %"))
     }
 
     /// A number and its interval, in the unit of the data.
     pub fn in_digits(&self) -> String {
         let decimals = decimals(self.rate);
-        format!("{:.decimals$}{}", self.rate, self.confidence(decimals))
+        format!("{:.decimals$}{}", self.rate, self.confidence(decimals, ""))
     }
 
-    /// The interval in words, with so many decimals; nothing where it is not known.
-    pub fn confidence(&self, decimals: usize) -> String {
-        self.with_unit(decimals, "")
-    }
-
-    fn with_unit(&self, decimals: usize, unit: &str) -> String {
+    /// The interval in words, with so many decimals and a unit; nothing where it is not known.
+    pub fn confidence(&self, decimals: usize, unit: &str) -> String {
         match (self.low, self.high) {
             (Some(low), Some(high)) => format!("  (95 % confidence {low:.decimals$} … {high:.decimals$}{unit})"),
             _ => String::new(),
@@ -137,6 +135,8 @@ impl ErrorRates {
         }
     }
 }
+
+impl task::Scores for ErrorRates {}
 
 impl Display for ErrorRates {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -75,6 +75,15 @@ pub fn composed(source: &str) -> Cow<'_, str> {
     if source.is_ascii() { source.into() } else { NormalizedString::from(source).nfc().get().to_owned().into() }
 }
 
+/// A text as it stands, then composed and decomposed, where these may differ.
+pub fn spellings(text: &str) -> Vec<Cow<'_, str>> {
+    if text.is_ascii() {
+        return vec![text.into()];
+    }
+    let [mut composed, mut decomposed] = [text, text].map(NormalizedString::from);
+    vec![text.into(), composed.nfc().get().to_owned().into(), decomposed.nfd().get().to_owned().into()]
+}
+
 /// What `word(2)` is a variant of, as pronouncing dictionaries number them.
 fn variant_of(source: &str) -> Option<&str> {
     let (word, number) = source.strip_suffix(')')?.rsplit_once('(')?;

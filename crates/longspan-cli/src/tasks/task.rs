@@ -42,8 +42,7 @@ pub trait Task: Sized + Sync {
     /// An example as text, with what counts as right.
     type Text: Clone;
     type Model: Module + Sync;
-    /// How well texts were answered, for people and for programs.
-    type Scores: Display + Serialize;
+    type Scores: Scores;
 
     /// For a new run: reads the data, makes the tokenizers, and settles the settings that follow from both.
     fn begin(config: &mut Config<Self::Settings>) -> Result<(Self, Data<Self>)>;
@@ -129,18 +128,8 @@ pub trait Task: Sized + Sync {
         Ok(Vec::new())
     }
 
-    /// Whether a simple method with this score does better than a model with these.
-    fn is_behind(_scores: &Self::Scores, _simple: f64) -> bool {
-        false
-    }
-
     /// Scores a person's file.
     fn evaluate(&self, model: &Self::Model, path: &Path, how: &How<'_, Self>) -> Result<Self::Scores>;
-
-    /// The picture that shows scores, if there is one.
-    fn picture(_scores: &Self::Scores) -> Option<Matrix> {
-        None
-    }
 
     /// What a run that has ended shows of itself, and what a person may try next, as arguments after `folder`.
     fn show(&self, model: &Self::Model, held_out: &[Self::Text], how: &How<'_, Self>, folder: &str) -> Result<Shown>;
@@ -154,8 +143,21 @@ pub trait Task: Sized + Sync {
     }
 
     /// The pieces of a text that the model does not know, in order.
-    fn unknown_pieces<'a>(&self, _text: &'a str) -> Vec<&'a str> {
+    fn unknown_pieces(&self, _text: &str) -> Vec<String> {
         Vec::new()
+    }
+}
+
+/// How well texts were answered, for people and for programs.
+pub trait Scores: Display + Serialize {
+    /// Whether a simple method with this score does better.
+    fn is_behind(&self, _simple: f64) -> bool {
+        false
+    }
+
+    /// The picture that shows them, if there is one.
+    fn picture(&self) -> Option<Matrix> {
+        None
     }
 }
 

@@ -19,11 +19,11 @@ use crate::run::words::plain;
 #[serde(try_from = "tokenizers::Tokenizer", into = "tokenizers::Tokenizer")]
 pub struct Foreign {
     inner: tokenizers::Tokenizer,
-    unknown: Option<u32>,
-    last: u32,
+    pub unknown: Option<u32>,
+    pub last: u32,
     /// How many times as long a text may be after the normalizer.
     growth: f64,
-    special: HashSet<u32>,
+    pub special: HashSet<u32>,
     /// Whether tokens such as `<0xE6>` are bytes of characters.
     byte_fallback: bool,
     /// Whether something is put before each text, such as a space.
@@ -218,14 +218,6 @@ impl Foreign {
         .unwrap_or_else(|| Err(invalid(&"what it holds breaks its reader")))
     }
 
-    pub fn last_id(&self) -> u32 {
-        self.last
-    }
-
-    pub fn unknown(&self) -> Option<u32> {
-        self.unknown
-    }
-
     /// Text to its ids, each with the bytes of the text that it stands for.
     pub fn encode(&self, text: &str) -> Result<Vec<(u32, (usize, usize))>> {
         if text.len() as f64 * self.growth > LONGEST_TEXT {
@@ -281,10 +273,6 @@ impl Foreign {
         let token = self.byte_fallback.then(|| self.inner.id_to_token(id))??;
         let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
         (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?
-    }
-
-    pub fn is_special(&self, own: u32) -> bool {
-        self.special.contains(&own)
     }
 
     /// Runs the normalizer a step at a time, and refuses a text that grows beyond all measure.

@@ -2,6 +2,7 @@
 //!
 //! Ids 0 to 3 are the same for every kind: padding, start, end, unknown. A tokenizer's own ids follow, shifted by 4.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 use std::path::Path;
@@ -13,6 +14,7 @@ use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
+use super::split::spellings;
 use super::tokenizer_file::{Foreign, Stream, guarded};
 use crate::run::folder::{RunFolder, tokenizer};
 use crate::run::words::plain;
@@ -167,20 +169,33 @@ impl Tokenizer {
             Self::Characters { vocabulary } | Self::Words { vocabulary } => vocabulary.entries.len(),
             Self::Bytes => 256,
             // Not the number of entries: ids may have gaps.
-            Self::Json { tokenizer } => tokenizer.last_id() as usize + 1,
+            Self::Json { tokenizer } => tokenizer.last as usize + 1,
         };
         own + SPECIALS as usize
     }
 
     /// Text to ids, without start and end. What is not known becomes [`UNKNOWN`]; among characters, a capital that is not
-    /// known counts as its small letter.
+    /// known counts as its small letter, and letters with marks may be composed or decomposed.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_as_spelled(&self.spelled(text))
+    }
+
+    fn encode_as_spelled(&self, text: &str) -> Result<Vec<u32>> {
         Ok(match self {
             Self::Characters { vocabulary } => text.chars().map(|c| vocabulary.character(c)).collect(),
             Self::Words { vocabulary } => text.split_whitespace().map(|word| vocabulary.id(word)).collect(),
             Self::Bytes => text.bytes().map(|byte| SPECIALS + u32::from(byte)).collect(),
             Self::Json { tokenizer } => tokenizer.encode(text)?.into_iter().map(|(id, _)| tokenizer.id(id)).collect(),
         })
+    }
+
+    /// A text as it stands, composed or decomposed: that of which most is known.
+    fn spelled<'a>(&self, text: &'a str) -> Cow<'a, str> {
+        let unknown = |text: &str| self.unknown_pieces(text).len();
+        if text.is_ascii() || matches!(self, Self::Bytes | Self::Json { .. }) || unknown(text) == 0 {
+            return text.into();
+        }
+        spellings(text).into_iter().min_by_key(|text| unknown(text)).expect("one of them is the text as it stands")
     }
 
     /// As [`encode`](Self::encode), of a piece of a text after the bytes `before` it. Only a tokenizer of bytes takes them as they
@@ -192,13 +207,13 @@ impl Tokenizer {
                 let ids = tokenizer.encode_after(std::str::from_utf8(before)?, std::str::from_utf8(bytes)?)?;
                 Ok(ids.into_iter().map(|(id, _)| tokenizer.id(id)).collect())
             }
-            _ => self.encode(std::str::from_utf8(bytes)?),
+            _ => self.encode_as_spelled(std::str::from_utf8(bytes)?),
         }
     }
 
     /// The ids that no text has: padding, start, unknown, and what a tokenizer.json has for unknown, whose id here is [`UNKNOWN`].
     pub fn never(&self) -> Vec<usize> {
-        let own = if let Self::Json { tokenizer } = self { tokenizer.unknown() } else { None };
+        let own = if let Self::Json { tokenizer } = self { tokenizer.unknown } else { None };
         [PAD, START, UNKNOWN].into_iter().chain(own.map(|own| own + SPECIALS)).map(|id| id as usize).collect()
     }
 
@@ -206,7 +221,7 @@ impl Tokenizer {
     pub fn is_hidden(&self, id: u32) -> bool {
         match (self, id.checked_sub(SPECIALS)) {
             (_, None) => true,
-            (Self::Json { tokenizer }, Some(own)) => tokenizer.is_special(own),
+            (Self::Json { tokenizer }, Some(own)) => tokenizer.special.contains(&own),
             _ => false,
         }
     }
@@ -252,7 +267,12 @@ impl Tokenizer {
         })
     }
 
-    /// The pieces of `text` that are not known, in order.
+    /// What is not known of a text as [`encode`](Self::encode) reads it, in order.
+    pub fn unknown(&self, text: &str) -> Vec<String> {
+        self.unknown_pieces(&self.spelled(text)).into_iter().map(String::from).collect()
+    }
+
+    /// The pieces of `text` as it stands that are not known, in order.
     pub fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
         match self {
             Self::Characters { vocabulary } => text

@@ -14,7 +14,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 ///
 /// How sums are ordered depends on the number of parts, not on who finishes first.
 pub struct Workers {
-    count: usize,
+    pub count: usize,
     /// The pools for the numbers of parts that were wanted last, the latest first.
     pools: Mutex<VecDeque<Arc<[ThreadPool]>>>,
 }
@@ -33,10 +33,6 @@ impl Workers {
     /// One a core, at most 8: beyond that the parts of a batch become small.
     pub fn usual_count() -> usize {
         thread::available_parallelism().map_or(1, usize::from).min(8)
-    }
-
-    pub fn count(&self) -> usize {
-        self.count
     }
 
     /// A pool for each of so many parts; the first have a thread more where the threads cannot be shared out evenly.

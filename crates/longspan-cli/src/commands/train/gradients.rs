@@ -74,10 +74,10 @@ pub fn gradients<T: Task>(
     stop: &Stop,
 ) -> Result<Option<Found<T::Carried>>> {
     let tokens = share.tokens;
-    let (before, all) = (share.rank * workers.count(), share.ranks * workers.count());
+    let (before, all) = (share.rank * workers.count, share.ranks * workers.count);
     let device = Device::flex().autodiff();
     // Ranks that compute stretches of the same examples take them in the same order, and end a batch that they have begun.
-    let parts = workers.run_in(if share.split { 1 } else { workers.count() }, share.examples, |number, part| {
+    let parts = workers.run_in(if share.split { 1 } else { workers.count }, share.examples, |number, part| {
         // A graph of its own for each part: parts that shared leaves would wait for each other.
         let model = model.clone().fork(&device);
         let scale = 1.0 / tokens as f64;
@@ -151,7 +151,7 @@ mod tests {
         let mut config =
             with(serde_json::json!({ "pairs": file.path(), "d_model": 8, "heads": 2, "d_ff": 8, "radius": 2 }));
         let (task, data) = Pairs::begin(&mut config).unwrap();
-        let pairs = data.train.examples().to_vec();
+        let pairs = data.train.examples.clone();
         assert!(pairs.len() >= 4, "{} pairs are left", pairs.len());
         let model = draw(task.model(&config, &Device::flex().autodiff()).unwrap(), 3);
         (task, model, pairs)

@@ -30,7 +30,7 @@ use crate::run::write::write_pictures;
 use crate::tasks::attention;
 use crate::tasks::feed::Feed;
 use crate::tasks::ranks::Ranks;
-use crate::tasks::task::{Answering, Shown};
+use crate::tasks::task::{Answering, Scores as _, Shown};
 use crate::tasks::{Task, for_task, lines};
 use crate::terminal::notes::note;
 use crate::terminal::samples::counted;
@@ -215,7 +215,7 @@ fn resume(arguments: &Arguments, path: &Path, ranks: Option<Rc<Ranks>>, stop: &S
 
 /// Says it where another number of steps makes the learning rate jump up.
 fn say_jump<T: Task>(session: &Session<T>, before: Option<usize>) {
-    let (training, step) = (&session.config.training, session.step());
+    let (training, step) = (&session.config.training, session.saved.step);
     let (Some(steps), Some(before)) = (training.known_steps(), before) else { return };
     let rate = |step, steps| training.learning_rate * relative_rate(step, training.warmup_steps, steps);
     if step > 0 && step < steps {
@@ -262,7 +262,7 @@ fn finish<T: Task>(mut session: Session<T>, ranks: Option<Rc<Ranks>>, stop: &Sto
     }
     introduce(&session);
     if session.train(stop)? == Outcome::Interrupted {
-        let (step, program, folder) = (session.step(), shell::program(), shell::path(session.folder.path()));
+        let (step, program, folder) = (session.saved.step, shell::program(), shell::path(session.folder.path()));
         note(format_args!("stopped after step {step} and saved; resume with: {program} train --resume {folder}"));
         return Ok(Outcome::Interrupted);
     }
@@ -297,10 +297,10 @@ fn introduce<T: Task>(session: &Session<T>) {
 
 fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     let mut model = session.model.valid();
-    if let Some(best) = session.saved.best.filter(|best| best.step < session.step()) {
+    if let Some(best) = session.saved.best.filter(|best| best.step < session.saved.step) {
         model = session.folder.load_weights(model)?;
         let last = session.log.development.last().map_or(f64::NAN, |point| point.1);
-        let (Best { step, loss }, now) = (best, session.step());
+        let (Best { step, loss }, now) = (best, session.saved.step);
         if session.config.common().base && step == 0 {
             note(format_args!(
                 "the model does not do better than the simple method that it corrects (development loss {loss:.3}, of step {now} {last:.3}), \
@@ -333,7 +333,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     } else {
         note(format_args!("scoring {}", counted(held_out.len(), &format!("held-out {}", T::EXAMPLES))));
         let scores = session.task.score(&model, &held_out, &how)?;
-        if let Some(picture) = T::picture(&scores) {
+        if let Some(picture) = scores.picture() {
             write_pictures(&session.folder.file("confusion"), &picture)?;
         }
         let named: Map<String, Value> = simple.iter().map(|one| (one.name.clone(), json!(one.score))).collect();
@@ -345,7 +345,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
             text.push_str("Simple methods on the same:\n");
         }
         text.extend(simple.iter().map(|one| format!("  {}: {}\n", one.name, one.shown)));
-        for one in simple.iter().filter(|one| T::is_behind(&scores, one.score)) {
+        for one in simple.iter().filter(|one| scores.is_behind(one.score)) {
             text.push_str(&format!("{} does better than the model on these.\n", one.name));
         }
     }

@@ -126,12 +126,11 @@ impl<T: Task> Session<T> {
             }
             anyhow!("{error}; if the file has moved, name where it is now with {}", config.kind().data_flag())
         })?;
-        if data.sha256 != saved.data_sha256 {
+        if let Some(name) = config.changed(&saved.data_sha256, &data.sha256) {
+            let is_own = name != config.data_name();
+            let flag = if is_own { "--development or --held-out" } else { config.kind().data_flag() };
             bail!(
-                "{} is not what this run began with; restore the file, name where it is now with {}, or train a new run with \
-                 --out",
-                config.data_name(),
-                config.kind().data_flag()
+                "{name} is not what this run began with; restore the file, name where it is now with {flag}, or train a new run with --out"
             );
         }
         folder.sealed_metrics()?;
@@ -187,12 +186,8 @@ impl<T: Task> Session<T> {
         Ok(self.simple.clone().unwrap_or_default())
     }
 
-    pub fn step(&self) -> usize {
-        self.saved.step
-    }
-
     pub fn train(&mut self, stop: &Stop) -> Result<Outcome> {
-        let first = self.step();
+        let first = self.saved.step;
         if self.minutes.is_some() {
             // Their time is part of the minutes.
             self.simple()?;
@@ -262,7 +257,7 @@ impl<T: Task> Session<T> {
                 None => "timing the first steps".into(),
             };
             let of = steps.map_or("?".into(), |steps| steps.to_string());
-            let (loss, per_second) = (recent.loss(), recent.examples_per_second());
+            let (loss, per_second) = (recent.loss / recent.weight, recent.examples / recent.seconds.max(1e-9));
             let line = format_args!("step {step}/{of}  loss {loss:.3}  {per_second:.0} {}/s  {left}", T::EXAMPLES);
             progress.update(step, steps, line);
             if step.is_multiple_of(self.config.training.checkpoint_steps) && steps != Some(step) {
@@ -274,7 +269,7 @@ impl<T: Task> Session<T> {
             }
         }
         drop(progress);
-        if step > self.step() {
+        if step > self.saved.step {
             let seconds = before + started.elapsed().as_secs_f64();
             self.save_checkpoint(step, seconds, Probe::All)?;
             note(format_args!("{} in {}", counted(step, "steps"), duration(seconds)));
@@ -362,14 +357,14 @@ impl<T: Task> Session<T> {
     }
 
     fn kept(&self) -> usize {
-        self.saved.best.map_or(self.step(), |best| best.step)
+        self.saved.best.map_or(self.saved.step, |best| best.step)
     }
 
     /// Whether the model corrects a simple method, and at the checkpoint of this step has not done better for long.
     fn is_stale(&self, step: usize) -> bool {
         let every = self.config.training.checkpoint_steps;
         let patience = (PATIENCE * every).max(self.config.training.known_steps().unwrap_or(usize::MAX) / 3);
-        let at_checkpoint = step == self.step() && step.is_multiple_of(every);
+        let at_checkpoint = step == self.saved.step && step.is_multiple_of(every);
         self.config.common().base && at_checkpoint && step >= self.kept().saturating_add(patience)
     }
 
@@ -377,7 +372,7 @@ impl<T: Task> Session<T> {
         anyhow!(
             "the {what} became {value} at step {step}; the checkpoint of step {} in {} is kept: train again with a lower \
              --learning-rate than {}",
-            self.step(),
+            self.saved.step,
             self.folder.path().display(),
             self.config.training.learning_rate
         )
@@ -385,7 +380,7 @@ impl<T: Task> Session<T> {
 
     /// Saves weights that are known to give finite losses, with the curve so far.
     fn save_checkpoint(&mut self, step: usize, seconds: f64, probe: Probe) -> Result<()> {
-        if step == self.step() {
+        if step == self.saved.step {
             return Ok(());
         }
         // Without development examples, training examples serve to check that the loss is finite.
@@ -471,14 +466,6 @@ impl Recent {
         self.loss = KEEP * self.loss + loss;
         self.examples = KEEP * self.examples + examples as f64;
         self.seconds = KEEP * self.seconds + seconds;
-    }
-
-    fn loss(&self) -> f64 {
-        self.loss / self.weight
-    }
-
-    fn examples_per_second(&self) -> f64 {
-        self.examples / self.seconds.max(1e-9)
     }
 }
 

@@ -65,7 +65,7 @@ fn program() -> Result<String> {
 pub fn invite<T: Task>(ranks: &Ranks, session: &Session<T>) -> Result<()> {
     let folder = std::path::absolute(session.folder.path())?;
     let (kind, settings, data_sha256) = (session.config.kind(), session.config.to_map()?, session.data.sha256.clone());
-    let (program, step) = (program()?, session.step());
+    let (program, step) = (program()?, session.saved.step);
     ranks.announce(&serde_json::to_vec(&Word::Run { program, folder, kind, settings, data_sha256, step })?);
     answers(ranks).map(drop)
 }

@@ -32,7 +32,7 @@ use super::stack::stacked;
 use super::table::dates::Calendar;
 use super::task::{self, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
 use crate::run::config::{self, ForecastSettings, Missing};
-use crate::run::folder::RunFolder;
+use crate::run::folder::{CONFIG, RunFolder};
 use crate::run::seal::hex;
 use crate::terminal::forecasts::{Drawing, Forecasts, Written};
 use crate::terminal::notes::note;
@@ -52,6 +52,9 @@ const MANY: usize = 50;
 
 /// The fewest points that are seen, where series are so long.
 const CONTEXT: usize = 64;
+
+/// What stands for a missing value.
+const INSTEAD: &str = "the value before";
 
 const DRAWN: usize = 4;
 
@@ -139,12 +142,7 @@ impl Task for Forecast {
     }
 
     fn load(folder: &RunFolder, config: &Config) -> Result<Self> {
-        let Some(context) = config.task.context else {
-            bail!(
-                "{}: no context in config.json; the file is damaged: restore it or train again",
-                folder.path().display()
-            );
-        };
+        let context = config.task.context.ok_or_else(|| folder.damaged(CONFIG, "no context"))?;
         Ok(Self { scaling: Scaling::load(folder)?, sizes: Sizes { told: config.task.forecast, context } })
     }
 
@@ -217,10 +215,6 @@ impl Task for Forecast {
         Ok(all)
     }
 
-    fn is_behind(scores: &Scores, simple: f64) -> bool {
-        simple < scores.mean_absolute_error.rate
-    }
-
     fn overlap(feed: &Drawn, development: usize) -> f64 {
         feed.overlap(development)
     }
@@ -245,6 +239,7 @@ impl Task for Forecast {
     }
 
     fn score(&self, model: &SeriesModel, windows: &[Window], how: &Answering<'_>) -> Result<Scores> {
+        self.scaling.say_other_times(how.name, windows.iter().map(|one| &one.series.times[one.known.clone()]));
         let seen: Vec<Seen> =
             windows.par_iter().map(|window| Ok(window.example(&self.scaling, None)?.seen)).collect::<Result<_>>()?;
         let told = self.quantiles(model, &seen.iter().collect::<Vec<_>>(), how)?;
@@ -292,11 +287,7 @@ impl Task for Forecast {
             let seen = window.example(&self.scaling, None)?.seen;
             let told = self.quantiles(model, &[&seen], how)?.concat();
             let times = &window.series.times[window.known.end..window.until];
-            let known = Series {
-                times: window.series.times[window.known.clone()].to_vec(),
-                values: window.values(),
-                ..(*window.series).clone()
-            };
+            let known = window.series.first(window.known.end);
             pictures.extend(self.picture_of(&known, times, &told, &window.truth(&self.scaling)).0);
             if n >= 2 {
                 continue;
@@ -323,12 +314,16 @@ impl Task for Forecast {
 
     fn introduce(&self, config: &Config, data: &Data<Self>) -> String {
         let Sizes { told, context } = self.sizes;
-        let stretches = data.train.stretches();
+        let stretches = &data.train.stretches;
         let by_time = stretches.iter().any(|part| part.points.end < part.series.times.len());
-        let held_out = match (data.held_out.is_empty(), by_time) {
-            (true, _) => "nothing is held out".into(),
-            (_, true) => format!("the last points of series are held out, {}", counted(data.held_out.len(), "windows")),
-            _ => format!("other series are held out, {}", counted(data.held_out.len(), "windows")),
+        let what = match config.held_out() {
+            Some(path) => format!("{} is", lines::name(path)),
+            None if by_time => "the last points of series are".into(),
+            None => "other series are".into(),
+        };
+        let held_out = match data.held_out.len() {
+            0 => "nothing is held out".into(),
+            count => format!("{what} held out, {}", counted(count, "windows")),
         };
         format!(
             "{}: the next {} from up to {context} before them; {} series of {} to learn from, {}; \
@@ -355,6 +350,8 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
         Some(Calendar::Months { .. }) if scaling.step == 3.0 => &[4],
         Some(Calendar::Seconds | Calendar::Days) if scaling.step == 86_400.0 => &[7],
         Some(Calendar::Seconds) if scaling.step == 3_600.0 => &[24, 168],
+        Some(Calendar::Seconds) if scaling.step == 1_800.0 => &[48],
+        Some(Calendar::Seconds) if scaling.step == 900.0 => &[96],
         // Years with months or quarters behind the point.
         None if (12.0 * scaling.step - 1.0).abs() < 1e-2 => &[12],
         None if scaling.step == 0.25 => &[4],
@@ -408,7 +405,7 @@ fn days_off(one: &Series) -> Vec<Weekday> {
 }
 
 fn read(config: &Config, path: &Path, reading: &Reading<'_>) -> Result<Found> {
-    file::read(path, reading, config.task.missing == Missing::Refuse, "the value before")
+    file::read(path, reading, config.task.missing == Missing::Refuse, INSTEAD)
 }
 
 /// The points of all series that are told, by use: of some series all, or of each the first and the last.
@@ -470,7 +467,7 @@ fn parts(config: &Config, all: Vec<Series>, sizes: Sizes, reading: &Reading<'_>)
 
 impl Predict for Forecast {
     fn asked(&self, path: &Path, config: &Config) -> Result<Option<Vec<Asked>>> {
-        file::asked(path, &self.reading(config), |one| self.ahead(one).map(drop))
+        file::asked(path, &self.reading(config), INSTEAD, |one| self.ahead(one).map(drop))
     }
 
     fn titles(&self, config: &Config) -> Titles {
@@ -495,11 +492,12 @@ impl Predict for Forecast {
         };
         let all = file::not_empty(asked).map(read).collect::<Result<Vec<_>>>()?;
         let Sizes { told, .. } = self.sizes;
-        let strange = all.iter().filter(|(one, seen, _)| {
-            let far = seen.points.1.last().is_some_and(|time| *time > 1.5 * told as f32);
-            far || one.times.len() < self.sizes.least()
-        });
-        let strange = strange.count();
+        self.scaling.say_other_times(how.name, all.iter().map(|(one, ..)| one.times.as_slice()));
+        let is_strange = |(one, seen, _): &&(Series, Seen, Vec<f64>)| {
+            let is_far = |time: &f32| *time > 1.5 * told as f32;
+            !one.ahead.is_empty() && seen.points.1.last().is_some_and(is_far) || one.times.len() < self.sizes.least()
+        };
+        let strange = all.iter().filter(is_strange).count();
         if strange > 0 {
             note(format_args!(
                 "note: fewer than {} points, or times further ahead than {told} points, in {strange} series, unlike those learned from: \
@@ -526,6 +524,18 @@ impl Predict for Forecast {
         }
         let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
         let width = self.scaling.channels();
+        let found = self.quantiles(model, &seen, how)?;
+        let is_below = |((one, ..), found): &(&(Series, Seen, Vec<f64>), &Vec<Quantiles>)| {
+            let never =
+                |n: usize| one.values.iter().skip(n).step_by(width).all(|value| value.is_nan() || *value >= 0.0);
+            self.predicted().any(|n| found.iter().skip(n).step_by(width).any(|row| row[0] < 0.0) && never(n))
+        };
+        let below = all.iter().zip(&found).filter(is_below).count();
+        if below > 0 {
+            note(format_args!(
+                "note: predictions below 0 for {below} series that never were; where values cannot be, read them as 0"
+            ));
+        }
         let line = |((one, seen, times), found): (&(Series, Seen, Vec<f64>), Vec<Quantiles>)| {
             let name = one.id.clone().unwrap_or_else(|| one.line.to_string());
             let point = |point: &[Quantiles]| -> Vec<Quantiles> {
@@ -554,7 +564,7 @@ impl Predict for Forecast {
             });
             Told { rows: rows.collect(), json, cut: false, picture: Some(self.picture_of(one, times, &found, &[])) }
         };
-        Ok(all.iter().zip(self.quantiles(model, &seen, how)?).map(line).collect())
+        Ok(all.iter().zip(found).map(line).collect())
     }
 }
 

@@ -5,6 +5,7 @@ use std::fmt::{self, Display};
 use serde::Serialize;
 
 use crate::tasks::scores::Interval;
+use crate::tasks::task;
 use crate::terminal::samples::counted;
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -64,6 +65,12 @@ impl Scores {
             coverage: ratio(|sums| sums.inside, |sums| sums.values).within(0.0, 1.0),
             several,
         }
+    }
+}
+
+impl task::Scores for Scores {
+    fn is_behind(&self, simple: f64) -> bool {
+        simple < self.mean_absolute_error.rate
     }
 }
 

@@ -87,11 +87,6 @@ impl Window {
         values.into_iter().find(|value| !value.is_nan())
     }
 
-    pub fn values(&self) -> Vec<f64> {
-        let width = self.series.width;
-        self.series.values[self.known.start * width..self.known.end * width].to_vec()
-    }
-
     /// The values that are to be predicted, point after point; NaN where one is missing or known.
     pub fn truth(&self, scaling: &Scaling) -> Vec<f64> {
         let width = self.series.width;
@@ -193,7 +188,7 @@ pub fn inputs(scaling: &Scaling) -> usize {
 /// Windows drawn anew for every step, from the seed and the step alone.
 pub struct Drawn {
     scaling: Scaling,
-    stretches: Vec<Stretch>,
+    pub stretches: Vec<Stretch>,
     /// How many windows there are in each of the stretches and in those before it.
     counts: Vec<u64>,
     sizes: Sizes,
@@ -247,10 +242,6 @@ impl Drawn {
     pub fn overlap(&self, development: usize) -> f64 {
         let told = self.sizes.told;
         (told as f64).min((development * told) as f64 / self.development.max(1) as f64).max(1.0)
-    }
-
-    pub fn stretches(&self) -> &[Stretch] {
-        &self.stretches
     }
 
     /// The window of a number, and its stretch.

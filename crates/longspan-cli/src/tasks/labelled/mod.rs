@@ -20,7 +20,6 @@ use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Titles,
 use super::tokens::{END, Kind, Tokenizer};
 use crate::run::config::{self, LabelledSettings};
 use crate::run::folder::RunFolder;
-use crate::terminal::plot::Matrix;
 use crate::terminal::samples::counted;
 use file::Labelled;
 
@@ -68,8 +67,8 @@ impl Task for Labels {
 
     fn load(folder: &RunFolder, config: &Config) -> Result<Self> {
         let target = Target::load(folder)?;
-        let load = || Bag::load(folder, BAG, target.outputs());
-        let bag = labels::stored_base(folder, BAG, config.task.stack.base, load)?;
+        let has_bag = config.task.stack.base || folder.file(BAG).exists();
+        let bag = has_bag.then(|| Bag::load(folder, BAG, target.outputs())).transpose()?;
         Ok(Self { tokenizer: Tokenizer::load(folder, SIDE)?, target, bag })
     }
 
@@ -120,7 +119,7 @@ impl Task for Labels {
     fn simple(&self, data: &Data<Self>, texts: &[Labelled], _: &Config) -> Result<Vec<Simple>> {
         let labels: Vec<&str> = texts.iter().map(|labelled| labelled.label.as_str()).collect();
         let simple = |name: &str, rows: &[Vec<f32>]| self.target.simple(name, &labels, rows, Self::EXAMPLES);
-        let prior = self.target.prior(data.train.examples().iter().map(|example| example.goal));
+        let prior = self.target.prior(data.train.examples.iter().map(|example| example.goal));
         let mut found = vec![simple(self.target.prior_name(), &vec![prior; labels.len()])?];
         if let Some(bag) = &self.bag {
             let rows: Vec<Vec<f32>> = texts.iter().map(|one| bag.predict(&one.text)).collect();
@@ -128,14 +127,6 @@ impl Task for Labels {
             found.push(simple(&format!("{regression} regression on words and pairs of words"), &rows)?);
         }
         Ok(found)
-    }
-
-    fn is_behind(scores: &Scores, simple: f64) -> bool {
-        scores.is_behind(simple)
-    }
-
-    fn picture(scores: &Scores) -> Option<Matrix> {
-        scores.picture()
     }
 
     fn evaluate(&self, model: &Classifier, path: &Path, how: &Answering<'_>) -> Result<Scores> {
@@ -151,19 +142,19 @@ impl Task for Labels {
         format!(
             "{}: {} to learn from, {} held out; {}{}",
             config.data_name(),
-            counted(data.train.examples().len(), "texts"),
+            counted(data.train.examples.len(), "texts"),
             data.held_out.len(),
-            self.target.introduce(data.train.examples().iter().map(|example| example.goal)),
+            self.target.introduce(data.train.examples.iter().map(|example| example.goal)),
             match &self.bag {
                 Some(bag) if config.task.stack.base =>
-                    format!("; the model corrects a regression on {} words and pairs of words", bag.len()),
+                    format!("; the model corrects a regression on {} words and pairs of words", bag.rarity.len()),
                 _ => String::new(),
             }
         )
     }
 
-    fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
-        self.tokenizer.unknown_pieces(text)
+    fn unknown_pieces(&self, text: &str) -> Vec<String> {
+        self.tokenizer.unknown(text)
     }
 }
 

@@ -17,7 +17,7 @@ use super::batches::{micro_batches, values};
 use super::scores::{decimals, likeliest};
 use super::simple::Simple;
 use super::table::value;
-use super::task::{Answer, Answering, Loss, Titles, Vocabulary};
+use super::task::{self, Answer, Answering, Loss, Titles, Vocabulary};
 use crate::run::columns::Columns;
 use crate::run::config::LabelKind;
 use crate::run::folder::RunFolder;
@@ -410,23 +410,6 @@ pub fn outputs<R: Sync, S: Sync>(
     Ok(all)
 }
 
-/// The simple method that a run has in a file of its folder, as one that corrects it must.
-pub fn stored_base<B>(
-    folder: &RunFolder,
-    name: &str,
-    corrects: bool,
-    load: impl FnOnce() -> Result<B>,
-) -> Result<Option<B>> {
-    let path = folder.file(name);
-    if path.exists() {
-        return load().map(Some);
-    }
-    if corrects {
-        bail!("{} is missing; the run folder is incomplete", path.display());
-    }
-    Ok(None)
-}
-
 /// What a model gave, corrected: the sum of its rows and those of a simple method.
 pub fn joined(mut rows: Vec<Vec<f32>>, base: impl Iterator<Item = Vec<f32>>) -> Vec<Vec<f32>> {
     rows.iter_mut().zip(base).for_each(|(row, base)| row.iter_mut().zip(base).for_each(|(x, y)| *x += y));
@@ -455,16 +438,15 @@ pub enum Scores {
     Number(Errors),
 }
 
-impl Scores {
-    /// Whether a simple method with this main score does better.
-    pub fn is_behind(&self, simple: f64) -> bool {
+impl task::Scores for Scores {
+    fn is_behind(&self, simple: f64) -> bool {
         match self {
             Self::Labels(confusion) => simple > confusion.accuracy.rate,
             Self::Number(errors) => simple < errors.mean_absolute_error.rate,
         }
     }
 
-    pub fn picture(&self) -> Option<Matrix> {
+    fn picture(&self) -> Option<Matrix> {
         match self {
             Self::Labels(confusion) => Some(confusion.picture()),
             Self::Number(_) => None,

@@ -40,7 +40,7 @@ impl Display for Errors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", counted(self.examples, self.unit))?;
         match &self.r_squared {
-            Some(r) => writeln!(f, "R²                   {:.3}{}", r.rate, r.confidence(3))?,
+            Some(r) => writeln!(f, "R²                   {:.3}{}", r.rate, r.confidence(3, ""))?,
             None => writeln!(f, "R²                   none, since all numbers are alike")?,
         }
         writeln!(f, "mean absolute error  {}", self.mean_absolute_error.in_digits())

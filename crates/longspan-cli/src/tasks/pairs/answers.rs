@@ -49,14 +49,14 @@ pub fn search(
     let options = GenerateOptions::new(START as usize, END as usize, longest).without(never);
     check_beam(how, beam)?;
     // So many batches that no thread waits long for the last.
-    let share = |batches: usize| sources.len().div_ceil(batches * how.workers.count());
+    let share = |batches: usize| sources.len().div_ceil(batches * how.workers.count);
     let size = share(4).max(LEAST).min(share(1)).min(BATCH / beam).max(1);
     let batches: Vec<_> =
         sources.chunks(size).flat_map(|part| micro_batches(part, |(_, ids)| (0, ids.len()))).collect();
     // Long sources take turns where the memory has no room for several.
     let each =
         sources.first().map_or(0.0, |(_, ids)| ids.len() as f64 * model::answering_bytes(how.config, beam, ids.len()));
-    let in_turn = each * how.workers.count() as f64 > memory::available();
+    let in_turn = each * how.workers.count as f64 > memory::available();
     if let (true, Some((place, ids))) = (in_turn, sources.first()) {
         let what = || format!("{}, line {}: a text of {} tokens", how.name, (how.line)(*place), ids.len());
         memory::check(each, what, "shorten it, or keep fewer prefixes with --beam")?;
@@ -86,7 +86,7 @@ fn check_beam(how: &Answering<'_>, beam: usize) -> Result<()> {
     let config = how.config;
     // Of self- and cross-attention: a matrix and a vector for each head. Kept, selected, and computed from.
     let state = 2 * config.task.decoder_layers * config.model.d_model * (config.model.d_model / config.model.heads + 1);
-    let bytes = 3.0 * NUMBER * beam as f64 * state as f64 * how.workers.count() as f64;
+    let bytes = 3.0 * NUMBER * beam as f64 * state as f64 * how.workers.count as f64;
     memory::check(bytes, || format!("--beam {beam}"), "keep fewer prefixes, such as --beam 8")
 }
 

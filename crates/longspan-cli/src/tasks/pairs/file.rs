@@ -64,8 +64,8 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
             Value::Array(targets) => targets.iter().map(|target| string("target", target)).collect::<Result<_>>()?,
             one => vec![string("target", one)?],
         };
-        let source = string("source", &row.cells[source])?;
-        entries.extend(targets.into_iter().map(|target| Entry { line: row.line, source: source.clone(), target }));
+        let text = string("source", &row.cells[source])?;
+        entries.extend(targets.into_iter().map(|target| Entry { line: row.line, source: text.clone(), target }));
     }
     if entries.is_empty() {
         bail!("{name}: no pairs in it; give a file with one pair a line");
@@ -78,6 +78,7 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
             bail!("{name}: every {side} is empty, so there is nothing to learn; name the column with --{side}");
         }
     }
+    [source, target].into_iter().for_each(|place| table.say_empty(place));
     Ok(entries)
 }
 

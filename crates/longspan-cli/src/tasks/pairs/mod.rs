@@ -27,6 +27,7 @@ use super::workers::Workers;
 use crate::run::config::{self, PairsSettings};
 use crate::run::folder::RunFolder;
 use crate::terminal::notes::note;
+use crate::terminal::samples::counted;
 use example::{Example, Pair, source_ids};
 
 type Config = config::Config<PairsSettings>;
@@ -58,7 +59,7 @@ impl Task for Pairs {
         let data = task.encode(split, config)?;
         config.task.source_tokens.get_or_insert(task.source.kind().into());
         config.task.target_tokens.get_or_insert(task.target.kind().into());
-        let longest = data.train.examples().iter().map(|pair| pair.target.len()).max().unwrap_or(0);
+        let longest = data.train.examples.iter().map(|pair| pair.target.len()).max().unwrap_or(0);
         config.task.answer_tokens.get_or_insert((longest * 5).div_ceil(4).max(1));
         Ok((task, data))
     }
@@ -110,6 +111,11 @@ impl Task for Pairs {
         let line = |place: usize| examples[place].lines[0];
         let hypotheses =
             answers::search(model, [&self.source, &self.target], &texts, &Answering { line: &line, ..*how })?;
+        let cut = hypotheses.iter().flat_map(|all| all.first()).filter(|first| !first.finished).count();
+        if cut > 0 {
+            let (cut, limit) = (counted(cut, "answers"), how.config.common().longest_answer.unwrap_or_default());
+            note(format_args!("{}: {cut} did not end within {limit} tokens, cut there", how.name));
+        }
         let scores = answers::score(&self.target, examples, &hypotheses, how.name)?;
         let units = if how.config.data.is_empty() { ["word", "phoneme"] } else { ["sequence", "token"] };
         Ok(ErrorRates::of(&scores, units))
@@ -136,7 +142,7 @@ impl Task for Pairs {
         format!(
             "{}: {} training examples, {} held out; {}",
             config.data_name(),
-            data.train.examples().len(),
+            data.train.examples.len(),
             data.held_out.len(),
             kinds.join(" → ")
         )
@@ -146,8 +152,8 @@ impl Task for Pairs {
         format!("{}+{} blocks", config.task.encoder_layers, config.task.decoder_layers)
     }
 
-    fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
-        self.source.unknown_pieces(text)
+    fn unknown_pieces(&self, text: &str) -> Vec<String> {
+        self.source.unknown(text)
     }
 }
 
@@ -250,7 +256,7 @@ impl Pairs {
                     ids.iter().for_each(|id| hash.update(id.to_le_bytes()));
                 }
             })?;
-        check_memory(data.train.examples().iter().chain(&data.development), config)?;
+        check_memory(data.train.examples.iter().chain(&data.development), config)?;
         Ok(data)
     }
 

@@ -22,15 +22,12 @@ pub fn from_columns(text: &str, line: usize) -> Result<Series, String> {
     if values.is_empty() {
         return Err("one column, expected a label and values, with tabs between them".into());
     }
-    series(counted(values), &[], (!label.is_empty()).then_some(label), line)
+    let points = values.into_iter().enumerate().map(|(n, value)| (n as f64, vec![value])).collect();
+    series(points, &[], (!label.is_empty()).then_some(label), line)
 }
 
 fn number(text: &str, help: &str) -> Result<f64, String> {
     value(text).ok_or_else(|| format!("{:?} is no number; {help}", text.trim()))
-}
-
-fn counted(values: Vec<f64>) -> Vec<Point> {
-    values.into_iter().enumerate().map(|(n, value)| (n as f64, vec![value])).collect()
 }
 
 #[derive(Default)]

@@ -25,7 +25,6 @@ use crate::run::columns::Columns;
 use crate::run::config::{self, Files, Missing, ModelSettings, SeriesSettings};
 use crate::run::folder::RunFolder;
 use crate::terminal::notes::note;
-use crate::terminal::plot::Matrix;
 use crate::terminal::samples::{self, Sample, counted};
 use crate::terminal::shell;
 use file::{Found, Reading, Series};
@@ -36,8 +35,8 @@ type Answering<'a> = task::Answering<'a, SeriesSettings>;
 
 const KERNELS: &str = "kernels.safetensors";
 
-/// Points of a series that simple methods get at most.
-const EVEN: usize = 2048;
+/// What stands for a missing value.
+const INSTEAD: &str = "the mean of the channel";
 
 pub struct SeriesTask {
     scaling: Scaling,
@@ -91,7 +90,8 @@ impl Task for SeriesTask {
         };
         let (kernels, unseen) = task.unseen(&split)?;
         task.kernels = Some(kernels);
-        (task.learned, task.goals) = (split.train.iter().map(|one| task.even(one)).collect(), task.goals_of(&split)?);
+        (task.learned, task.goals) =
+            (split.train.iter().map(|one| task.scaling.even(one)).collect(), task.goals_of(&split)?);
         let data = task.measured(split, unseen, config)?;
         Ok((task, data))
     }
@@ -99,7 +99,8 @@ impl Task for SeriesTask {
     fn load(folder: &RunFolder, config: &Config) -> Result<Self> {
         let (scaling, target) = (Scaling::load(folder)?, Target::load(folder)?);
         let load = || Kernels::load(folder, KERNELS, scaling.channels(), target.outputs());
-        let kernels = labels::stored_base(folder, KERNELS, config.task.stack.base, load)?;
+        let has_kernels = config.task.stack.base || folder.file(KERNELS).exists();
+        let kernels = has_kernels.then(load).transpose()?;
         Ok(Self { scaling, target, kernels, learned: Vec::new(), goals: Vec::new() })
     }
 
@@ -139,6 +140,7 @@ impl Task for SeriesTask {
     }
 
     fn score(&self, model: &SeriesModel, series: &[Series], how: &Answering<'_>) -> Result<Scores> {
+        self.scaling.say_other(how.name, series);
         let measured = |one: &Series| self.scaling.apply(one).map_err(lines::in_line(how.name, one.line));
         let points = series.iter().map(measured).collect::<Result<Vec<_>>>()?;
         let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
@@ -148,9 +150,9 @@ impl Task for SeriesTask {
     fn simple(&self, data: &Data<Self>, series: &[Series], _: &Config) -> Result<Vec<Simple>> {
         let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
         let simple = |name: &str, rows: &[Vec<f32>]| self.target.simple(name, &labels, rows, Self::EXAMPLES);
-        let prior = self.target.prior(data.train.examples().iter().map(|example| example.goal));
+        let prior = self.target.prior(data.train.examples.iter().map(|example| example.goal));
         let mut found = vec![simple(self.target.prior_name(), &vec![prior; labels.len()])?];
-        let even: Vec<Grid> = series.iter().map(|one| self.even(one)).collect();
+        let even: Vec<Grid> = series.iter().map(|one| self.scaling.even(one)).collect();
         if let Some(places) = nearest(&self.learned, &even) {
             let rows: Vec<Vec<f32>> = places.iter().map(|place| self.target.certain(self.goals[*place])).collect();
             found.push(simple("the nearest series, warped in time within a tenth (DTW)", &rows)?);
@@ -161,17 +163,9 @@ impl Task for SeriesTask {
         Ok(found)
     }
 
-    fn is_behind(scores: &Scores, simple: f64) -> bool {
-        scores.is_behind(simple)
-    }
-
     fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
         let found = labelled(path, how.config, &self.reading(how.config))?;
         self.score(model, &found.series, how)
-    }
-
-    fn picture(scores: &Scores) -> Option<Matrix> {
-        scores.picture()
     }
 
     fn show(&self, model: &SeriesModel, held_out: &[Series], how: &Answering<'_>, folder: &str) -> Result<Shown> {
@@ -190,7 +184,7 @@ impl Task for SeriesTask {
     }
 
     fn introduce(&self, config: &Config, data: &Data<Self>) -> String {
-        let examples = data.train.examples();
+        let examples = &data.train.examples;
         let mut lengths: Vec<usize> = examples.iter().map(|example| example.input.1.len()).collect();
         lengths.sort_unstable();
         let channels = counted(self.scaling.channels(), "channels");
@@ -221,11 +215,7 @@ pub fn times(model: &ModelSettings, scaling: &Scaling) -> String {
         Ok(all) if !all.iter().any(|one| one.takes_positions()) => {
             format!("{} attention counts points, only fourier sees their times", model.attention)
         }
-        _ => {
-            let unit = scaling.dates.as_ref().map_or(String::new(), |dates| format!(" {}", dates.counted()));
-            let unit = if scaling.step == 1.0 { unit.trim_end_matches('s') } else { &unit };
-            format!("the usual distance of times is {}{unit}", scaling.step as f32)
-        }
+        _ => format!("the usual distance of times is {}", scaling.distance(scaling.step)),
     }
 }
 
@@ -255,7 +245,7 @@ fn read_split(config: &Config, reading: &Reading<'_>) -> Result<(Split<Series>, 
 }
 
 fn labelled(path: &Path, config: &Config, reading: &Reading<'_>) -> Result<Found> {
-    let found = file::read(path, reading, config.task.missing == Missing::Refuse, "the mean of the channel")?;
+    let found = file::read(path, reading, config.task.missing == Missing::Refuse, INSTEAD)?;
     match found.series.iter().find(|one| one.label.as_ref().is_none_or(String::is_empty)) {
         Some(one) => bail!(
             "{}, line {}: the series has no label; give one, or remove it; of a table --label names the column",
@@ -268,7 +258,7 @@ fn labelled(path: &Path, config: &Config, reading: &Reading<'_>) -> Result<Found
 
 impl Predict for SeriesTask {
     fn asked(&self, path: &Path, config: &Config) -> Result<Option<Vec<Asked>>> {
-        file::asked(path, &self.reading(config), |one| self.scaling.apply(one).map(drop))
+        file::asked(path, &self.reading(config), INSTEAD, |one| self.scaling.apply(one).map(drop))
     }
 
     fn titles(&self, config: &Config) -> Titles {
@@ -284,6 +274,7 @@ impl Predict for SeriesTask {
         };
         let (all, points): (Vec<Series>, Vec<Points>) =
             file::not_empty(asked).map(read).collect::<Result<Vec<_>>>()?.into_iter().unzip();
+        self.scaling.say_other(how.name, &all);
         let rows = self.outputs(model, &all, &points, how)?;
         let told = |(one, row): (&Series, &Vec<f32>)| {
             let answers = self.target.answers(row);
@@ -302,14 +293,10 @@ impl SeriesTask {
         Reading::learned(&config.task.files, self.scaling.dates.as_ref(), true)
     }
 
-    fn even(&self, one: &Series) -> Grid {
-        self.scaling.even(one, EVEN)
-    }
-
     /// The convolutions of the series to learn from, and what is told of each by some that have not seen it.
     fn unseen(&self, split: &Split<Series>) -> Result<(Kernels, Vec<Vec<f32>>)> {
         split.train.iter().try_for_each(|one| self.scaling.check(one))?;
-        let learned: Vec<Grid> = split.train.iter().map(|one| self.even(one)).collect();
+        let learned: Vec<Grid> = split.train.iter().map(|one| self.scaling.even(one)).collect();
         Ok(Kernels::fit(&learned, &self.goals_of(split)?, self.target.outputs()))
     }
 
@@ -320,8 +307,9 @@ impl SeriesTask {
     /// What the convolutions that the model corrects tell of series.
     fn base(&self, series: &[Series], config: &Config) -> Vec<Vec<f32>> {
         let kernels = self.kernels.as_ref().filter(|_| config.task.stack.base);
-        kernels
-            .map_or(Vec::new(), |kernels| kernels.predict(&series.iter().map(|one| self.even(one)).collect::<Vec<_>>()))
+        kernels.map_or(Vec::new(), |kernels| {
+            kernels.predict(&series.iter().map(|one| self.scaling.even(one)).collect::<Vec<_>>())
+        })
     }
 
     /// Series as the model gets them; `unseen` is what is told of those to learn from without them.

@@ -9,6 +9,7 @@ use crate::tasks::labels::moments;
 use crate::tasks::simple::kernels::Grid;
 use crate::tasks::simple::smoothing::Smoothing;
 use crate::tasks::table::dates::Dates;
+use crate::terminal::notes::note;
 use crate::terminal::samples::counted;
 
 const FILE: &str = "series.json";
@@ -45,6 +46,9 @@ pub struct Scaling {
 
 /// Distances of times, in usual ones, up to which they count as they are.
 const NEAR: f64 = 1000.0;
+
+/// Points of a series that simple methods get at most.
+const EVEN: usize = 2048;
 
 /// Times that count from a start: when they begin, and how long they last.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -155,16 +159,16 @@ impl Scaling {
         all
     }
 
-    /// A series at even times, the usual distance apart or as far as it takes for `most` points, on the clock where there is one: on lines
+    /// A series at even times, the usual distance apart or as far as it takes for [`EVEN`] points, on the clock where there is one: on lines
     /// between its values, as they are beyond their ends, and measured as the model gets them.
-    pub fn even(&self, one: &Series, most: usize) -> Grid {
+    pub fn even(&self, one: &Series) -> Grid {
         let (first, last) = match (self.clock, &one.times[..]) {
             (Some(clock), _) => (clock.begin, clock.begin + clock.span),
             (None, [first, .., last]) => (*first, *last),
             _ => (0.0, 0.0),
         };
         // Longer than usual only by what is missing.
-        let count = (((last - first) / self.step).round() as usize + 1).clamp(2, most.min(16 * one.times.len()).max(2));
+        let count = (((last - first) / self.step).round() as usize + 1).clamp(2, EVEN.min(16 * one.times.len()).max(2));
         let at = |n: usize| first + (last - first) * n as f64 / (count - 1) as f64;
         let mut values = Vec::with_capacity(count * self.channels());
         for channel in 0..self.channels() {
@@ -201,6 +205,40 @@ impl Scaling {
     pub fn inputs(&self) -> usize {
         let waves = if self.clock.is_some() { 2 * WAVES.len() } else { 0 };
         self.channels() * if self.masked { 2 } else { 1 } + waves
+    }
+
+    /// A distance of times in words.
+    pub fn distance(&self, gap: f64) -> String {
+        let unit = self.dates.as_ref().map_or(String::new(), |dates| format!(" {}", dates.counted()));
+        format!("{}{}", gap as f32, if gap == 1.0 { unit.trim_end_matches('s') } else { &unit })
+    }
+
+    /// Says where times lie as far apart as if they were counted in another unit than those of training,
+    pub fn say_other_times<'a>(&self, name: &str, times: impl Iterator<Item = &'a [f64]>) {
+        if let Some(gap) = usual_gap(times).filter(|gap| !(0.55..1.8).contains(&(gap / self.step))) {
+            let [gap, step] = [gap, self.step].map(|gap| self.distance(gap));
+            note(format_args!(
+                "{name}: the usual distance of times is {gap}, and {step} in training, which answers are for"
+            ));
+        }
+    }
+
+    /// and where values do, too.
+    pub fn say_other(&self, name: &str, all: &[Series]) {
+        self.say_other_times(name, all.iter().map(|one| one.times.as_slice()));
+        for (n, (mean, deviation)) in self.means.iter().zip(&self.deviations).enumerate() {
+            let values = all.iter().flat_map(|one| one.values.iter().skip(n).step_by(one.width));
+            let values = values.filter(|value| !value.is_nan()).map(|value| (value - mean) / deviation);
+            let (away, spread) = moments(&values.collect::<Vec<f64>>());
+            // A few series may well be alike.
+            if away.abs().max(spread) > 4.0 || all.len() >= 8 && spread < 0.05 {
+                note(format_args!(
+                    "{name}: `{}` is {away:.1} deviations of training from its mean there, and varies {spread:.3} times as much; give it in \
+                     the same unit",
+                    self.names()[n]
+                ));
+            }
+        }
     }
 
     pub fn check(&self, one: &Series) -> Result<()> {

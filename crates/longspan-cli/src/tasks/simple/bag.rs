@@ -25,7 +25,7 @@ pub struct Bag {
     /// Of words and pairs that came in two texts at least: their hash, and its place among the others.
     places: HashMap<u32, u32>,
     /// How rare each is, and its weight for each output; after them the constants.
-    rarity: Vec<f32>,
+    pub rarity: Vec<f32>,
     weights: Vec<f32>,
     outputs: usize,
 }
@@ -131,14 +131,12 @@ impl Bag {
     pub fn predict(&self, text: &str) -> Vec<f32> {
         let of = |place: usize| &self.weights[place * self.outputs..(place + 1) * self.outputs];
         let mut found = of(self.rarity.len()).to_vec();
-        for (place, value) in self.row(&features(text)) {
+        // Letters with marks may be composed or decomposed; of several spellings with as many known words it is read as it stands.
+        let rows = split::spellings(text).into_iter().rev().map(|text| self.row(&features(&text)));
+        for (place, value) in rows.max_by_key(Vec::len).unwrap_or_default() {
             found.iter_mut().zip(of(place as usize)).for_each(|(sum, weight)| *sum += value * weight);
         }
         found
-    }
-
-    pub fn len(&self) -> usize {
-        self.rarity.len()
     }
 
     pub fn store(&self, folder: &RunFolder, file: &str) -> Result<()> {

@@ -78,16 +78,7 @@ pub fn load<const N: usize>(folder: &RunFolder, file: &str, names: [&str; N]) ->
     let bytes = folder.read(file)?;
     let read = || -> Option<[Vec<[u8; 4]>; N]> {
         let all = SafeTensors::deserialize(&bytes).ok()?;
-        let one = |name| {
-            Some(
-                all.tensor(name)
-                    .ok()?
-                    .data()
-                    .chunks_exact(4)
-                    .map(|word| [word[0], word[1], word[2], word[3]])
-                    .collect(),
-            )
-        };
+        let one = |name| Some(all.tensor(name).ok()?.data().as_chunks().0.to_vec());
         let found: Vec<Vec<[u8; 4]>> = names.into_iter().map(one).collect::<Option<_>>()?;
         found.try_into().ok()
     };

@@ -26,6 +26,7 @@ use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Told, V
 use crate::run::config::{self, SyntheticSettings};
 use crate::run::folder::RunFolder;
 use crate::run::seal::sha256;
+use crate::terminal::samples::counted;
 use crate::terminal::shell;
 use compressor::Compressor;
 use generate::{Sequence, Spec};
@@ -98,9 +99,11 @@ pub struct Recalled {
     pub recalled: Interval,
 }
 
+impl task::Scores for Recalled {}
+
 impl Display for Recalled {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{} sequences, {} questions", self.sequences, self.questions)?;
+        writeln!(f, "{}, {}", counted(self.sequences, "sequences"), counted(self.questions, "questions"))?;
         writeln!(f, "recalled             {}", self.recalled.in_percent())
     }
 }
@@ -237,10 +240,6 @@ impl<M: Model> Synthetic<M> {
     fn read(path: &Path) -> Result<Vec<Sequence>> {
         let (name, bytes) = (lines::name(path), lines::read(path)?);
         let all = lines::each(&lines::text(&bytes, &name)?, &name, |line, _| {
-            let line = line.trim_end_matches('\r');
-            if line.is_empty() {
-                return Ok(None);
-            }
             let Some((tokens, right)) = line.split_once('\t') else {
                 bail!("no tab; write tokens such as `3 130 7 201 3`, a tab, and what is right after them");
             };

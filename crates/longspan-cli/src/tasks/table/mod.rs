@@ -331,6 +331,15 @@ impl Table {
         self.texts(place).flatten().any(is_decimal) && !self.texts(place).flatten().any(|text| text.contains(','))
     }
 
+    /// Says how many rows have nothing in a column of texts.
+    pub fn say_empty(&self, place: usize) {
+        let is_empty = |row: &&Row| row.cells[place].as_str().is_some_and(|text| text.trim().is_empty());
+        let (title, rows) = (&self.header[place], self.rows.iter().filter(is_empty).count());
+        if rows > 0 {
+            note(format_args!("{}: nothing in the column `{title}` of {}", self.name, counted(rows, "rows")));
+        }
+    }
+
     /// Says of numbers, and of labels that may be some, what else they may be.
     pub fn say_doubtful(&self, numbers: &[usize], label: Option<usize>) {
         // Labels with such commas stay texts.

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::SystemTime;
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use sha2::{Digest, Sha256};
 
 use crate::run::seal::hex;
-use crate::tasks::lines;
+use crate::tasks::lines::{self, cannot_read};
 use crate::terminal::notes::note;
 use crate::terminal::samples::counted;
 
@@ -353,10 +353,6 @@ fn whole_characters(bytes: &[u8]) -> usize {
         Err(error) if error.error_len().is_none() => error.valid_up_to(),
         _ => bytes.len(),
     }
-}
-
-fn cannot_read(path: &Path, error: &std::io::Error) -> anyhow::Error {
-    anyhow!("cannot read {}: {error}; check the name and the permissions", path.display())
 }
 
 #[cfg(test)]

@@ -121,7 +121,7 @@ impl Task for Text {
     }
 
     fn data(&self, config: &Config) -> Result<Data<Self>> {
-        let corpus = Arc::new(Corpus::open(&config.data, !self.takes_bytes())?);
+        let corpus = Arc::new(Corpus::open(&config.data, !matches!(*self.tokenizer, Tokenizer::Bytes))?);
         let parts = Parts::of(&corpus, config)?;
         let (passages, sha256) = read_once(&corpus, &parts, config, |_| ())?;
         self.divide(&corpus, &parts, passages, sha256, config)
@@ -213,12 +213,8 @@ impl Task for Text {
         Ok(vec![Simple { name, shown: format!("{score:.3} bits per byte"), score }])
     }
 
-    fn is_behind(scores: &BitsPerByte, simple: f64) -> bool {
-        simple < scores.bits_per_byte.rate
-    }
-
     fn evaluate(&self, model: &LanguageModel, path: &Path, how: &Answering<'_>) -> Result<BitsPerByte> {
-        let corpus = Arc::new(Corpus::open(&[path.to_path_buf()], !self.takes_bytes())?);
+        let corpus = Arc::new(Corpus::open(&[path.to_path_buf()], !matches!(*self.tokenizer, Tokenizer::Bytes))?);
         let to = corpus.len();
         Ok(self.read_all(model, &[Passage { corpus, from: 0, to }], how.config)?.result())
     }
@@ -250,8 +246,8 @@ impl Task for Text {
         )
     }
 
-    fn unknown_pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
-        self.tokenizer.unknown_pieces(text)
+    fn unknown_pieces(&self, text: &str) -> Vec<String> {
+        self.tokenizer.unknown(text)
     }
 }
 
@@ -265,10 +261,6 @@ impl Text {
         out: &mut dyn FnMut(&str) -> Result<bool>,
     ) -> Result<Generated> {
         continuation::generate(model, &self.tokenizer, model::limit(config), wish, out)
-    }
-
-    fn takes_bytes(&self) -> bool {
-        matches!(*self.tokenizer, Tokenizer::Bytes)
     }
 
     fn divide(

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::corpus::{Corpus, Piece};
 use crate::tasks::scores::Interval;
+use crate::tasks::task;
 use crate::tasks::tokens::{START, Tokenizer, UNKNOWN};
 use crate::terminal::samples::counted;
 
@@ -109,10 +110,16 @@ pub struct BitsPerByte {
     pub unknown: usize,
 }
 
+impl task::Scores for BitsPerByte {
+    fn is_behind(&self, simple: f64) -> bool {
+        simple < self.bits_per_byte.rate
+    }
+}
+
 impl Display for BitsPerByte {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Interval { rate, .. } = self.bits_per_byte;
-        write!(f, "{rate:.3} bits per byte{}", self.bits_per_byte.confidence(3))?;
+        write!(f, "{rate:.3} bits per byte{}", self.bits_per_byte.confidence(3, ""))?;
         writeln!(f, "\n{} in {}", counted(self.bytes as usize, "bytes"), counted(self.tokens, "tokens"))?;
         if self.unknown > 0 {
             let unknown = counted(self.unknown, "tokens");
