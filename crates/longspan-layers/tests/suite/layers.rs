@@ -350,7 +350,7 @@ fn times(a: &[f64], b: &[f64], [m, k, n]: [usize; 3]) -> Vec<f64> {
 fn muon_is_its_definition_over_some_steps() {
     let mut random = Random::new(8);
     let muon = Muon { momentum: 0.95, weight_decay: 0.1 };
-    for [rows, columns] in [[1, 1], [3, 5], [5, 3], [16, 40], [128, 256], [256, 128]] {
+    for [rows, columns] in [[0, 3], [1, 1], [3, 5], [5, 3], [16, 40], [128, 256], [256, 128]] {
         let len = rows * columns;
         let (mut values, mut velocity) = (numbers(&mut random, len), vec![0.0; len]);
         let (mut wide_values, mut wide_velocity) = (wide(&values), vec![0.0; len]);

@@ -1082,6 +1082,7 @@ mod tests {
                 "f, line 2: \"1991 weeks 6\" in the column `Week` is neither a number nor a date that is known",
             ),
             ("year,x\n1991,1\n1992,2\nTotal,3\n", none(), "f, line 4: \"Total\" in the column `year` is neither"),
+            ("time x\n0 1\n", none(), "columns have commas, semicolons, tabs or bars between them, not spaces"),
             ("land,1990,1991\na,1,2\n", none(), "a column a time, give --wide"),
             ("land,Lat,1/22/20,1/23/20,1/24/20\na,5,1,2,3\n", none(), "a column a time, give --wide"),
             (
