@@ -351,7 +351,7 @@ impl TaskKind {
             // As few errors as with those of other pairs, in half the time (docs/tried.md).
             Self::Pairs if values["pairs"].is_null() => json!({
                 "feature_map": "exp", "d_model": 96, "heads": 2, "d_ff": 128, "activation": "silu", "gated": true, "batch_size": 128,
-                "optimizer": "muon", "learning_rate": 6e-3, "steps": 3000,
+                "optimizer": "muon", "learning_rate": 6e-3, "steps": 3500,
             }),
             Self::Pairs => json!({ "optimizer": "muon" }),
             // The fewest bits after as many minutes (docs/tried.md).

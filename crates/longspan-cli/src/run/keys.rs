@@ -157,7 +157,7 @@ pub const KEYS: [Key; 57] = [
     key("recompute", "false", Any, No, "whether activations are recomputed in the backward pass: less memory, a third more time"),
     key("seed", "1", Any, Whole("N"), "Of initial weights, the order of examples, and dropout"),
     key("steps", "null", Size, Whole("N"),
-        "Optimizer steps; of pairs 6000, or 45 passes (at least 750 steps) if that is less; 3000 on the dictionary"),
+        "Optimizer steps; of pairs 6000, or 45 passes (at least 750 steps) if that is less; 3500 on the dictionary"),
     key("minutes", "null", Above, Number("M"), "Train about this long: the first steps are timed, then the number of steps is fixed"),
     key("optimizer", "adamw", Any, No,
         "adamw; or muon: Muon for the matrices of blocks, AdamW for the rest, the default for pairs and texts"),
