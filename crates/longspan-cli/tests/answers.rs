@@ -120,7 +120,7 @@ fn answers_with_line_ends_are_one_line_and_cut_ones_are_counted() {
     let pairs: String = (0..60).map(|i| format!("{{\"source\":\"{i}\",\"target\":\"a\\na\\na\\na\"}}\n")).collect();
     place.write("pairs.jsonl", pairs.as_bytes());
     let more = ["--learning-rate", "0.01", "--set", "answer_tokens=3"];
-    place.ok(&place.train_on("pairs.jsonl", "run", "60", &more));
+    place.ok(&place.train_on("pairs.jsonl", "run", "150", &more));
     for (lines, note) in
         [("1\n2\n3\n", "3 answers did not end within 3 tokens"), ("2\n", "1 answer did not end within")]
     {
