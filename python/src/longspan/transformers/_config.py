@@ -123,10 +123,6 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
         """The settings as the command knows them."""
         return {name: getattr(self, name) for name in SETTINGS}
 
-    def never(self, side: str) -> list[int]:
-        """Tokens that the command never gives as an answer."""
-        return runs.tokenizer_of("LongspanConfig: tokenizers", self.tokenizers.get(side, _BYTES)).never
-
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         """The configuration of a run's folder, or of one that `save_pretrained` wrote.
@@ -176,6 +172,11 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
             if self.problem_type == "regression":
                 stored["labels.json"] = {"mean": self.target_mean, "deviation": self.target_deviation}
         return {name: (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode() for name, value in stored.items()}
+
+
+def never(config: LongspanConfig, side: str) -> list[int]:
+    """Tokens that the command never gives as an answer."""
+    return runs.tokenizer_of("LongspanConfig: tokenizers", config.tokenizers.get(side, _BYTES)).never
 
 
 def _size(name: str, given: int | None, tokenizer: dict[str, Any]) -> int:

@@ -31,7 +31,7 @@ from transformers.utils import can_return_tuple
 
 from ..torch import _settings, _weights, models, runs
 from ._attention import StateCache
-from ._config import LongspanConfig
+from ._config import LongspanConfig, never
 
 #: Arguments of `transformers` about files elsewhere, which a folder has no use for.
 _OF_HUBS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "use_safetensors", "weights_only",
@@ -233,7 +233,7 @@ class LongspanForCausalLM(_Generating):
         super().__init__(config, models.LanguageModel, config.vocab_size)
         self.generation_config = GenerationConfig(
             bos_token_id=runs.START, eos_token_id=runs.END, pad_token_id=runs.PAD,
-            suppress_tokens=config.never("text"),
+            suppress_tokens=never(config, "text"),
         )  # fmt: skip
 
     def get_input_embeddings(self) -> torch.nn.Module:
@@ -389,7 +389,7 @@ class LongspanForSeq2SeqLM(_Generating):
         super().__init__(config, models.Seq2Seq, config.vocab_size, config.target_vocab_size)
         self.generation_config = GenerationConfig(
             bos_token_id=runs.START, eos_token_id=runs.END, pad_token_id=runs.PAD, decoder_start_token_id=runs.START,
-            suppress_tokens=config.never("target"), max_new_tokens=config.answer_tokens or config.max_tokens,
+            suppress_tokens=never(config, "target"), max_new_tokens=config.answer_tokens or config.max_tokens,
         )  # fmt: skip
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:

@@ -37,8 +37,9 @@ class _Items:
 
 def _running_sums(k: Tensor, v: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = k.detach().clamp(min=lowest(k))
-    if top.shape[2]:
-        top = top.cummax(2).values
+    # `cummax` is not on every device, nor in ONNX.
+    for reach in (1 << n for n in range((max(k.shape[2], 1) - 1).bit_length())):
+        top = torch.cat([top[:, :, :reach], torch.maximum(top[:, :, reach:], top[:, :, :-reach])], 2)
     own = (k - top).exp()
     sums = _joined(torch.cat([own * v, own * weight], -1), top if top.shape[3] == 1 else torch.cat([top, top], -1))
     return sums[..., : v.shape[3]], sums[..., v.shape[3] :], top
