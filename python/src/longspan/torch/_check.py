@@ -308,8 +308,8 @@ CASES = [
     replace(_GATE, name="a gate a head, heads of 16 and 80", queries=100, keys=100, value_width=80),
     *(replace(_form(f"{name}: a gate a channel, {inputs}", (16,)), inputs=inputs) for name in ("gated", "delta") for inputs in ("strong and none", "all 0")),
     *(replace(_form(f"{name}: a gate a channel, {n} tokens", (20,)), width=20, value_width=40, queries=n, keys=n, segments=s)
-      for name in ("gated", "delta") for n, s in ((15, 1), (16, 1), (17, 1), (64, 1), (200, 3))),
-    *(replace(_form(f"{name}: a gate a channel, grouped heads of 64", (64,)), batch=2, heads=4, kv_heads=2, width=64, value_width=48)
+      for name in ("gated", "delta") for n, s in ((15, 1), (16, 1), (17, 1), (80, 3))),
+    *(replace(_form(f"{name}: a gate a channel, grouped heads of 64", (64,)), heads=4, kv_heads=2, width=64, value_width=48, queries=40, keys=40)
       for name in ("gated", "delta")),
     replace(_form("delta: a gate a channel, keys that repeat", (16,)), inputs="repeats"),
     *(replace(_form(f"{name}: {n} tokens, keys that rise by 150", *learned), inputs="far", queries=n, keys=n)
