@@ -338,6 +338,11 @@ fn a_run_goes_on_with_its_own_points_alone() {
     place.write("long.csv", table(301, &[]).as_bytes());
     place.fails(&["train", "--resume", "run", "--steps", "12"], &["is not what this run began with", "--series"]);
     place.fails(&["train", "--resume", "run", "--forecast", "7"], &["`forecast` is fixed by the run"]);
+    // A file of its own is named, not the first.
+    place.write("own.csv", table(200, &[]).as_bytes());
+    place.ok(&train("long.csv", "own", "3", &["--held-out", "own.csv"]));
+    place.write("own.csv", table(201, &[]).as_bytes());
+    place.fails(&["eval", "own"], &["own.csv is not what this run learned from"]);
 }
 
 #[test]

@@ -2,6 +2,9 @@
 
 mod support;
 
+use std::process::Command;
+use std::thread;
+
 use serde_json::Value;
 use support::{Place, able, set};
 
@@ -232,6 +235,12 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         assert_eq!(error.contains("with --development or --held-out"), verb[0] == "train", "{error}");
         std::fs::remove_dir_all(place.path("own")).unwrap();
     }
+    // A pipe is read once: a second reader would wait for ever.
+    let pipe = place.path("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let writer = thread::spawn(move || std::fs::write(pipe, "not cold but warm\tpleasant\n"));
+    place.ok(&train("reports.tsv", "piped", "3", &["--held-out", "pipe"]));
+    writer.join().unwrap().unwrap();
 }
 
 #[test]

@@ -475,11 +475,12 @@ impl<S: TaskSettings> Config<S> {
         self.data.iter().map(PathBuf::as_path).chain(self.own_files())
     }
 
-    /// Which of a run's files is not what it was, by their hashes, those of earlier versions of the first alone.
+    /// Which of a run's files is not what it was, by their [`hashes`](crate::tasks::feed::hashes).
     pub fn changed(&self, then: &str, now: &str) -> Option<String> {
         let own = self.own_files().map(|path| path.display().to_string());
-        let mut hashes = then.split(' ').zip(now.split(' ')).zip(std::iter::once(self.data_name()).chain(own));
-        hashes.find(|((then, now), _)| then != now).map(|(_, name)| name)
+        let hashes = then.split(' ').zip(now.split(' ')).zip(std::iter::once(self.data_name()).chain(own));
+        // Of a pipe nothing is known. Of forecasts the first hash is of all files.
+        hashes.filter(|((then, now), _)| then != now && ![*then, *now].contains(&"-")).map(|(_, name)| name).last()
     }
 
     /// With absolute paths: the run may be resumed from another folder.

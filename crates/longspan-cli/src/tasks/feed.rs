@@ -7,8 +7,19 @@ use super::batches::Batches;
 use super::lines;
 use super::split::evenly;
 use super::task::{Data, Task};
-use crate::run::config::Config;
+use crate::run::config::{Config, TaskSettings};
 use crate::run::seal::{hex, sha256};
+
+/// The hash of what a run learns from and, behind it, those of its files for development and scores, which runs of earlier versions lack.
+pub fn hashes<S: TaskSettings>(learned: Sha256, config: &Config<S>) -> Result<String> {
+    let mut all = hex(&learned.finalize());
+    for path in config.own_files() {
+        // A pipe can't be read again.
+        let own = if path.is_file() { sha256(&lines::read(path)?) } else { "-".into() };
+        all = format!("{all} {own}");
+    }
+    Ok(all)
+}
 
 /// Development examples: enough for two digits, few enough to cost little.
 pub const DEVELOPMENT: usize = 512;
@@ -99,11 +110,7 @@ pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
     let mut development = evenly(&development, DEVELOPMENT);
     let mut hash = Sha256::new();
     train.iter().for_each(|example| fingerprint(example, &mut hash));
-    let (too_long, mut sha256) = (count - train.len(), hex(&hash.finalize()));
-    // Runs of earlier versions know of the examples to learn from alone.
-    for path in config.own_files() {
-        sha256 = format!("{sha256} {}", self::sha256(&lines::read(path)?));
-    }
+    let (too_long, sha256) = (count - train.len(), hashes(hash, config)?);
     if config.common().base && !own && development.len() < FEWEST {
         // Too few to tell whether corrections are any good. What the simple method says of examples without them serves as well.
         let (more, rest): (Vec<_>, Vec<_>) = train.into_iter().enumerate().partition(|(n, _)| n % 4 == 3);

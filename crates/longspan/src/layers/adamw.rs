@@ -62,7 +62,7 @@ impl Optimizer for FusedAdamW {
         if let (1, Some(vectors)) = (D, &self.vectors) {
             return vectors.step(rate, values, gradient, state);
         }
-        if is_f32(&values) && !values.device().is_autodiff() && rate.is_finite() {
+        if runs_on_slices(&values, rate) {
             return timed("optimizer", || fused_step(&self.constants, rate, values, gradient, state));
         }
         self.plain.step(rate, values, gradient, state)
@@ -71,6 +71,11 @@ impl Optimizer for FusedAdamW {
     fn to_device<const D: usize>(state: AdamWState<D>, device: &Device) -> AdamWState<D> {
         <AdamW as Optimizer>::to_device(state, device)
     }
+}
+
+/// Whether a step is one of the CPU backend's, in `f32`.
+pub(super) fn runs_on_slices<const D: usize>(values: &Tensor<D>, rate: f64) -> bool {
+    is_f32(values) && !values.device().is_autodiff() && rate.is_finite()
 }
 
 /// A step on the CPU backend.

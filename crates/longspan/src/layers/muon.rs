@@ -5,12 +5,12 @@ use burn::optim::momentum::{MomentumConfig, MomentumState};
 use burn::optim::{AdjustLrFn, LearningRate, LionState, Muon, MuonConfig, MuonState, Optimizer};
 use burn::tensor::{DType, Device, Tensor};
 
-use super::flex::{is_f32, numbers, own, taken};
+use super::adamw::runs_on_slices;
+use super::flex::{numbers, own, taken};
 use crate::cpu::from_flex;
 use crate::profile::timed;
 
-/// [`Muon`](burn::optim::Muon) with steps as large as AdamW's, for matrices. On the CPU backend in `f32` its products run on all threads, and
-/// nothing else is allocated for each operation.
+/// [`Muon`](burn::optim::Muon) with steps as large as AdamW's, for matrices. On the CPU backend in `f32` its products run on all threads.
 ///
 /// ```
 /// use burn::module::ParamGroup;
@@ -53,7 +53,7 @@ impl Optimizer for FusedMuon {
         state: Option<LionState<D>>,
     ) -> (Tensor<D>, Option<LionState<D>>) {
         let velocity = state.map(|state| state.momentum);
-        if D == 2 && is_f32(&values) && !values.device().is_autodiff() && rate.is_finite() {
+        if D == 2 && runs_on_slices(&values, rate) {
             return timed("optimizer", || fused_step(&self.constants, rate, values, gradient, velocity));
         }
         // Burn's hides its velocity.

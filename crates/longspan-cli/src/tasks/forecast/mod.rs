@@ -19,6 +19,7 @@ use rayon::prelude::*;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
+use super::feed;
 use super::labels::{self, shown};
 use super::lines;
 use super::scores::{Interval, decimals};
@@ -33,7 +34,6 @@ use super::table::dates::Calendar;
 use super::task::{self, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
 use crate::run::config::{self, ForecastSettings, Missing};
 use crate::run::folder::{CONFIG, RunFolder};
-use crate::run::seal::hex;
 use crate::terminal::forecasts::{Drawing, Forecasts, Written};
 use crate::terminal::notes::note;
 use crate::terminal::samples::{self, Sample, counted};
@@ -614,7 +614,7 @@ impl Forecast {
             held_out,
             too_long: 0,
             longest: self.sizes.context + self.sizes.told,
-            sha256: hex(&hash.finalize()),
+            sha256: feed::hashes(hash, config)?,
         })
     }
 
