@@ -1,6 +1,7 @@
 """Models over several processes: with DDP and FSDP2 beside data-parallel ranks, compiled, and stored for another number of ranks."""
 
 import copy
+import io
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from test_torch_context_parallel import on  # noqa: E402
 from torch import nn  # noqa: E402
 
 from longspan.torch import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, distributed, models  # noqa: E402
-from longspan.torch.distributed import context_parallel, mean_loss, stretch  # noqa: E402
+from longspan.torch.distributed import context_parallel, mean_loss, one_process, stretch  # noqa: E402
 
 BATCH, LENGTH, WIDTH = 4, 21, 16
 ATTENTIONS = {"kernelized": {}, "shaw": {"radius": 3}, "fourier": {}, "aft-local": {"length": LENGTH, "window": 3}, "aft-conv": {}}
@@ -209,9 +210,21 @@ def language_model(rank, world):
     labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)[:, here]
     total = nn.functional.cross_entropy(cut(ids[:, here]).logits.flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(mean_loss(total, int((labels >= 0).sum()), mesh), expected)
+    if rank == 0:
+        # The others know nothing of it.
+        with one_process(cut):
+            torch.testing.assert_close(cut(ids, labels=ids).loss, expected)
+            assert torch.equal(cut.generate(ids, max_new_tokens=5), one.generate(ids, max_new_tokens=5))
+            torch.save(cut, stored := io.BytesIO())
+        with pytest.raises(ValueError, match="expected one that is over several processes"), one_process(one):
+            pass
+        stored.seek(0)
+        assert torch.equal(torch.load(stored, weights_only=False)(ids).logits, one(ids).logits)
+    with pytest.raises(ValueError, match="labels: expected None over several processes"):
+        cut(ids[:, here], labels=ids[:, here])
 
 
-def test_labels_are_shifted_before_a_text_is_cut():
+def test_labels_are_shifted_before_a_text_is_cut_and_one_process_generates():
     pytest.importorskip("transformers")
     on(2, language_model)
 

@@ -21,6 +21,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use longspan_allocator::{Keeping, keep_small_blocks};
 
 use crate::commands::{Outcome, completions, eval, generate, info, man, predict, train};
+use crate::tasks::ranks;
 use crate::terminal::notes::note;
 use crate::terminal::signals;
 
@@ -69,10 +70,10 @@ fn main() -> ExitCode {
     };
     let result = match arguments.command {
         Command::Train(arguments) => train::run(&arguments),
-        Command::Predict(arguments) => predict::run(&arguments),
-        Command::Generate(arguments) => generate::run(&arguments),
-        Command::Eval(arguments) => eval::run(&arguments),
-        Command::Info(arguments) => info::run(&arguments),
+        Command::Predict(arguments) => ranks::alone().and_then(|()| predict::run(&arguments)),
+        Command::Generate(arguments) => ranks::alone().and_then(|()| generate::run(&arguments)),
+        Command::Eval(arguments) => ranks::alone().and_then(|()| eval::run(&arguments)),
+        Command::Info(arguments) => ranks::alone().and_then(|()| info::run(&arguments)),
         Command::Completions(arguments) => completions::run(&arguments, &mut Arguments::command()),
         Command::Man(arguments) => man::run(&arguments, Arguments::command()),
     };

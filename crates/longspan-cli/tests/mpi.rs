@@ -174,6 +174,8 @@ fn wrong_starts_are_one_line() {
             "no stretch for each of 2 processes",
         ),
         (vec!["train", "--text", "novel.txt", "-", "--out", "run"], "standard input has one reader"),
+        (vec!["predict", "run"], "each would do the same"),
+        (vec!["info", "--mechanisms"], "start one without mpirun"),
     ] {
         let said = error(&run(&place, 2, &arguments));
         assert!(said.contains(parts), "{said}");
@@ -233,6 +235,23 @@ fn a_rank_that_is_killed_ends_all_and_the_run_goes_on() {
     let step = place.info("run")["step"].as_u64().expect("a step");
     assert!(step >= 40, "{step}");
     ok(&place, 2, &["train", "--resume", "run", "--steps", &(step + 3).to_string()]);
+}
+
+/// MPI itself waits for ever. Rank 0, which the others wait for between steps, too, and another one.
+#[test]
+fn a_rank_that_is_stopped_ends_all() {
+    for stopped in [0, 1] {
+        let place = place();
+        let mut mpirun = mpirun(&place, 2, "echo $$ > rank$OMPI_COMM_WORLD_RANK", &place.train("run", "100000", &[]));
+        let running = mpirun.env("LONGSPAN_RANK_TIMEOUT", "3").stderr(Stdio::piped()).spawn().expect("mpirun starts");
+        place.wait_for_lines("run/metrics.jsonl", 5);
+        let process = String::from_utf8(place.read(&format!("rank{stopped}"))).expect("text");
+        let started = Instant::now();
+        signal("STOP", process.trim().parse().expect("its number"));
+        let said = error(&running.wait_with_output().expect("an end"));
+        assert!(started.elapsed() < Duration::from_secs(30), "{:?}", started.elapsed());
+        assert!(said.contains("gave no answer for 3 seconds"), "{said}");
+    }
 }
 
 /// A large model, whose checkpoint the limit has no room for; what MPI itself writes is smaller.

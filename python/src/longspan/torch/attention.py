@@ -27,10 +27,8 @@ def draw_gates(rate: Tensor, bias: Tensor) -> None:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """A step is no call of the module, so hooks of its calls would be passed over. Those of `longspan.torch.distributed` concern whole
-    sequences."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(not getattr(hook, "__module__", "").startswith("longspan.") for hook in hooks):
+    """A step is no call of the module, so hooks of its calls would be passed over."""
+    if module._forward_hooks or module._forward_pre_hooks:
         raise RuntimeError(f"{type(module).__name__}.step: forward hooks: expected none, because a step is no call of forward, got "
                            "some; remove them, or call the module on the whole sequence")  # fmt: skip
 
@@ -73,8 +71,8 @@ class Attention(nn.Module):
 
     #: Name in `longspan.mechanisms`.
     mechanism: ClassVar[str]
-    #: Whether other processes hold the rest of its sequences.
-    over_processes = False
+    #: The processes that hold the rest of its sequences: `longspan.torch.distributed.context_parallel`.
+    over: Any = None
     rate: nn.Parameter
     bias: nn.Parameter
 
@@ -201,6 +199,10 @@ class Attention(nn.Module):
         Tensor ``[B, H, Lq, dv]``, or ``(Tensor, state)``
             Laid out token by token. The state is a `TensorState` where gradients are recorded.
         """
+        if self.over is not None:
+            if initial_state is not None:
+                raise ValueError(f"{type(self).__name__}: initial_state: expected None over several processes, got a state")
+            initial_state = self.over
         k, gates = self._gates(k)
         parameters = self._like(q, (*self._parameters_at(q_positions, k_positions), *gates))
         return _dispatch.attend(

@@ -7,8 +7,9 @@ exchanged, what it costs and what can fail: ``docs/distributed.md``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "fourier_attention",
     "kernelized_attention",
     "mean_loss",
+    "one_process",
     "shaw_attention",
     "short_convolution",
     "stretch",
@@ -66,12 +68,6 @@ class Over:
 
     def __deepcopy__(self, _memo: Any) -> Over:
         return self
-
-    def __call__(self, _module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Before a module's forward."""
-        if named.get("initial_state") is not None:
-            raise ValueError(f"{type(_module).__name__}: initial_state: expected None over several processes, got a state")
-        return arguments, {**named, "initial_state": self}
 
     def _attend(
         self, asked: Request, tensors: Sequence[Any], key_padding_mask: Any, cu_seqlens: Any, output_final_state: bool
@@ -425,7 +421,7 @@ def context_parallel(module: _Module, mesh: Any) -> _Module:
             if each.mechanism not in _FORMS:
                 raise ValueError(f"{where}: expected attention whose stretches add up, got {each.mechanism}: "
                                  f"{_REFUSED[each.mechanism]}")  # fmt: skip
-            if each.over_processes:
+            if each.over is not None:
                 raise ValueError(f"{where}: expected attention of one process, got one that is over several already")
             found.append(each)
         elif isinstance(each, nn.MultiheadAttention):
@@ -435,9 +431,52 @@ def context_parallel(module: _Module, mesh: Any) -> _Module:
     if not found:
         raise ValueError(f"context_parallel: module: expected one with attention of longspan in it, got {type(module).__name__}")
     for each in found:
-        each.register_forward_pre_hook(Over(group), with_kwargs=True)
-        each.over_processes = True
+        each.over = Over(group)
     return module
+
+
+@contextlib.contextmanager
+def one_process(module: nn.Module) -> Iterator[None]:
+    """Takes back, for as long as it is entered, what `context_parallel` did: to generate, to validate whole sequences on one rank, to
+    save or copy the model itself. No other rank need enter it.
+
+    Parameters
+    ----------
+    module : Module
+        That `context_parallel` was given, or one that holds it.
+
+    Returns
+    -------
+    context manager
+        Without a value.
+
+    Raises
+    ------
+    ValueError
+        Where no attention in it is over several processes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from longspan.torch import TransformerEncoderLayer
+    >>> from longspan.torch.distributed import context_parallel, one_process
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # torchrun makes more
+    >>> layer = context_parallel(TransformerEncoderLayer(32, 4, 64, batch_first=True, attention="shaw"), dist.group.WORLD)
+    >>> with one_process(layer), torch.no_grad():
+    ...     token, state = layer.eval().step(torch.randn(2, 32))
+    >>> dist.destroy_process_group()
+    """
+    over = {each: each.over for each in module.modules() if isinstance(each, AttentionModule) and each.over is not None}
+    if not over:
+        raise ValueError("one_process: module: expected one that is over several processes, got one that is not")
+    try:
+        for each in over:
+            each.over = None
+        yield
+    finally:
+        for each, processes in over.items():
+            each.over = processes
 
 
 class _Mean(torch.autograd.Function):

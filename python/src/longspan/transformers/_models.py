@@ -270,7 +270,7 @@ class LongspanForCausalLM(_Generating):
         A ``CausalLMOutputWithPast``.
         """
         _refuse(self, others)
-        if labels is not None and any(block.attention.attention.over_processes for block in self.model.blocks):
+        if labels is not None and any(block.attention.attention.over is not None for block in self.model.blocks):
             # The last token of a stretch is learned from what stands on the next rank, and ranks hold different numbers of labels.
             raise ValueError(f"{type(self).__name__}: labels: expected None over several processes, got some; shift all labels by one token "
                              "before you cut them, and give the sum of their cross-entropy to longspan.torch.distributed.mean_loss")  # fmt: skip

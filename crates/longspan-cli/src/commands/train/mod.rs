@@ -267,6 +267,10 @@ fn finish<T: Task>(mut session: Session<T>, ranks: Option<Rc<Ranks>>, stop: &Sto
         return Ok(Outcome::Interrupted);
     }
     stop.nothing_to_save();
+    #[cfg(feature = "mpi")]
+    if let Some(ranks) = &session.ranks {
+        together::trained(ranks)?;
+    }
     report(&mut session)?;
     Ok(Outcome::Done)
 }

@@ -23,7 +23,7 @@ use crate::run::config::{Config, RunConfig, TaskKind};
 use crate::run::folder::RunFolder;
 use crate::tasks::batches::Random;
 use crate::tasks::feed::Feed;
-use crate::tasks::ranks::Ranks;
+use crate::tasks::ranks::{Ranks, awaited};
 use crate::tasks::workers::Workers;
 use crate::tasks::{Task, for_task};
 use crate::terminal::notes::note;
@@ -44,6 +44,8 @@ enum Word {
     Step(usize, f64),
     /// Where the feed stands after so many steps.
     Place(usize),
+    /// All steps are taken; scores take as long as they take.
+    Trained,
     End,
 }
 
@@ -66,8 +68,14 @@ pub fn invite<T: Task>(ranks: &Ranks, session: &Session<T>) -> Result<()> {
     let folder = std::path::absolute(session.folder.path())?;
     let (kind, settings, data_sha256) = (session.config.kind(), session.config.to_map()?, session.data.sha256.clone());
     let (program, step) = (program()?, session.saved.step);
+    ranks.watch()?;
     ranks.announce(&serde_json::to_vec(&Word::Run { program, folder, kind, settings, data_sha256, step })?);
     answers(ranks).map(drop)
+}
+
+pub fn trained(ranks: &Ranks) -> Result<()> {
+    ranks.announce(&serde_json::to_vec(&Word::Trained)?);
+    Ok(())
 }
 
 pub fn end(ranks: &Ranks) -> Result<()> {
@@ -151,6 +159,7 @@ pub fn help(ranks: &Ranks, stop: &Stop) -> Result<Outcome> {
         ranks.reply(&serde_json::to_vec(&Reply::Failed(error))?);
         return Ok(Outcome::Done);
     }
+    ranks.watch()?;
     let folder = RunFolder::at(&folder, true);
     let config = RunConfig::of(kind, &settings)?;
     for_task!(config, helper(ranks, stop, &folder, (&data_sha256, step)))
@@ -199,7 +208,10 @@ fn helper<T: Task>(
     // The last step that was found, and what it left for the next one.
     let mut left: Option<(usize, Vec<T::Carried>)> = None;
     loop {
-        let word = hear(ranks)?;
+        let word = awaited(|| hear(ranks))?;
+        if matches!(word, Word::Trained) {
+            hear(ranks)?;
+        }
         let (Word::Step(step, _) | Word::Place(step)) = word else { return Ok(Outcome::Done) };
         if let Some((_, carried)) = left.take_if(|(found, _)| *found < step) {
             task.carry(&mut data.train, carried)?;
