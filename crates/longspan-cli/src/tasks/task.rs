@@ -105,6 +105,11 @@ pub trait Task: Sized + Sync {
         8000.min((60 * per_epoch).max(1000))
     }
 
+    /// The dropout of a run that goes over its data so many times, where that decides it.
+    fn usual_dropout(_passes: f64) -> Option<f64> {
+        None
+    }
+
     fn measure(&self) -> &'static str {
         "nats per token"
     }

@@ -176,7 +176,7 @@ fn begin(arguments: &Arguments, ranks: Option<Rc<Ranks>>, stop: &Stop) -> Result
             })?,
             None => claim_default(&config)?,
         };
-        finish(Session::<T>::begin(draft, config, !settings.gives(&sizes::KEYS))?, ranks, stop)
+        finish(Session::<T>::begin(draft, config, |keys| settings.gives(keys))?, ranks, stop)
     }
     for_task!(settings.resolve()?, with(arguments, &settings, ranks, stop))
 }

@@ -76,8 +76,8 @@ enum Probe {
 }
 
 impl<T: Task> Session<T> {
-    /// A new run, whose sizes are chosen here where `sizes_open`.
-    pub fn begin(draft: Draft, mut config: Config<T::Settings>, sizes_open: bool) -> Result<Self> {
+    /// A new run. What is not `given` of the model's sizes and dropout is chosen here.
+    pub fn begin(draft: Draft, mut config: Config<T::Settings>, given: impl Fn(&[&str]) -> bool) -> Result<Self> {
         let began = Instant::now();
         let minutes = config
             .training
@@ -86,8 +86,13 @@ impl<T: Task> Session<T> {
         let (task, data) = T::begin(&mut config)?;
         config = config.absolute()?;
         let tokens = data.train.tokens();
-        let sized_for = if sizes_open { sizes::choose(&mut config, tokens, sizes::product_rate)? } else { None };
+        let sized_for =
+            if given(&sizes::KEYS) { None } else { sizes::choose(&mut config, tokens, sizes::product_rate)? };
         config.training.steps.get_or_insert(T::usual_steps(data.train.per_epoch()));
+        if !given(&["dropout"]) {
+            let passes = sizes::passes(&config, (tokens, data.train.per_epoch()), sizes::product_rate)?;
+            config.model.dropout = T::usual_dropout(passes).unwrap_or(config.model.dropout);
+        }
         config.training.workers.get_or_insert(Workers::usual_count());
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.training.seed);
         let optimizer = optimizer(&config.training);

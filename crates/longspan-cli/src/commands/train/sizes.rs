@@ -35,8 +35,7 @@ pub fn choose<S: TaskSettings>(
     let default = config.clone();
     let by_data = WEIGHTS_PER_TOKEN * tokens;
     let by_time = match default.training.minutes {
-        // Flops of a weight and a token: 2 forward, 4 backward.
-        Some(minutes) => (SHARE_OF_PRODUCTS * rate()? * 60.0 * minutes / (6.0 * TOKENS_PER_WEIGHT)).sqrt(),
+        Some(minutes) => (weights_and_tokens(minutes, rate()?) / TOKENS_PER_WEIGHT).sqrt(),
         None => weights(&default),
     };
     let wanted = by_data.min(by_time).max(1.0);
@@ -49,6 +48,23 @@ pub fn choose<S: TaskSettings>(
         Some(minutes) if by_time < by_data => format!("{minutes} minutes of this machine"),
         _ => format!("{tokens:.0} tokens of data"),
     }))
+}
+
+/// Weights times the tokens that they learn from in some minutes, of 6 flops each: 2 forward, 4 backward.
+fn weights_and_tokens(minutes: f64, rate: f64) -> f64 {
+    SHARE_OF_PRODUCTS * rate * 60.0 * minutes / 6.0
+}
+
+/// How many times a run will go over its data, about.
+pub fn passes<S: TaskSettings>(
+    config: &Config<S>,
+    (tokens, per_epoch): (f64, usize),
+    rate: impl FnOnce() -> Result<f64>,
+) -> Result<f64> {
+    Ok(match config.training.minutes {
+        Some(minutes) => weights_and_tokens(minutes, rate()?) / weights(config) / tokens.max(1.0),
+        None => config.training.steps.unwrap_or(0) as f64 / per_epoch.max(1) as f64,
+    })
 }
 
 /// Flops a second of products like a model's, on all threads.
@@ -136,6 +152,16 @@ mod tests {
                 "{heads} heads of {d_model}"
             );
         }
+    }
+
+    #[test]
+    fn passes_come_from_steps_or_from_minutes() {
+        let mut config = with::<TextSettings>(json!({ "text": ["a"], "steps": 1000 }));
+        assert_eq!(passes(&config, (1e6, 250), || unreachable!()).unwrap(), 4.0);
+        config.training.minutes = Some(10.0);
+        // 655,360 weights of 6 flops a token, at 0.4 of the rate.
+        let found = passes(&config, (1e6, 250), || Ok(1e11)).unwrap();
+        assert!((found - 0.4e11 * 600.0 / (6.0 * 655_360.0) / 1e6).abs() < 1e-9, "{found}");
     }
 
     #[test]

@@ -173,6 +173,11 @@ impl Task for Text {
         (10 * per_epoch).clamp(200, 2000)
     }
 
+    fn usual_dropout(passes: f64) -> Option<f64> {
+        // In hundredths (docs/tried.md).
+        Some((2.0 * passes).min(20.0).round() / 100.0)
+    }
+
     fn score(&self, model: &LanguageModel, passages: &[Passage], how: &Answering<'_>) -> Result<BitsPerByte> {
         // As many stretches on any number of threads, each from a beginning, and added in their order.
         let stretches: Vec<&[Passage]> = passages.chunks(passages.len().div_ceil(STRETCHES).max(1)).collect();
