@@ -218,7 +218,8 @@ fn days_without_weekends_go_on_so() {
     place.write("days.csv", format!("date,x\n{rows}").as_bytes());
     place.ok(&train("days.csv", "run", "3", &[]));
     let (table, notes) = place.said(&["predict", "run", "days.csv", "--csv"]);
-    assert_eq!(notes, "", "the next 6 points, though they take 8 days");
+    // Only that nothing was ever unlike what was predicted: the next 6 points are as far as in training, though they take 8 days.
+    assert!(notes.contains("note: intervals of 1 series have no width, ") && notes.lines().count() == 1, "{notes}");
     let dates: Vec<&str> = table.lines().skip(1).filter_map(|line| line.split(',').nth(1)).collect();
     assert_eq!(dates, ["2024-04-01", "2024-04-02", "2024-04-03", "2024-04-04", "2024-04-05", "2024-04-08"]);
     // The same days as milliseconds, of which JSON has numbers; weeks from Sunday to Thursday; in New York, whose clocks change in March.
@@ -437,6 +438,60 @@ fn what_is_unlike_training_or_cannot_be_is_said() {
         let part = "hours.csv: the usual distance of times is 3600 seconds, and 86400 seconds in training";
         assert!(notes.contains(part), "{verb}: {notes}");
     }
+}
+
+#[test]
+fn a_constant_stretch_has_intervals_without_width_and_says_so() {
+    let place = Place::new();
+    let mut random = random(5);
+    let mut rows = |level: f64, height: f64| -> String {
+        let rows: String = (0..80).map(|n| format!("{},{}\n", 1900 + n, level + height * random())).collect();
+        format!("year,x\n{rows}")
+    };
+    place.write("noise.csv", rows(0.0, 10.0).as_bytes());
+    place.write("constant.csv", rows(5.0, 0.0).as_bytes());
+    place.ok(&train("noise.csv", "run", "3", &[]));
+    assert_eq!(place.said(&["predict", "run", "noise.csv"]).1, "");
+    let notes = place.said(&["predict", "run", "constant.csv"]).1;
+    assert!(notes.contains("intervals of 1 series have no width"), "{notes}");
+}
+
+#[test]
+fn parts_of_a_year_or_a_day_in_columns_are_one_series() {
+    let place = Place::new();
+    let table = |first: &str, titles: &[String], name: &dyn Fn(usize) -> String, rows: usize| -> String {
+        let row = |n: usize| -> String {
+            let cells = (0..titles.len()).map(|m| format!(",{}", 100 + n * titles.len() + 7 * m % 5));
+            format!("{},a{},0\n", name(n), cells.collect::<String>())
+        };
+        format!("{first},station,{},mean\n{}", titles.join(","), (0..rows).map(row).collect::<String>())
+    };
+    let months: Vec<String> = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(' ').map(String::from).collect();
+    let numbers: Vec<String> = (1..=12).map(|month| month.to_string()).collect();
+    let quarters: Vec<String> = (1..=4).map(|quarter| format!("Q{quarter}")).collect();
+    let hours: Vec<String> = (0..24).map(|hour| format!("{hour:02}:00")).collect();
+    let year = |n: usize| (1990 + n).to_string();
+    let day = |n: usize| format!("2024-01-{:02}", n + 1);
+    for (text, last, next) in [
+        (table("Year", &months, &year, 20), "a row for each month, from the columns `Jan` … `Dec`", "a\t2010-01\t"),
+        (table("year", &numbers, &year, 20), "a row for each month, from the columns `1` … `12`", "a\t2010-01\t"),
+        (table("YEAR", &quarters, &year, 20), "a row for each quarter, from the columns `Q1` … `Q4`", "a\t2010 Q1\t"),
+        (table("date", &hours, &day, 9), "a row for each time of the day", "a\t2024-01-10 00:00\t"),
+    ] {
+        place.write("wide.csv", text.as_bytes());
+        let said = place.said(&train("wide.csv", "run", "2", &[])).1;
+        assert!(said.contains(last) && said.contains("1 series of 1 channel to learn from"), "{said}");
+        assert!(place.ok(&["predict", "run", "wide.csv"]).contains(next), "{next}");
+        let output = place.run(&["predict", "run", "wide.csv", "--picture", "x.pdf"]);
+        support::failed(&output, &["--picture x.pdf: expected a name that ends in .svg or .png"]);
+        assert!(output.stdout.is_empty(), "refused before any answer");
+        std::fs::remove_dir_all(place.path("run")).unwrap();
+    }
+    // A person may say otherwise, and a run that did reads other files so.
+    place.write("wide.csv", table("Year", &months, &year, 20).replace(",0\n", "\n").replace(",mean", "").as_bytes());
+    let said = place.said(&train("wide.csv", "apart", "2", &["--time", "Year", "--id", "station"])).1;
+    assert!(said.contains("1 series of 12 channels"), "{said}");
+    assert!(place.ok(&["predict", "apart", "wide.csv"]).contains("a\t2010\t"));
 }
 
 #[test]

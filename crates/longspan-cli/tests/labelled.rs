@@ -149,6 +149,15 @@ fn csv_and_forms_of_blocks_and_numbers() {
     ] {
         place.fails(&train("reports.tsv", "run", "3", &["--set", setting]), &parts);
     }
+    place.write("own.tsv", b"now not cold but warm here 3\tfoggy\n");
+    let said = place.said(&train("reports.tsv", "own", "1", &["--held-out", "own.tsv"])).1;
+    assert!(said.contains("own.tsv: the label \"foggy\" is held out or for development alone"), "{said}");
+    place.write("alike.tsv", reports().replacen("\tpleasant", "\tPleasant\u{200b}", 99).as_bytes());
+    let said = place.said(&train("alike.tsv", "alike", "1", &[])).1;
+    assert!(
+        said.contains("the labels \"Pleasant\\u{200b}\" and \"pleasant\" look alike, and are two classes"),
+        "{said}"
+    );
     place.write("head.csv", b"text,a,b\na,b,c\n");
     place.fails(
         &train("head.csv", "run", "3", &[]),

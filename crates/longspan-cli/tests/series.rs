@@ -227,6 +227,12 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
         &["all training series have more than 2 points"],
     );
     place.fails(&train("waves.jsonl", "run", "3", &["--set", "pooling=max"]), &["unknown value `max`", "`attention`"]);
+    place.write("own.jsonl", b"{\"values\": [1, 2], \"label\": \"slow\"}\n");
+    for flag in ["--development", "--held-out"] {
+        let parts = ["own.jsonl, line 1: 1 channel, and this run was trained on 2"];
+        place.fails(&train("waves.jsonl", "run", "3", &[flag, "own.jsonl"]), &parts);
+        assert!(!place.path("run").exists(), "{flag}: a run folder was made");
+    }
     place.fails(&["train", "--labelled", "waves.jsonl", "--out", "run"], &["waves.jsonl, line 1", "--series"]);
     place.ok(&train("waves.jsonl", "good", "3", &[]));
     place.fails(&["generate", "good"], &["predicts for lines", "predict good"]);
@@ -276,5 +282,23 @@ fn times_and_values_in_other_units_are_said() {
             assert_eq!(notes.is_empty(), parts.is_empty(), "{verb} {time} {value}: {notes}");
             assert!(parts.iter().all(|part| notes.contains(part)), "{verb} {time} {value}: {notes}");
         }
+    }
+    // Without times points are counted, in no unit at all; of 20 to 24 points as few as 9 are far from what was learned.
+    let changed = |change: &dyn Fn(&mut Value)| -> String {
+        let one = |line: &str| {
+            let mut one: Value = serde_json::from_str(line).unwrap();
+            change(&mut one);
+            format!("{one}\n")
+        };
+        waves(20, 9, false).lines().map(one).collect()
+    };
+    let untimed = changed(&|one| drop(one.as_object_mut().unwrap().remove("times")));
+    let short =
+        changed(&|one| ["times", "values"].iter().for_each(|key| one[*key].as_array_mut().unwrap().truncate(9)));
+    let lengths = "20 of 20 series have less than half or more than twice the points of those in training (20 to 24)";
+    for (text, part) in [(untimed, "the usual distance of times is 1, and "), (short, lengths)] {
+        place.write("new.jsonl", text.as_bytes());
+        let notes = place.said(&["predict", "run", "new.jsonl"]).1;
+        assert!(notes.contains(part), "{notes}");
     }
 }

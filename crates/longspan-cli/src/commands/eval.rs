@@ -8,7 +8,7 @@ use clap::Args;
 use serde_json::json;
 
 use super::search::Search;
-use super::{Outcome, draw};
+use super::{Outcome, check_picture, draw};
 use crate::run::columns::Columns;
 use crate::run::config::Config;
 use crate::run::folder::RunFolder;
@@ -36,6 +36,9 @@ pub struct Arguments {
 
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let (folder, config) = arguments.search.open(&arguments.columns)?;
+    let has_labels = config.to_map()?.get("target").is_some_and(|target| target != "number");
+    let what = "a run that predicts labels has a picture of its scores, this one has none";
+    check_picture(arguments.picture.as_deref(), has_labels, what)?;
     for_task!(config, score(arguments, folder))
 }
 
@@ -43,7 +46,7 @@ fn score<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder: Ru
     let trained = Trained::<T>::load(folder, config)?;
     let workers = Workers::new(Workers::usual_count())?;
     let file = arguments.file.as_deref();
-    let name = file.or(trained.config.held_out()).map_or(trained.config.data_name(), lines::name);
+    let name = file.map_or_else(|| trained.config.scored_names()[1].clone(), lines::name);
     let (config, beam) = (&trained.config, arguments.search.beam);
     // The texts know their lines.
     let how = Answering { config, beam, workers: &workers, name: &name, line: &|place| place + 1 };
@@ -55,10 +58,9 @@ fn score<T: Task>(config: Config<T::Settings>, arguments: &Arguments, folder: Ru
         None => trained.task.score(&trained.model, &held_out(&trained)?, &how)?,
     };
     if let Some(path) = &arguments.picture {
-        match scores.picture() {
-            Some(picture) => draw(&picture, path)?,
-            None => bail!("--picture: a run that predicts labels has a picture of its scores, this one has none"),
-        }
+        // Runs of earlier versions do not say what they predict.
+        let none = || anyhow!("--picture: numbers have no picture of their scores; leave it out");
+        draw(&scores.picture().ok_or_else(none)?, path)?;
     }
     let mut out = std::io::stdout().lock();
     if arguments.json {

@@ -13,6 +13,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
+use crate::run::draft::parent_of;
 use crate::run::write::write_atomic;
 use crate::terminal::plot::Picture;
 
@@ -23,11 +24,27 @@ pub enum Outcome {
     Interrupted,
 }
 
-/// Draws a picture into the file of `--picture`, whose name says how.
-fn draw(picture: &impl Picture, path: &Path) -> Result<()> {
-    match path.extension().map(|end| end.to_string_lossy().to_lowercase()).as_deref() {
-        Some("svg") => write_atomic(path, picture.svg()?.as_bytes()),
-        Some("png") => write_atomic(path, &picture.png()?),
-        _ => bail!("--picture {}: expected a name that ends in .svg or .png", path.display()),
+/// Refuses a picture before any work is done, where the run has none, as `what` says, or its file cannot be written.
+fn check_picture(picture: Option<&Path>, has_one: bool, what: &str) -> Result<()> {
+    let Some(path) = picture else { return Ok(()) };
+    if !has_one {
+        bail!("--picture: {what}; leave it out");
     }
+    if !["svg", "png"].into_iter().any(|end| ends_in(path, end)) {
+        bail!("--picture {}: expected a name that ends in .svg or .png", path.display());
+    }
+    let folder = parent_of(path);
+    if !folder.is_dir() {
+        bail!("--picture {}: {} is no folder; make it first", path.display(), folder.display());
+    }
+    Ok(())
+}
+
+fn ends_in(path: &Path, end: &str) -> bool {
+    path.extension().is_some_and(|found| found.eq_ignore_ascii_case(end))
+}
+
+fn draw(picture: &impl Picture, path: &Path) -> Result<()> {
+    let bytes = if ends_in(path, "svg") { picture.svg()?.into_bytes() } else { picture.png()? };
+    write_atomic(path, &bytes)
 }

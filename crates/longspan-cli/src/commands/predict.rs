@@ -11,9 +11,9 @@ use anyhow::{Result, anyhow, bail};
 use clap::Args;
 
 use super::search::Search;
-use super::{Outcome, draw};
+use super::{Outcome, check_picture, draw};
 use crate::run::columns::Columns;
-use crate::run::config::Config;
+use crate::run::config::{Config, TaskKind};
 use crate::run::folder::RunFolder;
 use crate::tasks::task::{Answering, Asked, Predict, Titles, Told};
 use crate::tasks::workers::Workers;
@@ -54,6 +54,8 @@ pub struct Arguments {
 
 pub fn run(arguments: &Arguments) -> Result<Outcome> {
     let (folder, config) = arguments.search.open(&arguments.columns)?;
+    let forecasts = config.kind() == TaskKind::Forecast;
+    check_picture(arguments.picture.as_deref(), forecasts, "forecasts are drawn, and this run makes none")?;
     for_predicting!(config, answer(arguments, folder), _ => {
         let (program, run) = (shell::program(), shell::path(folder.path()));
         bail!("this run generates text and does not predict for lines; use: {program} generate {run}")
@@ -102,7 +104,7 @@ fn answer<T: Predict>(config: Config<T::Settings>, arguments: &Arguments, folder
     }
     if let Some(path) = &arguments.picture {
         if pictures.is_empty() {
-            bail!("--picture: forecasts are drawn, and this run made none");
+            bail!("--picture: {name} has no series whose forecast could be drawn");
         }
         draw(&Forecasts(pictures), path)?;
     }

@@ -68,6 +68,11 @@ impl Columns {
         bail!("--{flag} is not used by {}{help}: leave it out", kind.flag())
     }
 
+    /// Which of these channels are known ahead; none where nobody named any.
+    pub fn known_among(&self, names: &[String]) -> Vec<bool> {
+        names.iter().filter(|_| !self.known.is_empty()).map(|name| self.has_known(name)).collect()
+    }
+
     /// Whether a channel of this name is known ahead.
     pub fn has_known(&self, name: &str) -> bool {
         self.known.iter().any(|known| known.to_lowercase() == name.to_lowercase())

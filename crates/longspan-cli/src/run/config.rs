@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 
 use super::columns::Columns;
 use super::keys::{self, Flag};
-use super::words::{ActivationWord, NormKindWord, NormWord, PoolingWord, plain};
+use super::words::{ActivationWord, NormKindWord, NormWord, PoolingWord, name, plain};
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config<S> {
@@ -459,10 +459,15 @@ impl<S: TaskSettings> Config<S> {
     pub fn data_name(&self) -> String {
         match self.data.as_slice() {
             [] => self.common().drawn.unwrap_or("the CMU pronouncing dictionary").into(),
-            [path] if path.as_os_str() == "-" => "standard input".into(),
-            [path] => path.display().to_string(),
+            [path] => name(path),
             [first, others @ ..] => format!("{} and {} more", first.display(), others.len()),
         }
+    }
+
+    /// What the files of the examples for development and of those for scores are called: the first one where they have none of their own.
+    pub fn scored_names(&self) -> [String; 2] {
+        let own = self.common().files.map_or([&None; 2], |files| [&files.development, &files.held_out]);
+        own.map(|own| own.as_deref().map_or_else(|| self.data_name(), name))
     }
 
     /// The files for development and scores.

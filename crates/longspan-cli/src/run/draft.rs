@@ -103,7 +103,7 @@ fn clear(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn parent_of(path: &Path) -> &Path {
+pub fn parent_of(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),

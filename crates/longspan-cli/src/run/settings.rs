@@ -142,20 +142,13 @@ impl Given {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::run::config::{Config, Optimizer, PairsSettings};
+    use crate::run::config::Optimizer;
 
     /// Settings given one after the other, in a run of pairs where none names another task.
     fn given(assignments: &[&str]) -> Result<RunConfig> {
         let mut settings = Settings::default();
         assignments.iter().try_for_each(|one| settings.set_text(one))?;
         settings.resolve()
-    }
-
-    fn pairs(assignments: &[&str]) -> Config<PairsSettings> {
-        match given(assignments).unwrap() {
-            RunConfig::Pairs(config) => config,
-            other => panic!("{other:?}"),
-        }
     }
 
     #[test]
@@ -170,7 +163,7 @@ mod tests {
 
     #[test]
     fn a_file_whose_name_is_a_date_is_a_file() {
-        let config = pairs(&["pairs=2024-01-31", "clip_norm=2"]);
+        let RunConfig::Pairs(config) = given(&["pairs=2024-01-31", "clip_norm=2"]).unwrap() else { panic!() };
         assert_eq!(config.data, [Path::new("2024-01-31")]);
         assert_eq!(config.training.clip_norm, 2.0, "a whole number serves where a fraction is wanted");
     }

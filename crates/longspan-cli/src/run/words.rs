@@ -1,43 +1,31 @@
 //! Settings that are words, and errors in words.
 
 use std::fmt::Display;
+use std::path::Path;
 
 use longspan::layers::{Activation, NormKind};
 use longspan::models::{Norm, Pooling};
 use serde::{Deserialize, Serialize};
 
-#[derive(Serialize, Deserialize)]
-#[serde(remote = "Norm", rename_all = "lowercase")]
-pub enum NormWord {
-    Pre,
-    Post,
+/// Enums of the library whose variants are written as words.
+macro_rules! words {
+    ($($name:ident: $of:literal { $($(#[$attribute:meta])? $variant:ident),* })*) => {$(
+        #[derive(Serialize, Deserialize)]
+        #[serde(remote = $of, rename_all = "kebab-case")]
+        pub enum $name { $($(#[$attribute])? $variant),* }
+    )*};
 }
 
-#[derive(Serialize, Deserialize)]
-#[serde(remote = "NormKind", rename_all = "lowercase")]
-pub enum NormKindWord {
-    Layer,
-    Rms,
+words! {
+    NormWord: "Norm" { Pre, Post }
+    NormKindWord: "NormKind" { Layer, Rms }
+    ActivationWord: "Activation" { #[serde(skip)] Identity, Relu, Gelu, GeluTanh, Silu }
+    PoolingWord: "Pooling" { Mean, Last, Attention }
 }
 
-/// What stands between the layers of feed-forward parts.
-#[derive(Serialize, Deserialize)]
-#[serde(remote = "Activation", rename_all = "kebab-case")]
-pub enum ActivationWord {
-    #[serde(skip)]
-    Identity,
-    Relu,
-    Gelu,
-    GeluTanh,
-    Silu,
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(remote = "Pooling", rename_all = "lowercase")]
-pub enum PoolingWord {
-    Mean,
-    Last,
-    Attention,
+/// What a file is called; `-` is standard input.
+pub fn name(path: &Path) -> String {
+    if path.as_os_str() == "-" { "standard input".into() } else { path.display().to_string() }
 }
 
 /// An error of a reader of JSON or TOML without the names of Rust's types.

@@ -11,6 +11,7 @@ use flate2::bufread::MultiGzDecoder;
 use zip::ZipArchive;
 use zip::read::read_zipfile_from_stream;
 
+pub use crate::run::words::name;
 use crate::terminal::samples::counted;
 
 /// The first bytes of gzip,
@@ -24,10 +25,6 @@ pub const MARK: &[u8] = b"\xef\xbb\xbf";
 
 pub fn is_standard_input(path: &Path) -> bool {
     path.as_os_str() == "-"
-}
-
-pub fn name(path: &Path) -> String {
-    if is_standard_input(path) { "standard input".into() } else { path.display().to_string() }
 }
 
 pub fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {

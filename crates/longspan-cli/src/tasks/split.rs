@@ -20,13 +20,6 @@ pub struct Split<E> {
     pub held_out: Vec<E>,
 }
 
-impl<E> Split<E> {
-    /// All that is not learned from.
-    pub fn scored(&self) -> impl Iterator<Item = &E> {
-        self.development.iter().chain(&self.held_out)
-    }
-}
-
 /// Sources are spread over so many buckets; one is held out and another is for development.
 const BUCKETS: u64 = 20;
 

@@ -291,10 +291,8 @@ impl Foreign {
             let normalized = guarded(|| step.normalize(text)).unwrap_or(Ok(()));
             normalized.map_err(|error| anyhow!("the tokenizer.json cannot normalize: {error}; choose another one"))
         }
-        match self.inner.get_normalizer() {
-            Some(normalizer) => run(normalizer, &mut NormalizedString::from(text)),
-            None => Ok(()),
-        }
+        let normalizer = self.inner.get_normalizer();
+        normalizer.map_or(Ok(()), |normalizer| run(normalizer, &mut NormalizedString::from(text)))
     }
 
     /// An id of this command. Unknown is the same for every kind of tokenizer.

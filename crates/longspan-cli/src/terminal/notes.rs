@@ -7,3 +7,10 @@ use std::io::Write;
 pub fn note(line: impl Display) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
+
+/// Says it where there are some.
+pub fn note_some(count: usize, line: impl FnOnce(usize) -> String) {
+    if count > 0 {
+        note(line(count));
+    }
+}

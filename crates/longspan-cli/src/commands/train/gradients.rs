@@ -138,6 +138,7 @@ fn added(model: &impl Module, one: Option<GradientsParams>, other: GradientsPara
 
 #[cfg(test)]
 mod tests {
+    use burn::module::list_param_ids;
     use longspan::layers::clip_gradients;
 
     use super::*;
@@ -165,6 +166,7 @@ mod tests {
             let share = Share::of(&batch, Pairs::size, (0, 1), false);
             let workers = Workers::new(workers).unwrap();
             let mut found = gradients(&task, &model, &share, 0.1, 0, &workers, &Stop::default()).unwrap().unwrap();
+            assert_eq!(found.gradients.len(), list_param_ids(&model).len(), "every parameter has a gradient");
             (found.loss, clip_gradients(&model, &mut found.gradients, f64::MAX).unwrap())
         };
         let (loss, norm) = found(1);
@@ -189,26 +191,5 @@ mod tests {
         }
         let mean = mean_loss(&task, &model, &pairs, 2, &Workers::new(2).unwrap()).unwrap().0;
         assert!((mean - loss).abs() < 1e-5 * loss, "{mean} {loss}");
-    }
-
-    #[test]
-    fn every_parameter_has_a_gradient_and_clipping_bounds_their_norm() {
-        struct Count(usize);
-        impl ModuleVisitor for Count {
-            fn visit_float<const D: usize>(&mut self, _: &Param<Tensor<D>>) {
-                self.0 += 1;
-            }
-        }
-        let (task, model, pairs) = tiny();
-        let batch: Vec<_> = pairs.iter().collect();
-        let share = Share::of(&batch, Pairs::size, (0, 1), false);
-        let mut found =
-            gradients(&task, &model, &share, 0.0, 0, &Workers::new(2).unwrap(), &Stop::default()).unwrap().unwrap();
-        let mut count = Count(0);
-        model.visit(&mut count);
-        assert_eq!(found.gradients.len(), count.0);
-        let before = clip_gradients(&model, &mut found.gradients, 0.25).unwrap();
-        assert!(before > 0.25, "{before}");
-        assert!((clip_gradients(&model, &mut found.gradients, 0.25).unwrap() - 0.25).abs() < 1e-5);
     }
 }

@@ -218,14 +218,14 @@ fn say_jump<T: Task>(session: &Session<T>, before: Option<usize>) {
     let (training, step) = (&session.config.training, session.saved.step);
     let (Some(steps), Some(before)) = (training.known_steps(), before) else { return };
     let rate = |step, steps| training.learning_rate * relative_rate(step, training.warmup_steps, steps);
-    if step > 0 && step < steps {
-        let (last, next) = (rate(step - 1, before), rate(step, steps));
-        if next > 1.5 * last && step >= training.warmup_steps {
-            note(format_args!(
-                "with {steps} steps instead of {before} the learning rate goes up from {last:.1e} to {next:.1e}, so the loss may rise \
-                 at first"
-            ));
-        }
+    if step == 0 || step >= steps || step < training.warmup_steps {
+        return;
+    }
+    let (last, next) = (rate(step - 1, before), rate(step, steps));
+    if next > 1.5 * last {
+        note(format_args!(
+            "with {steps} steps instead of {before} the learning rate goes up from {last:.1e} to {next:.1e}, so the loss may rise at first"
+        ));
     }
 }
 
@@ -321,7 +321,7 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
         }
     }
     let simple = session.simple()?;
-    let name = session.config.held_out().map_or(session.config.data_name(), lines::name);
+    let [_, name] = session.config.scored_names();
     let (config, workers) = (&session.config, &session.workers);
     let how = Answering { config, beam: 1, workers, name: &name, line: &|place| place + 1 };
     if session.saved.best.is_none_or(|best| best.step > 0)

@@ -35,7 +35,7 @@ use super::task::{self, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, V
 use crate::run::config::{self, ForecastSettings, Missing};
 use crate::run::folder::{CONFIG, RunFolder};
 use crate::terminal::forecasts::{Drawing, Forecasts, Written};
-use crate::terminal::notes::note;
+use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::{self, Sample, counted};
 use scores::{Scores, Sums};
 use window::{Drawn, Example, Seen, Sizes, Stretch, Window, inputs};
@@ -84,12 +84,7 @@ impl Task for Forecast {
         let mut found = read(config, config.first().unwrap_or(Path::new("-")), &reading)?;
         let all = std::mem::take(&mut found.series);
         settle(config.data_name(), &mut config.task.files, found)?;
-        let names = all.first().map(|one| one.names.to_vec()).unwrap_or_default();
-        let known = if config.task.files.columns.known.is_empty() {
-            Vec::new()
-        } else {
-            names.iter().map(|name| config.task.files.columns.has_known(name)).collect()
-        };
+        let known = all.first().map_or(Vec::new(), |one| config.task.files.columns.known_among(&one.names));
         let dates = all.first().and_then(|one| one.dates.clone());
         let told = config.task.forecast;
         let longest = all.iter().map(|one| one.times.len()).max().unwrap_or(0);
@@ -288,11 +283,11 @@ impl Task for Forecast {
             let told = self.quantiles(model, &[&seen], how)?.concat();
             let times = &window.series.times[window.known.end..window.until];
             let known = window.series.first(window.known.end);
-            pictures.extend(self.picture_of(&known, times, &told, &window.truth(&self.scaling)).0);
+            let truth = window.truth(&self.scaling);
+            pictures.extend(self.picture_of(&known, times, &told, &truth).0);
             if n >= 2 {
                 continue;
             }
-            let truth = window.truth(&self.scaling);
             let values = truth.iter().zip(&told).skip(channel).step_by(width).zip(times);
             all.extend(values.take(6).map(|((y, row), time)| {
                 let [low, _, median, _, high] = rounded(row, seen.measures[channel].1);
@@ -497,45 +492,54 @@ impl Predict for Forecast {
             let is_far = |time: &f32| *time > 1.5 * told as f32;
             !one.ahead.is_empty() && seen.points.1.last().is_some_and(is_far) || one.times.len() < self.sizes.least()
         };
-        let strange = all.iter().filter(is_strange).count();
-        if strange > 0 {
-            note(format_args!(
+        note_some(all.iter().filter(is_strange).count(), |strange| {
+            format!(
                 "note: fewer than {} points, or times further ahead than {told} points, in {strange} series, unlike those learned from: \
                  intervals may be too narrow",
                 self.sizes.least()
-            ));
-        }
-        let few = all.iter().filter(|(one, ..)| (1..told).contains(&one.ahead.len())).count();
-        if few > 0 {
-            note(format_args!(
+            )
+        });
+        note_some(all.iter().filter(|(one, ..)| (1..told).contains(&one.ahead.len())).count(), |few| {
+            format!(
                 "note: fewer than {told} times without a value at the end of {few} series, which alone are predicted; without any the next {told} are"
-            ));
-        }
+            )
+        });
         let lacks = |(_, values): &&Point| {
             values.iter().enumerate().any(|(n, value)| value.is_nan() && self.scaling.is_known(n))
         };
-        let lacking = all.iter().flat_map(|(one, ..)| &one.ahead).filter(lacks).count();
-        if lacking > 0 {
-            note(format_args!(
+        note_some(all.iter().flat_map(|(one, ..)| &one.ahead).filter(lacks).count(), |lacking| {
+            format!(
                 "note: {} to predict without something that is known ahead ({}); the last known value stands for it",
                 counted(lacking, "points"),
                 self.list(|channel| self.scaling.is_known(channel))
-            ));
-        }
+            )
+        });
         let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
         let width = self.scaling.channels();
         let found = self.quantiles(model, &seen, how)?;
-        let is_below = |((one, ..), found): &(&(Series, Seen, Vec<f64>), &Vec<Quantiles>)| {
+        let answered = || all.iter().zip(&found).map(|((one, seen, _), found)| (one, seen, found));
+        let rows =
+            |found: &'_ Vec<Quantiles>, n: usize| found.iter().skip(n).step_by(width).copied().collect::<Vec<_>>();
+        let is_flat = |(_, seen, found): &(&Series, &Seen, &Vec<Quantiles>)| {
+            let is_narrow = |n: usize, [low, .., high]: Quantiles| high - low < 1e-6 * seen.measures[n].1;
+            self.predicted().any(|n| rows(found, n).into_iter().all(|row| is_narrow(n, row)))
+        };
+        note_some(answered().filter(is_flat).count(), |flat| {
+            format!(
+                "note: intervals of {flat} series have no width, since their past, or all of training, was predicted without an error; \
+                 what comes may differ"
+            )
+        });
+        let is_below = |(one, _, found): &(&Series, &Seen, &Vec<Quantiles>)| {
             let never =
                 |n: usize| one.values.iter().skip(n).step_by(width).all(|value| value.is_nan() || *value >= 0.0);
-            self.predicted().any(|n| found.iter().skip(n).step_by(width).any(|row| row[0] < 0.0) && never(n))
+            self.predicted().any(|n| rows(found, n).iter().any(|row| row[0] < 0.0) && never(n))
         };
-        let below = all.iter().zip(&found).filter(is_below).count();
-        if below > 0 {
-            note(format_args!(
+        note_some(answered().filter(is_below).count(), |below| {
+            format!(
                 "note: predictions below 0 for {below} series that never were; where values cannot be, read them as 0"
-            ));
-        }
+            )
+        });
         let line = |((one, seen, times), found): (&(Series, Seen, Vec<f64>), Vec<Quantiles>)| {
             let name = one.id.clone().unwrap_or_else(|| one.line.to_string());
             let point = |point: &[Quantiles]| -> Vec<Quantiles> {
@@ -583,12 +587,10 @@ impl Forecast {
 
     fn windows(&self, parts: Split<Stretch>, config: &Config) -> Result<Data<Self>> {
         let mut hash = Sha256::new();
-        for (part, own) in [
-            (&parts.train, &None),
-            (&parts.development, &config.task.files.development),
-            (&parts.held_out, &config.task.files.held_out),
-        ] {
-            let name = own.as_deref().map_or(config.data_name(), lines::name);
+        let [development, held_out] = config.scored_names();
+        for (part, name) in
+            [(&parts.train, config.data_name()), (&parts.development, development), (&parts.held_out, held_out)]
+        {
             for Stretch { series, points } in part {
                 // What no model can take is found before a run is made.
                 self.seen(series, 0..series.times.len(), &[]).map_err(lines::in_line(&name, series.line))?;

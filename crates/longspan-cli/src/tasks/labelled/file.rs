@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use serde_json::Value;
 
 use crate::run::columns::Columns;
@@ -11,7 +11,7 @@ use crate::tasks::lines;
 use crate::tasks::split::composed;
 use crate::tasks::table::columns::{TextColumn, say_read};
 use crate::tasks::table::{Form, Table, contents};
-use crate::terminal::notes::note;
+use crate::terminal::notes::note_some;
 use crate::terminal::samples::counted;
 
 pub const TEXT: TextColumn = TextColumn {
@@ -31,12 +31,9 @@ pub struct Labelled {
 pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
     let (name, bytes) = contents(path)?;
     let (all, again) = parse(&bytes, &lines::ending(path), &name, columns)?;
-    if again > 0 {
-        note(format_args!(
-            "{name}: {} with a text and label that came before; each counts once",
-            counted(again, "lines")
-        ));
-    }
+    note_some(again, |again| {
+        format!("{name}: {} with a text and label that came before; each counts once", counted(again, "lines"))
+    });
     let texts: HashSet<&str> = all.iter().map(|one| one.text.as_str()).collect();
     let labels: HashSet<&str> = all.iter().map(|one| one.label.as_str()).collect();
     if 10 * texts.len() <= labels.len() {
@@ -46,22 +43,17 @@ pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
              --text-column and --label"
         );
     }
-    match all.len() - texts.len() {
-        0 => {}
-        more => {
-            let more = counted(more, "texts");
-            note(format_args!("{name}: {more} with another label than before; each counts as an example"))
-        }
-    }
+    note_some(all.len() - texts.len(), |more| {
+        format!("{name}: {} with another label than before; each counts as an example", counted(more, "texts"))
+    });
     Ok(all)
 }
 
 /// The labelled texts, no two alike, and how many lines came again.
 pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Labelled>, usize)> {
     let text = lines::text(bytes, name)?;
-    let Some(table) = Table::of_texts(&text, Form::of(ending, &text), name, &[&TEXT, &LABEL], columns)? else {
-        bail!("{name}: no labelled texts in it; give a file with one text and its label a line");
-    };
+    let none = || anyhow!("{name}: no labelled texts in it; give a file with one text and its label a line");
+    let table = Table::of_texts(&text, Form::of(ending, &text), name, &[&TEXT, &LABEL], columns)?.ok_or_else(none)?;
     let has = |key: &str| table.find(key).is_some();
     if columns.text.is_none() && !has("text") && has("source") && has("target") {
         bail!("{}: it has a source and a target; give such pairs with --pairs", table.at_header());
@@ -97,7 +89,7 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
         }
     }
     if all.is_empty() {
-        bail!("{name}: no labelled texts in it; give a file with one text and its label a line");
+        return Err(none());
     }
     Ok((all, again))
 }
@@ -156,9 +148,5 @@ mod tests {
         let error = |bytes: &[u8], ending| parse(bytes, ending, "f", &Columns::default()).unwrap_err().to_string();
         assert!(error(b"{\"text\": 1, \"label\": 2}", "jsonl").contains("`text` has no text"));
         assert!(error(b"{\"text\": \"a\", \"label\": null}", "jsonl").contains("`label` has no label"));
-        assert!(
-            error(b"a,b,c\na,b,c\n", "csv")
-                .contains("no column `text` among `a`, `b`, `c`; name it with --text-column NAME")
-        );
     }
 }

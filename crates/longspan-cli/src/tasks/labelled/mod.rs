@@ -57,7 +57,7 @@ impl Task for Labels {
         let name = config.data_name();
         let labels = split.train.iter().map(|labelled| labelled.label.as_str());
         let target = Target::of(labels, &mut config.task.labels.target, &name, Self::EXAMPLES)?;
-        target.say_unlearned(&name, split.scored().map(|one| one.label.as_str()));
+        target.say_unlearned(&split, config.scored_names(), |one| &one.label);
         let (bag, unseen) = bag(&target, &split)?;
         let task = Self { tokenizer, target, bag: Some(bag) };
         let data = task.encode(split, unseen, config)?;
@@ -118,15 +118,13 @@ impl Task for Labels {
 
     fn simple(&self, data: &Data<Self>, texts: &[Labelled], _: &Config) -> Result<Vec<Simple>> {
         let labels: Vec<&str> = texts.iter().map(|labelled| labelled.label.as_str()).collect();
-        let simple = |name: &str, rows: &[Vec<f32>]| self.target.simple(name, &labels, rows, Self::EXAMPLES);
-        let prior = self.target.prior(data.train.examples.iter().map(|example| example.goal));
-        let mut found = vec![simple(self.target.prior_name(), &vec![prior; labels.len()])?];
-        if let Some(bag) = &self.bag {
-            let rows: Vec<Vec<f32>> = texts.iter().map(|one| bag.predict(&one.text)).collect();
-            let regression = if let Target::Labels(_) = self.target { "logistic" } else { "ridge" };
-            found.push(simple(&format!("{regression} regression on words and pairs of words"), &rows)?);
-        }
-        Ok(found)
+        let regression = if let Target::Labels(_) = self.target { "logistic" } else { "ridge" };
+        let of_bag = |bag: &Bag| {
+            let rows = texts.iter().map(|one| bag.predict(&one.text)).collect();
+            (format!("{regression} regression on words and pairs of words"), rows)
+        };
+        let goals = data.train.examples.iter().map(|example| example.goal);
+        self.target.simple(&labels, goals, self.bag.iter().map(of_bag).collect(), Self::EXAMPLES)
     }
 
     fn evaluate(&self, model: &Classifier, path: &Path, how: &Answering<'_>) -> Result<Scores> {
@@ -189,18 +187,17 @@ impl Labels {
     }
 
     fn outputs(&self, model: &Classifier, texts: &[&str], how: &Answering<'_>) -> Result<Vec<Vec<f32>>> {
-        if let Some(bag) = self.base(how.config).filter(|_| stack::is_at_zero(&model.output, how.config)) {
-            return Ok(texts.iter().map(|text| bag.predict(text)).collect());
+        let of_bag = |bag: &Bag| texts.iter().map(|text| bag.predict(text)).collect();
+        let base: Vec<Vec<f32>> = self.base(how.config).map_or(Vec::new(), of_bag);
+        if !base.is_empty() && stack::is_at_zero(&model.output, how.config) {
+            return Ok(base);
         }
         let rows = texts.iter().map(|text| self.ids(text)).collect::<Result<Vec<_>>>()?;
         let found = labels::outputs(&rows, Vec::len, self.target.outputs(), how, |batch| {
             let (tokens, lengths) = padded(batch, &Device::flex());
             Ok(model.forward(tokens, &lengths)?)
         })?;
-        Ok(match self.base(how.config) {
-            Some(bag) => labels::joined(found, texts.iter().map(|text| bag.predict(text))),
-            None => found,
-        })
+        Ok(labels::joined(found, base))
     }
 
     fn base(&self, config: &Config) -> Option<&Bag> {

@@ -61,11 +61,9 @@ impl Confusion {
             }
         }
         let right = |n: usize| counts.get(&(n, n)).copied().unwrap_or(0);
-        let f1 = (0..labels.len()).filter_map(|n| {
-            let all = occurs[n] + answered[n];
-            (all > 0).then(|| 2.0 * right(n) as f64 / all as f64)
-        });
-        let f1: Vec<f64> = f1.collect();
+        let all = |n: usize| occurs[n] + answered[n];
+        let known = (0..labels.len()).filter(|n| all(*n) > 0);
+        let f1: Vec<f64> = known.map(|n| 2.0 * right(n) as f64 / all(n) as f64).collect();
         let cell = |(&(label, predicted), &count): (&(usize, usize), &usize)| Cell {
             label: labels[label].clone(),
             predicted: labels[predicted].clone(),

@@ -12,10 +12,12 @@ use burn::tensor::activation::log_softmax;
 use burn::tensor::{Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+use tokenizers::NormalizedString;
 
 use super::batches::{micro_batches, values};
 use super::scores::{decimals, likeliest};
 use super::simple::Simple;
+use super::split::Split;
 use super::table::value;
 use super::task::{self, Answer, Answering, Loss, Titles, Vocabulary};
 use crate::run::columns::Columns;
@@ -84,6 +86,20 @@ fn is_same_number(a: &str, b: &str) -> bool {
     !is_name(a) && !is_name(b) && number(a).is_some_and(|a| number(b) == Some(a))
 }
 
+/// What texts that look alike have in common: without what is not seen, and whatever the case, the width, the blanks and the quotes.
+fn alike(text: &str) -> String {
+    let seen = |c: &char| !matches!(c, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{2060}' | '\u{feff}');
+    let plain = |c: char| match c {
+        '\u{2018}' | '\u{2019}' | '`' | '\u{b4}' => '\'',
+        '\u{201c}' | '\u{201d}' => '"',
+        '\u{2010}'..='\u{2015}' => '-',
+        other => other,
+    };
+    let plain: String = text.chars().filter(seen).map(plain).collect();
+    let words = NormalizedString::from(plain).nfkc().get().to_uppercase();
+    words.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 impl Target {
     /// What the labels of the examples to learn from are, which `kind` may say; else numbers where all are, not all of them whole, and
     /// more than [`MOST_NUMBERED`] differ. `examples` is what a person calls them.
@@ -148,21 +164,23 @@ impl Target {
                 None => labels.push(label.into()),
             }
         }
-        let mut alike: HashMap<String, &str> = HashMap::new();
+        let mut known: HashMap<String, &str> = HashMap::new();
         for label in &labels {
-            if let Some(other) = alike.insert(label.to_lowercase(), label) {
-                note(format_args!(
-                    "{name}: the labels {other:?} and {label:?} differ in case alone, and are two classes"
-                ));
+            if let Some(other) = known.insert(alike(label), label) {
+                note(format_args!("{name}: the labels {other:?} and {label:?} look alike, and are two classes"));
             }
         }
         Ok(Self::Labels(labels))
     }
 
-    /// Says which of these labels are none of those to learn from, so that they are never predicted.
-    pub fn say_unlearned<'a>(&self, name: &str, labels: impl Iterator<Item = &'a str>) {
-        let unlearned: BTreeSet<&str> = labels.filter(|label| matches!(self.goal(label), Ok(None))).collect();
-        if !unlearned.is_empty() {
+    /// Says which labels of examples that are not learned from are none of those that are, so that they are never predicted.
+    pub fn say_unlearned<'a, E>(&self, split: &'a Split<E>, names: [String; 2], label: impl Fn(&'a E) -> &'a str) {
+        let mut unlearned: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
+        for (part, name) in [&split.development, &split.held_out].into_iter().zip(names) {
+            let labels = part.iter().map(&label).filter(|label| matches!(self.goal(label), Ok(None)));
+            unlearned.entry(name).or_default().extend(labels);
+        }
+        for (name, unlearned) in unlearned.iter().filter(|(_, unlearned)| !unlearned.is_empty()) {
             let unlearned: Vec<String> = unlearned.iter().map(|label| format!("{label:?}")).collect();
             note(format_args!(
                 "{name}: the label {} is held out or for development alone, and so is never predicted; give more of it",
@@ -240,7 +258,7 @@ impl Target {
     }
 
     /// What is given where nothing is known of an example: the logits of labels that come so often, or the mean.
-    pub fn prior(&self, goals: impl Iterator<Item = Goal>) -> Vec<f32> {
+    fn prior(&self, goals: impl Iterator<Item = Goal>) -> Vec<f32> {
         let mut row = vec![0f32; self.outputs()];
         for goal in goals {
             if let Goal::Label(label) = goal {
@@ -257,22 +275,31 @@ impl Target {
         }
     }
 
-    pub fn prior_name(&self) -> &'static str {
-        if let Self::Labels(_) = self { "the commonest label" } else { "the mean" }
-    }
-
-    pub fn simple(&self, name: &str, labels: &[&str], rows: &[Vec<f32>], unit: &'static str) -> Result<Simple> {
-        let (score, shown) = match self.score(labels, rows, unit)? {
-            Scores::Number(found) => {
-                let error = found.mean_absolute_error.rate;
-                (error, format!("mean absolute error {error:.0$}", decimals(error)))
-            }
-            Scores::Labels(found) => {
-                let accuracy = found.accuracy.rate;
-                (accuracy, format!("accuracy {:.1} %", 100.0 * accuracy))
-            }
+    /// What simple methods give for examples with these labels: what is given where nothing is known but the `goals` to learn from, and
+    /// `others` by their names.
+    pub fn simple(
+        &self,
+        labels: &[&str],
+        goals: impl Iterator<Item = Goal>,
+        others: Vec<(String, Vec<Vec<f32>>)>,
+        unit: &'static str,
+    ) -> Result<Vec<Simple>> {
+        let name = if let Self::Labels(_) = self { "the commonest label" } else { "the mean" };
+        let prior = (name.to_string(), vec![self.prior(goals); labels.len()]);
+        let one = |(name, rows): (String, Vec<Vec<f32>>)| {
+            let (score, shown) = match self.score(labels, &rows, unit)? {
+                Scores::Number(found) => {
+                    let error = found.mean_absolute_error.rate;
+                    (error, format!("mean absolute error {error:.0$}", decimals(error)))
+                }
+                Scores::Labels(found) => {
+                    let accuracy = found.accuracy.rate;
+                    (accuracy, format!("accuracy {:.1} %", 100.0 * accuracy))
+                }
+            };
+            Ok(Simple { name, shown, score })
         };
-        Ok(Simple { name: name.into(), shown, score })
+        std::iter::once(prior).chain(others).map(one).collect()
     }
 
     /// The loss of a batch, of which the model gives these `rows`: logits of labels or numbers, to which those of the simple method that it
@@ -411,7 +438,7 @@ pub fn outputs<R: Sync, S: Sync>(
 }
 
 /// What a model gave, corrected: the sum of its rows and those of a simple method.
-pub fn joined(mut rows: Vec<Vec<f32>>, base: impl Iterator<Item = Vec<f32>>) -> Vec<Vec<f32>> {
+pub fn joined(mut rows: Vec<Vec<f32>>, base: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
     rows.iter_mut().zip(base).for_each(|(row, base)| row.iter_mut().zip(base).for_each(|(x, y)| *x += y));
     rows
 }
@@ -513,6 +540,16 @@ mod tests {
         assert!(matches!(target(&few, &mut kind).unwrap(), Target::Number { .. }));
         let error = target(&["1", "x"], &mut kind).unwrap_err().to_string();
         assert!(error.contains("the label \"x\" is none"), "{error}");
+    }
+
+    #[test]
+    fn labels_that_look_alike_are_known() {
+        let pairs = "Good|good won\u{2019}t|won't a\u{a0}b|A\u{3000}\u{a0}b co\u{ad}op\u{200b}|coop \u{ff11}|1 STRASSE|stra\u{df}e a\u{2013}b|a-b";
+        for (a, b) in pairs.split(' ').filter_map(|pair| pair.split_once('|')) {
+            assert_eq!(alike(a), alike(b));
+        }
+        assert_ne!(alike("co-op"), alike("coop"));
+        assert_ne!(alike("\u{e9}"), alike("e"));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use serde_json::Value;
 
 use super::example::{Entry, Example, group};
@@ -10,7 +10,7 @@ use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::table::columns::{TextColumn, say_read};
 use crate::tasks::table::{Form, Table, contents};
-use crate::terminal::notes::note;
+use crate::terminal::notes::note_some;
 use crate::terminal::samples::counted;
 
 pub const SOURCE: TextColumn =
@@ -25,9 +25,7 @@ pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Example>> {
     let (name, bytes) = contents(path)?;
     let entries = parse(&bytes, &lines::ending(path), &name, columns)?;
     let (examples, dropped) = group(entries);
-    if dropped > 0 {
-        note(format_args!("{name}: {}; each counts once", counted(dropped, "repeated pairs")));
-    }
+    note_some(dropped, |dropped| format!("{name}: {}; each counts once", counted(dropped, "repeated pairs")));
     Ok(examples)
 }
 
@@ -36,9 +34,9 @@ pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Example>> {
 /// Lines that are entirely empty are passed over. A column may be empty.
 pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<Vec<Entry>> {
     let text = lines::text(bytes, name)?;
-    let Some(table) = Table::of_texts(&text, Form::of(ending, &text), name, &[&SOURCE, &TARGET], columns)? else {
-        bail!("{name}: no pairs in it; give a file with one pair a line");
-    };
+    let none = || anyhow!("{name}: no pairs in it; give a file with one pair a line");
+    let table =
+        Table::of_texts(&text, Form::of(ending, &text), name, &[&SOURCE, &TARGET], columns)?.ok_or_else(none)?;
     if columns.source.is_none() && table.find("text").is_some() && table.find("label").is_some() {
         bail!("{}: it has a text and a label; give labelled texts with --labelled", table.at_header());
     }
@@ -49,12 +47,10 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     for row in &table.rows {
         let string = |key: &str, value: &Value| match value {
             Value::String(text) => Ok(text.clone()),
-            Value::Null => {
-                Err(row.wrong(name, format_args!("the key `{key}` is missing; expected an object such as {EXAMPLE}")))
-            }
             other => {
-                Err(row
-                    .wrong(name, format_args!("`{key}` is {other}, not a text; expected an object such as {EXAMPLE}")))
+                let missing = format!("the key `{key}` is missing");
+                let problem = if other.is_null() { missing } else { format!("`{key}` is {other}, not a text") };
+                Err(row.wrong(name, format_args!("{problem}; expected an object such as {EXAMPLE}")))
             }
         };
         let targets = match &row.cells[target] {
@@ -68,7 +64,7 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
         entries.extend(targets.into_iter().map(|target| Entry { line: row.line, source: text.clone(), target }));
     }
     if entries.is_empty() {
-        bail!("{name}: no pairs in it; give a file with one pair a line");
+        return Err(none());
     }
     for (side, is_empty) in [
         ("source", entries.iter().all(|entry| entry.source.is_empty())),

@@ -26,7 +26,7 @@ use super::tokens::{END, Kind, START, Tokenizer};
 use super::workers::Workers;
 use crate::run::config::{self, PairsSettings};
 use crate::run::folder::RunFolder;
-use crate::terminal::notes::note;
+use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::counted;
 use example::{Example, Pair, source_ids};
 
@@ -112,10 +112,10 @@ impl Task for Pairs {
         let hypotheses =
             answers::search(model, [&self.source, &self.target], &texts, &Answering { line: &line, ..*how })?;
         let cut = hypotheses.iter().flat_map(|all| all.first()).filter(|first| !first.finished).count();
-        if cut > 0 {
+        note_some(cut, |cut| {
             let (cut, limit) = (counted(cut, "answers"), how.config.common().longest_answer.unwrap_or_default());
-            note(format_args!("{}: {cut} did not end within {limit} tokens, cut there", how.name));
-        }
+            format!("{}: {cut} did not end within {limit} tokens, cut there", how.name)
+        });
         let scores = answers::score(&self.target, examples, &hypotheses, how.name)?;
         let units = if how.config.data.is_empty() { ["word", "phoneme"] } else { ["sequence", "token"] };
         Ok(ErrorRates::of(&scores, units))
@@ -238,8 +238,7 @@ impl Pairs {
     fn encode(&self, split: Split<Example>, config: &Config) -> Result<Data<Self>> {
         let tokens = |pair: &Pair| pair.source.len().max(pair.target.len());
         let train = self.ids(&split.train, &config.data_name())?;
-        let of = config.task.files.development.as_deref().map_or(config.data_name(), lines::name);
-        let mut development = self.ids(&split.development, &of)?;
+        let mut development = self.ids(&split.development, &config.scored_names()[0])?;
         development.retain(|pair| tokens(pair) <= config.task.files.max_tokens);
         let mut total = 0;
         let few = development.iter().take(DEVELOPMENT).take_while(|pair| {

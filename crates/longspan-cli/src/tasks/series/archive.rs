@@ -86,21 +86,20 @@ impl Head {
             Some(count) => text.splitn(count + 1, is_cut).collect(),
             None => text.split(is_cut).collect(),
         };
-        if let Some(count) = self.channels {
-            let labelled = self.labelled.unwrap_or(fields.len() > count);
-            if fields.len() != count + usize::from(labelled) {
-                let label = if labelled { " and a label" } else { "" };
-                return Err(format!(
-                    "{} fields, and the head says {count} channels{label}, with colons between them",
-                    fields.len()
-                ));
-            }
-        }
         // Of a file that does not say, the last field is a label where it is no list of numbers.
         let is_list = |text: &str| text.contains(',') && text.split(',').all(|one| value(one).is_some());
         let last = fields.last().is_some_and(|last| !is_list(last) && !last.starts_with('('));
-        let labelled =
-            self.labelled.unwrap_or(self.channels.map_or(last, |count| fields.len() > count)) && fields.len() > 1;
+        let labelled = self.labelled.unwrap_or(self.channels.map_or(last, |count| fields.len() > count));
+        if let Some(count) = self.channels
+            && fields.len() != count + usize::from(labelled)
+        {
+            let label = if labelled { " and a label" } else { "" };
+            return Err(format!(
+                "{} fields, and the head says {count} channels{label}, with colons between them",
+                fields.len()
+            ));
+        }
+        let labelled = labelled && fields.len() > 1;
         let label = if labelled { fields.pop().map(str::trim) } else { None };
         Ok((fields, label))
     }
@@ -242,31 +241,25 @@ pub fn forecasting(text: &str, name: &str) -> Result<Found> {
     Ok(Found { series: rows.into_iter().map(one).collect::<Result<_>>()?, ..Found::default() })
 }
 
-/// The months and the seconds from a point to the next one.
+/// The months and the seconds from a point to the next one, of words such as `monthly`, `half_hourly` and `6_hours`.
 fn step_of(frequency: &str) -> Option<(f64, f64)> {
-    Some(match frequency {
-        "yearly" => (12.0, 0.0),
-        "quarterly" => (3.0, 0.0),
-        "monthly" => (1.0, 0.0),
-        "weekly" => (0.0, 604_800.0),
-        "daily" => (0.0, 86_400.0),
-        "hourly" => (0.0, 3600.0),
-        "half_hourly" => (0.0, 1800.0),
-        "minutely" => (0.0, 60.0),
-        "secondly" => (0.0, 1.0),
-        other => {
-            let (count, unit) = other.split_once('_')?;
-            let seconds = match unit.trim_end_matches('s') {
-                "second" => 1.0,
-                "minute" => 60.0,
-                "hour" => 3600.0,
-                "day" => 86_400.0,
-                "week" => 604_800.0,
-                _ => return None,
-            };
-            (0.0, seconds * count.parse::<f64>().ok().filter(|count| *count > 0.0)?)
-        }
-    })
+    let (count, unit) = match frequency.split_once('_') {
+        Some(("half", unit)) => (0.5, unit.trim_end_matches("ly")),
+        Some((count, unit)) => (count.parse::<f64>().ok().filter(|count| *count > 0.0)?, unit.trim_end_matches('s')),
+        None => (1.0, frequency.trim_end_matches("ly")),
+    };
+    let step: (f64, f64) = match unit {
+        "year" => (12.0 * count, 0.0),
+        "quarter" => (3.0 * count, 0.0),
+        "month" => (count, 0.0),
+        "week" => (0.0, 604_800.0 * count),
+        "day" | "dai" => (0.0, 86_400.0 * count),
+        "hour" => (0.0, 3600.0 * count),
+        "minute" => (0.0, 60.0 * count),
+        "second" => (0.0, count),
+        _ => return None,
+    };
+    Some(step).filter(|(months, _)| months.fract() == 0.0)
 }
 
 fn from_monash(
@@ -321,9 +314,8 @@ pub fn attributes(text: &str, name: &str) -> Result<Found> {
         }
     }
     let one = |(line, text)| from_attributes(text, line).map_err(lines::in_line(name, line));
-    let found = rows.into_iter().map(one).collect::<Result<_>>()?;
     let target = if named { Some(LabelKind::Label) } else { numbers.then_some(LabelKind::Number) };
-    Ok(Found { series: found, target, ..Found::default() })
+    Ok(Found { series: rows.into_iter().map(one).collect::<Result<_>>()?, target, ..Found::default() })
 }
 
 fn from_attributes(text: &str, line: usize) -> Result<Series, String> {

@@ -22,7 +22,7 @@ use crate::tasks::table::columns::{
 use crate::tasks::table::dates::Dates;
 use crate::tasks::table::{By, Form, Row, Table, contents, is_missing, json, value};
 use crate::tasks::task::Asked;
-use crate::terminal::notes::note;
+use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::counted;
 
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -144,14 +144,11 @@ pub fn read(path: &Path, reading: &Reading<'_>, refuse: bool, instead: &str) -> 
             one.time(one.times[place / one.width])
         );
     }
-    match all.iter().map(missing).sum::<usize>() {
-        0 => {}
-        some => {
-            let of: usize = all.iter().map(|one| one.values.len()).sum();
-            let share = 100.0 * some as f64 / of as f64;
-            note(format_args!("{name}: {some} of {of} values missing ({share:.1} %); {instead} stands for each"));
-        }
-    }
+    note_some(all.iter().map(missing).sum(), |some| {
+        let of: usize = all.iter().map(|one| one.values.len()).sum();
+        let share = 100.0 * some as f64 / of as f64;
+        format!("{name}: {some} of {of} values missing ({share:.1} %); {instead} stands for each")
+    });
     Ok(found)
 }
 
@@ -164,19 +161,15 @@ const LARGEST: f64 = 9_007_199_254_740_992.0;
 /// Says what is unusual about times and values.
 pub fn say_unusual(name: &str, all: &[Series]) {
     let count = |holds: fn(&Series) -> bool| all.iter().filter(|one| holds(one)).count();
-    match count(|one| one.backwards) {
-        0 => {}
-        some => note(format_args!("{name}: times that run backwards in {some} series; points are sorted")),
-    }
+    note_some(count(|one| one.backwards), |some| {
+        format!("{name}: times that run backwards in {some} series; points are sorted")
+    });
     let is_rounded = |one: &&Series| one.repeats && one.times.iter().any(|time| time.abs() > LARGEST);
     let kept = match all.iter().find(is_rounded) {
         Some(_) => format!("those beyond {LARGEST} are rounded: count from a later start"),
         None => "all are kept".into(),
     };
-    match count(|one| one.repeats) {
-        0 => {}
-        some => note(format_args!("{name}: several points at one time in {some} series; {kept}")),
-    }
+    note_some(count(|one| one.repeats), |some| format!("{name}: several points at one time in {some} series; {kept}"));
     let far = |one: &Series| {
         let (times, last) = (&one.times, one.times.len() - 1);
         let is_far = |(far, near): &(usize, usize)| 2.0 * (times[*far] - times[*near]).abs() > times[last] - times[0];
@@ -450,6 +443,13 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
             "{name}: the first line has numbers and no names; it is read as a row, and columns are called `column 1`, …"
         ));
     }
+    let table = match table.melted(columns).filter(|_| !reading.labels) {
+        Some((melted, said)) => {
+            note(format_args!("{name}: {said}"));
+            melted
+        }
+        None => table,
+    };
     let one_hot = categories(&table, columns, reading)?;
     let (table, columns) = one_hot.as_ref().map_or((&table, columns), |(table, columns)| (table, columns));
     let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
@@ -469,8 +469,7 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     {
         bail!("{}: --known {wanted}: no such channel; they are {}", table.at_header(), names.join(", "));
     }
-    let known: Vec<bool> =
-        if columns.known.is_empty() { Vec::new() } else { names.iter().map(|name| columns.has_known(name)).collect() };
+    let known = columns.known_among(&names);
     if !known.is_empty() && known.iter().all(|known| *known) {
         bail!("{}: --known names all channels; leave out those that are to be predicted", table.at_header());
     }
@@ -580,14 +579,10 @@ fn categories(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result
     if !found.is_empty() {
         for place in found.iter().map(|(place, _)| *place).collect::<BTreeSet<_>>() {
             let is_new = |text: &String| !found.contains(&(place, text.clone()));
-            let rows = table.texts(place).flatten().filter(is_new).count();
-            if rows > 0 {
-                let title = &table.header[place];
-                note(format_args!(
-                    "{name}: texts in the column `{title}` that did not occur in training, in {}",
-                    counted(rows, "rows")
-                ));
-            }
+            note_some(table.texts(place).flatten().filter(is_new).count(), |rows| {
+                let (title, rows) = (&table.header[place], counted(rows, "rows"));
+                format!("{name}: texts in the column `{title}` that did not occur in training, in {rows}")
+            });
         }
         return Ok(Some((table.one_hot(&found), columns.clone())));
     }
@@ -1280,9 +1275,7 @@ mod tests {
             ("id,time,label\n1,2,a\n1,3,a\n", "csv", "no column of values beside times, ids and labels"),
             ("id,time,x\n1,2,3\n1,b,3\n", "csv", "f, line 3: \"b\" in the column `time` is neither"),
             ("id,time,x\n1,2,3\n1,,3\n", "csv", "f, line 3: the column `time` is empty"),
-            ("time,x\n1,2\n2,inf\n3,4\n", "csv", "f, line 3: \"inf\" in the column `x` is no number"),
             ("id,time,x,label\n1,2,3,a\n1,3,3,b\n", "csv", "f, line 3: the label is \"b\", and \"a\" in a line before"),
-            ("1\t5\tx\n", "tsv", "f, line 1: no column of times is known among `1`, `5`, `x`"),
             ("1\t5\n2\tx\n", "tsv", "f, line 2: \"x\" is no number; labelled texts are learned with --labelled"),
             ("1\t2\n1\n", "tsv", "f, line 2: one column"),
             ("@data\n1,2:a\n1,x:b\n", "ts", "f, line 3: \"x\" is no number"),

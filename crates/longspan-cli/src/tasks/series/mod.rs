@@ -74,7 +74,7 @@ impl Task for SeriesTask {
         let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
         let name = config.data_name();
         let target = Target::of(labels, &mut config.task.labels.target, &name, Self::EXAMPLES)?;
-        target.say_unlearned(&name, split.scored().filter_map(|one| one.label.as_deref()));
+        target.say_unlearned(&split, config.scored_names(), |one| one.label.as_deref().unwrap_or_default());
         let clock = if config.task.clock.unwrap_or(true) { Clock::of(&split.train) } else { None };
         if config.task.clock == Some(true) && clock.is_none() {
             bail!(
@@ -149,18 +149,17 @@ impl Task for SeriesTask {
 
     fn simple(&self, data: &Data<Self>, series: &[Series], _: &Config) -> Result<Vec<Simple>> {
         let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
-        let simple = |name: &str, rows: &[Vec<f32>]| self.target.simple(name, &labels, rows, Self::EXAMPLES);
-        let prior = self.target.prior(data.train.examples.iter().map(|example| example.goal));
-        let mut found = vec![simple(self.target.prior_name(), &vec![prior; labels.len()])?];
+        let mut others = Vec::new();
         let even: Vec<Grid> = series.iter().map(|one| self.scaling.even(one)).collect();
         if let Some(places) = nearest(&self.learned, &even) {
-            let rows: Vec<Vec<f32>> = places.iter().map(|place| self.target.certain(self.goals[*place])).collect();
-            found.push(simple("the nearest series, warped in time within a tenth (DTW)", &rows)?);
+            let rows = places.iter().map(|place| self.target.certain(self.goals[*place])).collect();
+            others.push(("the nearest series, warped in time within a tenth (DTW)".into(), rows));
         }
         if let Some(kernels) = &self.kernels {
-            found.push(simple("ridge regression on random convolutions (MiniRocket)", &kernels.predict(&even))?);
+            others.push(("ridge regression on random convolutions (MiniRocket)".into(), kernels.predict(&even)));
         }
-        Ok(found)
+        let goals = data.train.examples.iter().map(|example| example.goal);
+        self.target.simple(&labels, goals, others, Self::EXAMPLES)
     }
 
     fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
@@ -315,8 +314,12 @@ impl SeriesTask {
     /// Series as the model gets them; `unseen` is what is told of those to learn from without them.
     fn measured(&self, split: Split<Series>, unseen: Vec<Vec<f32>>, config: &Config) -> Result<Data<Self>> {
         let name = config.data_name();
+        // What no model can take is found before a run is made.
+        for (part, name) in [&split.development, &split.held_out].into_iter().zip(config.scored_names()) {
+            let check = |one: &Series| self.scaling.apply(one).map(drop).map_err(lines::in_line(&name, one.line));
+            part.iter().try_for_each(check)?;
+        }
         let points = |one: &Series| self.scaling.apply(one).map_err(lines::in_line(&name, one.line));
-        split.development.iter().try_for_each(|one| points(one).map(drop))?;
         let bases = [if config.task.stack.base { unseen } else { Vec::new() }, self.base(&split.development, config)];
         let examples = |all: &[Series], base: &[Vec<f32>]| {
             let base = |n: usize| base.get(n).cloned().unwrap_or_default();
@@ -344,8 +347,9 @@ impl SeriesTask {
         points: &[Points],
         how: &Answering<'_>,
     ) -> Result<Vec<Vec<f32>>> {
-        if self.kernels.is_some() && stack::is_at_zero(&model.output, how.config) {
-            return Ok(self.base(series, how.config));
+        let base = self.base(series, how.config);
+        if !base.is_empty() && stack::is_at_zero(&model.output, how.config) {
+            return Ok(base);
         }
         let found = labels::outputs(
             points,
@@ -357,7 +361,7 @@ impl SeriesTask {
                 Ok(model.forward(values, times, &lengths)?)
             },
         )?;
-        Ok(labels::joined(found, self.base(series, how.config).into_iter()))
+        Ok(labels::joined(found, base))
     }
 }
 

@@ -9,7 +9,7 @@ use crate::tasks::labels::moments;
 use crate::tasks::simple::kernels::Grid;
 use crate::tasks::simple::smoothing::Smoothing;
 use crate::tasks::table::dates::Dates;
-use crate::terminal::notes::note;
+use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::counted;
 
 const FILE: &str = "series.json";
@@ -39,6 +39,9 @@ pub struct Scaling {
     /// Whether times lie on a grid, but for some that are missing. Else points are counted.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub grid: bool,
+    /// Points of the shortest and of the longest series.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lengths: Option<[usize; 2]>,
     /// Which channels are known at the times to predict; none where none is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub known: Vec<bool>,
@@ -100,7 +103,9 @@ impl Scaling {
             gaps.fold((0, 0), |(even, count), gap| (even + usize::from((gap - 1.0).abs() < 0.01), count + 1));
         let grid = even * 50 >= count * 49;
         let names = first.names.to_vec();
-        Self { names, means, deviations, step, masked, clock, dates, grid, base: Vec::new(), known: Vec::new() }
+        let points = || train.iter().map(|one| one.times.len());
+        let lengths = points().min().zip(points().max()).map(|(least, most)| [least, most]);
+        Self { names, means, deviations, step, masked, clock, dates, grid, lengths, ..Self::default() }
     }
 
     pub fn load(folder: &RunFolder) -> Result<Self> {
@@ -214,8 +219,11 @@ impl Scaling {
     }
 
     /// Says where times lie as far apart as if they were counted in another unit than those of training,
-    pub fn say_other_times<'a>(&self, name: &str, times: impl Iterator<Item = &'a [f64]>) {
-        if let Some(gap) = usual_gap(times).filter(|gap| !(0.55..1.8).contains(&(gap / self.step))) {
+    pub fn say_other_times<'a>(&self, name: &str, times: impl Iterator<Item = &'a [f64]> + Clone) {
+        // Points that are only counted are in no unit.
+        let is_counted = |times: &'a [f64]| times.iter().zip(0..).all(|(time, n)| *time == f64::from(n));
+        let alike = if times.clone().all(is_counted) { 1.0..=1.0 } else { 0.55..=1.8 };
+        if let Some(gap) = usual_gap(times).filter(|gap| !alike.contains(&(gap / self.step))) {
             let [gap, step] = [gap, self.step].map(|gap| self.distance(gap));
             note(format_args!(
                 "{name}: the usual distance of times is {gap}, and {step} in training, which answers are for"
@@ -223,9 +231,18 @@ impl Scaling {
         }
     }
 
-    /// and where values do, too.
+    /// and where values do, too, or series are much shorter or longer.
     pub fn say_other(&self, name: &str, all: &[Series]) {
         self.say_other_times(name, all.iter().map(|one| one.times.as_slice()));
+        if let Some([least, most]) = self.lengths {
+            let is_other = |one: &&Series| one.times.len() * 2 < least || one.times.len() > 2 * most;
+            note_some(all.iter().filter(is_other).count(), |other| {
+                let of = all.len();
+                format!(
+                    "{name}: {other} of {of} series have less than half or more than twice the points of those in training ({least} to {most})"
+                )
+            });
+        }
         for (n, (mean, deviation)) in self.means.iter().zip(&self.deviations).enumerate() {
             let values = all.iter().flat_map(|one| one.values.iter().skip(n).step_by(one.width));
             let values = values.filter(|value| !value.is_nan()).map(|value| (value - mean) / deviation);

@@ -68,6 +68,9 @@ pub struct Sequence {
     pub right: Vec<Option<u32>>,
 }
 
+/// A token, and what is to be given there.
+type Place = (u32, Option<u32>);
+
 impl FromStr for Spec {
     type Err = Error;
 
@@ -164,7 +167,7 @@ impl Spec {
 
     /// Draws a sequence, to learn from or to be held out.
     pub fn draw(&self, random: &mut Random, held_out: bool) -> Sequence {
-        match self.kind {
+        let places = match self.kind {
             Kind::Mqar => self.mqar(random),
             Kind::Recall => self.recall(random),
             Kind::Fuzzy => self.fuzzy(random, held_out),
@@ -172,7 +175,9 @@ impl Spec {
             Kind::Memorization => self.memorization(random),
             Kind::Compression => self.compression(random),
             Kind::ListOps => self.listops(random),
-        }
+        };
+        let (tokens, right) = places.into_iter().unzip();
+        Sequence { tokens, right }
     }
 
     /// So many different keys, and a value for each.
@@ -184,13 +189,12 @@ impl Spec {
         (keys, values.into_iter().map(|value| value + half as u32).collect())
     }
 
-    fn mqar(&self, random: &mut Random) -> Sequence {
+    fn mqar(&self, random: &mut Random) -> Vec<Place> {
         let (pairs, length) = (self.size("pairs"), self.length());
         let (keys, values) = self.keys_and_values(random);
-        let mut tokens: Vec<u32> = (0..length).map(|_| below(random, self.size("vocabulary"))).collect();
-        let mut right = vec![None; length];
+        let mut all: Vec<Place> = (0..length).map(|_| (below(random, self.size("vocabulary")), None)).collect();
         for (n, (&key, &value)) in keys.iter().zip(&values).enumerate() {
-            (tokens[2 * n], tokens[2 * n + 1]) = (key, value);
+            (all[2 * n].0, all[2 * n + 1].0) = (key, value);
         }
         // A draw without replacement by weights: the largest of ln(u)/w (Efraimidis and Spirakis 2006).
         let first = 2 * pairs;
@@ -199,33 +203,30 @@ impl Spec {
             .collect();
         places.sort_by(|a, b| b.0.total_cmp(&a.0));
         for ((_, place), (key, value)) in places.into_iter().zip(keys.into_iter().zip(values)) {
-            (tokens[place], right[place]) = (key, Some(value));
+            all[place] = (key, Some(value));
         }
-        Sequence { tokens, right }
+        all
     }
 
-    fn recall(&self, random: &mut Random) -> Sequence {
+    fn recall(&self, random: &mut Random) -> Vec<Place> {
         let (length, vocabulary, noise) = (self.length(), self.size("vocabulary"), self.size("noise"));
         let (keys, values) = self.keys_and_values(random);
-        let (mut known, mut begun) = (HashMap::new(), None);
-        let (mut tokens, mut right) = (Vec::new(), Vec::new());
-        while tokens.len() + 2 <= length {
+        let (mut known, mut begun, mut all) = (HashMap::new(), None, Vec::new());
+        while all.len() + 2 <= length {
             // The last pair asks for one that has come, so that no sequence is without a question.
-            let last = tokens.len() + 4 > length;
+            let last = all.len() + 4 > length;
             if begun.is_some() && !last && noise > 0 && below(random, 100) < noise as u32 {
-                tokens.extend([0, 1].map(|_| vocabulary as u32 + below(random, NOISE)));
-                right.extend([None, None]);
+                all.extend([0, 1].map(|_| (vocabulary as u32 + below(random, NOISE), None)));
                 continue;
             }
             let n = if last { begun.unwrap_or(0) } else { below(random, keys.len()) as usize };
             begun.get_or_insert(n);
-            right.extend([known.insert(keys[n], values[n]), None]);
-            tokens.extend([keys[n], values[n]]);
+            all.extend([(keys[n], known.insert(keys[n], values[n])), (values[n], None)]);
         }
-        Sequence { tokens, right }
+        all
     }
 
-    fn fuzzy(&self, random: &mut Random, held_out: bool) -> Sequence {
+    fn fuzzy(&self, random: &mut Random, held_out: bool) -> Vec<Place> {
         let (length, vocabulary, motif) = (self.length(), self.size("vocabulary"), self.size("motif"));
         let half = vocabulary / 2;
         let some = |random: &mut Random| 1 + below(random, motif) as usize;
@@ -262,58 +263,45 @@ impl Spec {
         }
         // What room is left stands before it all.
         let room = length - tokens.len();
-        tokens.splice(0..0, std::iter::repeat_n(vocabulary as u32, room));
-        right.splice(0..0, std::iter::repeat_n(None, room));
-        Sequence { tokens, right }
+        std::iter::repeat_n((vocabulary as u32, None), room).chain(tokens.into_iter().zip(right)).collect()
     }
 
-    fn memorization(&self, random: &mut Random) -> Sequence {
+    fn memorization(&self, random: &mut Random) -> Vec<Place> {
         let vocabulary = self.size("vocabulary");
         let half = vocabulary / 2;
         // The same pairs in every run and sequence.
         let values = distinct(&mut Random::new(0, 0), half, half);
-        let (mut tokens, mut right) = (Vec::new(), Vec::new());
-        for _ in 0..self.length() / 2 {
-            let key = below(random, half);
-            tokens.extend([key, vocabulary as u32]);
-            right.extend([None, Some(values[key as usize] + half as u32)]);
-        }
-        Sequence { tokens, right }
+        let pair = |key: u32| [(key, None), (vocabulary as u32, Some(values[key as usize] + half as u32))];
+        (0..self.length() / 2).flat_map(|_| pair(below(random, half))).collect()
     }
 
-    fn compression(&self, random: &mut Random) -> Sequence {
+    fn compression(&self, random: &mut Random) -> Vec<Place> {
         let (length, vocabulary) = (self.length(), self.size("vocabulary"));
-        let mut tokens: Vec<u32> = (1..length).map(|_| below(random, vocabulary)).collect();
-        let mut right: Vec<Option<u32>> = tokens.iter().copied().map(Some).collect();
-        tokens.push(vocabulary as u32);
-        right.push(None);
-        Sequence { tokens, right }
+        let asked = (1..length).map(|_| below(random, vocabulary)).map(|token| (token, Some(token)));
+        asked.chain([(vocabulary as u32, None)]).collect()
     }
 
-    fn listops(&self, random: &mut Random) -> Sequence {
+    fn listops(&self, random: &mut Random) -> Vec<Place> {
         let [shortest, longest, depth, arguments] =
             ["shortest", "length", "depth", "arguments"].map(|name| self.size(name));
         let (tokens, value) = listops::draw(random, shortest..=longest, depth, arguments);
-        let mut right = vec![None; tokens.len()];
-        right[tokens.len() - 1] = Some(value);
-        Sequence { tokens, right }
+        let last = tokens.len() - 1;
+        tokens.into_iter().enumerate().map(|(n, token)| (token, (n == last).then_some(value))).collect()
     }
 
-    fn copying(&self, random: &mut Random) -> Sequence {
-        let (pairs, length, vocabulary) = (self.size("pairs"), self.length(), self.size("vocabulary"));
+    fn copying(&self, random: &mut Random) -> Vec<Place> {
+        let (pairs, vocabulary) = (self.size("pairs"), self.size("vocabulary"));
         let [blank, marker] = [0, 1].map(|n| (vocabulary + n) as u32);
-        let room = length - pairs;
+        let room = self.length() - pairs;
         let mut places = distinct(random, room, pairs);
         places.sort_unstable();
-        let mut tokens = vec![blank; room];
-        let mut right = vec![None; room];
+        let mut all = vec![(blank, None); room];
         for place in places {
             let token = below(random, vocabulary);
-            tokens[place as usize] = token;
-            right.push(Some(token));
+            all[place as usize].0 = token;
+            all.push((marker, Some(token)));
         }
-        tokens.resize(length, marker);
-        Sequence { tokens, right }
+        all
     }
 }
 

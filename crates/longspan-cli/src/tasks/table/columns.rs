@@ -29,7 +29,7 @@ const PARTS: &str = "year|yr|quarter|qtr|month|mon|month_name|week|day|hour|hr|m
 const CLOCK: [&[&str]; 3] = [&["hour", "hr"], &["minute"], &["second"]];
 
 /// months as their names begin,
-const MONTHS: [&str; 12] = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"];
+pub const MONTHS: [&str; 12] = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"];
 
 /// units in names of times,
 const UNITS: [&str; 14] =
@@ -305,7 +305,7 @@ fn some(table: &Table, place: usize) -> Vec<String> {
 }
 
 /// Whether a column holds dates that are no numbers.
-fn holds_dates(table: &Table, place: usize) -> bool {
+pub fn holds_dates(table: &Table, place: usize) -> bool {
     let texts = some(table, place);
     let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
     // In doubt about the day and the month they are dates.
@@ -508,6 +508,7 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     let help = match &table.header[..] {
         [one] if one.contains(' ') => SPACES,
         all if 2 * times > all.len() => "; if a row is a whole series, and a column a time, give --wide",
+        all if all.iter().any(String::is_empty) => "; if this line does not name the columns, take it out",
         _ if texts => "; labelled texts are learned with --labelled",
         _ => &repeated(table, &free, &free).map_or(String::new(), |found| format!("; {}", anew(table, found))),
     };

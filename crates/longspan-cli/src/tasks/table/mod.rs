@@ -16,10 +16,10 @@ use super::lines;
 use super::memory;
 use super::split::composed;
 use crate::run::columns::Columns;
-use crate::terminal::notes::note;
+use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::{counted, listed};
 use crate::terminal::shell;
-use columns::{TextColumn, is_time};
+use columns::{MONTHS, TextColumn, holds_dates, is_time};
 
 /// What stands for a missing value, beside an empty field.
 const MISSING: [&str; 20] = [
@@ -206,6 +206,45 @@ impl Table {
         Self { name: self.name.clone(), header, rows: self.rows.iter().map(row).collect(), ..*self }
     }
 
+    /// The same with a row for each month or quarter of a year, or each time of a day, where rows have a column for each; with what is said of it.
+    pub fn melted(&self, columns: &Columns) -> Option<(Self, String)> {
+        let lower: Vec<String> = self.header.iter().map(|title| title.to_lowercase()).collect();
+        let is_month = |n: usize, title: &str| title.starts_with(MONTHS[n]) || title.parse() == Ok(n + 1);
+        let is_quarter = |n: usize, title: &str| title == format!("q{}", n + 1);
+        let is_clock = |_: usize, title: &str| title.contains(':') && title.parse::<jiff::civil::Time>().is_ok();
+        let clocks = lower.iter().filter(|title| is_clock(0, title)).count().max(2);
+        let run = |part, count: usize, is: &dyn Fn(usize, &str) -> bool| {
+            let is_run = |titles: &[String]| titles.iter().enumerate().all(|(n, title)| is(n, title));
+            Some((part, lower.windows(count).position(is_run)?, count))
+        };
+        let quarters = || run("quarter", 4, &is_quarter).or_else(|| run("clock", clocks, &is_clock));
+        let (part, first, count) = run("month", 12, &is_month).or_else(quarters)?;
+        let is_whole =
+            |place: &usize| if part == "clock" { holds_dates(self, *place) } else { lower[*place] == "year" };
+        let whole = (0..first).find(is_whole)?;
+        let titles = &self.header[first..first + count];
+        let is_named = columns.time.as_ref().is_some_and(|time| !time.split(',').any(|name| name == part));
+        if is_named || titles.iter().any(|title| columns.channels.contains(title)) {
+            return None;
+        }
+        let header = [&self.header[..first], &[part.into(), "value".into()]].concat();
+        let rows = self.rows.iter().flat_map(|row| {
+            (0..count).map(move |n| {
+                let name = if part == "clock" { self.header[first + n].clone() } else { (n + 1).to_string() };
+                let cells = [&row.cells[..first], &[name.into(), row.cells[first + n].clone()]].concat();
+                Row { line: row.line, cells }
+            })
+        });
+        let said = format!(
+            "a row for each {}, from the columns `{}` … `{}`, and none from those after them; --time {} takes each for a channel",
+            if part == "clock" { "time of the day" } else { part },
+            titles[0],
+            titles[count - 1],
+            shell::quoted(&self.header[whole])
+        );
+        Some((Self { name: self.name.clone(), header, rows: rows.collect(), ..*self }, said))
+    }
+
     fn with_rows(mut self, mut rows: Vec<Row>) -> Result<Self> {
         let width = self.header.len();
         for Row { cells, .. } in &mut rows {
@@ -314,7 +353,11 @@ impl Table {
         let has = |mark| self.rows.iter().any(|row| row.cells[place].as_str().is_some_and(|text| text.contains(mark)));
         let read = |comma| self.rows.iter().map(|row| number(&row.cells[place], comma).ok_or(row)).collect();
         let grouped: Result<Vec<f64>, &Row> = read(self.commas && (has(',') || self.groups && has('.')));
-        if grouped.is_err() && !has(',') { read(false) } else { grouped }
+        let numbers = if grouped.is_err() && !has(',') { read(false) } else { grouped }?;
+        // Beside 0 and 1 alone a truth value is a number.
+        let others = numbers.iter().any(|number| !number.is_nan() && ![0.0, 1.0].contains(number));
+        let slip = self.rows.iter().find(|row| others && truth(&row.cells[place]).is_some());
+        slip.map_or(Ok(numbers), Err)
     }
 
     /// The numbers of a column in which a comma is the decimal point without doubt: where three digits follow each, they may be thousands.
@@ -334,10 +377,9 @@ impl Table {
     /// Says how many rows have nothing in a column of texts.
     pub fn say_empty(&self, place: usize) {
         let is_empty = |row: &&Row| row.cells[place].as_str().is_some_and(|text| text.trim().is_empty());
-        let (title, rows) = (&self.header[place], self.rows.iter().filter(is_empty).count());
-        if rows > 0 {
-            note(format_args!("{}: nothing in the column `{title}` of {}", self.name, counted(rows, "rows")));
-        }
+        note_some(self.rows.iter().filter(is_empty).count(), |rows| {
+            format!("{}: nothing in the column `{}` of {}", self.name, self.header[place], counted(rows, "rows"))
+        });
     }
 
     /// Says of numbers, and of labels that may be some, what else they may be.
@@ -419,15 +461,22 @@ pub fn text(cell: &Value) -> Option<Cow<'_, str>> {
 
 /// A finite number, NaN where it is missing, `None` where a cell is neither; `comma` if a comma is its decimal point.
 fn number(cell: &Value, comma: bool) -> Option<f64> {
-    match cell {
+    let number = match cell {
         Value::Null => Some(f64::NAN),
-        Value::Bool(flag) => Some(f64::from(u8::from(*flag))),
         Value::Number(number) => number.as_f64(),
-        Value::String(text) if text.trim().eq_ignore_ascii_case("true") => Some(1.0),
-        Value::String(text) if text.trim().eq_ignore_ascii_case("false") => Some(0.0),
-        Value::String(text) if comma && !is_missing(text) => value(&with_point(text)?),
+        Value::String(text) if comma && !is_missing(text) => with_point(text).and_then(|text| value(&text)),
         Value::String(text) => value(text),
-        Value::Array(_) | Value::Object(_) => None,
+        _ => None,
+    };
+    number.or_else(|| truth(cell).map(|flag| f64::from(u8::from(flag))))
+}
+
+fn truth(cell: &Value) -> Option<bool> {
+    match cell {
+        Value::Bool(flag) => Some(*flag),
+        Value::String(text) if text.trim().eq_ignore_ascii_case("true") => Some(true),
+        Value::String(text) if text.trim().eq_ignore_ascii_case("false") => Some(false),
+        _ => None,
     }
 }
 
@@ -639,6 +688,8 @@ mod tests {
             assert_eq!(numbers(&format!("x;y\n1,5;a\n{wrong};b\n"), Form::Csv), Err(3), "{wrong}");
         }
         assert_eq!(numbers("x\n1\ninf\n", Form::Csv), Err(3));
+        assert_eq!(numbers("x\n1\nTRUE\nfalse\n", Form::Csv), Ok(vec![1.0, 1.0, 0.0]));
+        assert_eq!(numbers("x\n1.5\nTRUE\n0\n", Form::Csv), Err(3), "a slip among other numbers");
         assert!(numbers("x,y\nNA,1\n,2\n#N/A,3\nnull,4\n", Form::Csv).unwrap().iter().all(|number| number.is_nan()));
     }
 

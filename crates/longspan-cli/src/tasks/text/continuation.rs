@@ -7,8 +7,7 @@ use burn::tensor::Device;
 use longspan::models::{LanguageDecoder, LanguageModel, LanguageState};
 use longspan::sample::SampleOptions;
 
-use super::score::row;
-use crate::tasks::batches::Random;
+use crate::tasks::batches::{Random, padded};
 use crate::tasks::tokens::{END, START, Tokenizer};
 
 /// Tokens of a prompt that are read at a time.
@@ -124,7 +123,7 @@ impl Walk<'_> {
                 return Ok(decoder.step(&[*token as usize])?.to_vec());
             }
             [token] => self.model.step(&[*token as usize], &mut self.state)?,
-            _ => self.model.prefill(row(tokens, &Device::flex()), &mut self.state)?,
+            _ => self.model.prefill(padded(&[tokens], &Device::flex()).0, &mut self.state)?,
         };
         logits.try_into_vec_as().map_err(|error| anyhow!("the device gave no numbers back: {error}"))
     }

@@ -1,7 +1,7 @@
 //! The texts of a run as one long row of bytes, of which no more than a piece is read at a time.
 
 use std::fs::{self, File};
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use crate::run::seal::hex;
 use crate::tasks::lines::{self, cannot_read};
-use crate::terminal::notes::note;
+use crate::terminal::notes::note_some;
 use crate::terminal::samples::counted;
 
 /// Bytes of a piece: a thousand tokens or more, and little beside a model.
@@ -70,7 +70,11 @@ impl Corpus {
         let mut corpus = Self { documents: Vec::new(), bounds: vec![0], utf8, modified, sha256 };
         for path in paths {
             if !lines::is_standard_input(path) && path.is_dir() {
-                corpus.add_folder(path)?;
+                let mut binary = Vec::new();
+                corpus.add_folder(path, &mut binary)?;
+                note_some(binary.len(), |count| {
+                    format!("{}: left out {}, such as {}", path.display(), counted(count, "binary files"), binary[0])
+                });
             } else {
                 corpus.add(path)?;
             }
@@ -90,31 +94,17 @@ impl Corpus {
         self.documents.len()
     }
 
-    fn add_folder(&mut self, folder: &Path) -> Result<()> {
-        let mut binary = Vec::new();
-        self.walk(folder, &mut binary)?;
-        if let [first, ..] = binary.as_slice() {
-            note(format_args!(
-                "{}: left out {}, such as {first}",
-                folder.display(),
-                counted(binary.len(), "binary files")
-            ));
-        }
-        Ok(())
-    }
-
-    fn walk(&mut self, folder: &Path, binary: &mut Vec<String>) -> Result<()> {
-        let mut paths = Vec::new();
-        for entry in fs::read_dir(folder).map_err(|error| cannot_read(folder, &error))? {
-            paths.push(entry.map_err(|error| cannot_read(folder, &error))?.path());
-        }
+    fn add_folder(&mut self, folder: &Path, binary: &mut Vec<String>) -> Result<()> {
+        let entries = fs::read_dir(folder).and_then(|entries| entries.collect::<io::Result<Vec<_>>>());
+        let entries = entries.map_err(|error| cannot_read(folder, &error))?;
+        let mut paths: Vec<PathBuf> = entries.iter().map(fs::DirEntry::path).collect();
         paths.sort();
         for path in paths {
             if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.')) {
                 continue;
             }
             if path.is_dir() {
-                self.walk(&path, binary)?;
+                self.add_folder(&path, binary)?;
             } else if path.is_file() {
                 if self.utf8 && what_is_wrong(&head(&path)?).is_some() {
                     binary.push(path.display().to_string());

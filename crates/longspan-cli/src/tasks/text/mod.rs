@@ -456,10 +456,7 @@ fn learned(corpus: &Corpus, train: &Range<u64>, size: usize) -> Result<Tokenizer
         Some(String::from_utf8_lossy(&piece.bytes).into_owned())
     });
     let tokenizer = Tokenizer::train(size, texts)?;
-    match failure {
-        None => Ok(tokenizer),
-        Some(error) => Err(error),
-    }
+    failure.map_or(Ok(tokenizer), Err)
 }
 
 /// Which bytes serve what, by position: the last twentieth is held out, that before is for development.

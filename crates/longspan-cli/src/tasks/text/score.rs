@@ -4,11 +4,12 @@ use std::fmt::{self, Display};
 use std::sync::Arc;
 
 use anyhow::Result;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::Device;
 use longspan::models::{LanguageModel, LanguageState};
 use serde::Serialize;
 
 use super::corpus::{Corpus, Piece};
+use crate::tasks::batches::padded;
 use crate::tasks::scores::Interval;
 use crate::tasks::task;
 use crate::tasks::tokens::{START, Tokenizer, UNKNOWN};
@@ -68,7 +69,7 @@ impl<'a> Scorer<'a> {
             let room = self.limit.map_or(SEGMENT, |limit| SEGMENT.min(limit - self.state.position()));
             let (some, others) = rest.split_at(rest.len().min(room));
             let read: Vec<u32> = std::iter::once(self.last).chain(some.iter().copied()).take(some.len()).collect();
-            let loss = self.model.loss_from(row(&read, &Device::flex()), some, 0.0, &mut self.state)?;
+            let loss = self.model.loss_from(padded(&[read], &Device::flex()).0, some, 0.0, &mut self.state)?;
             bits += f64::from(loss.plain.into_scalar::<f32>()) / std::f64::consts::LN_2;
             self.last = some[some.len() - 1];
             rest = others;
@@ -78,11 +79,6 @@ impl<'a> Scorer<'a> {
         self.cost.unknown += unknown;
         Ok(())
     }
-}
-
-pub fn row(tokens: &[u32], device: &Device) -> Tensor<2, Int> {
-    let ids: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
-    Tensor::from_data(TensorData::new(ids, [1, tokens.len()]), device)
 }
 
 impl Cost {
