@@ -329,7 +329,7 @@ def test_fuzz():
     calls = int(os.environ.get("LONGSPAN_FUZZ_CALLS", "4000"))
     draw = random.Random(seed)
     names = ("kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax",
-             "short-convolution")  # fmt: skip
+             "short-convolution", "gated", "delta")  # fmt: skip
     counts = {name: {"answer": 0, "error": 0} for name in names}
 
     def size():
@@ -348,6 +348,13 @@ def test_fuzz():
             base = base.astype(dtype)
         view = base[tuple(slice(None, None, draw.choice([2, 2, 2, -2])) for _ in shape)]
         return draw.choice([np.ascontiguousarray, lambda x: x, np.asfortranarray])(view)
+
+    def gate(*shape, most=None):
+        """Logarithms of decays, or numbers up to ``most``; some that are neither."""
+        given = array(*shape)
+        if draw.random() < 0.1 or getattr(given, "dtype", None) != np.float32:
+            return given
+        return -abs(given) if most is None else np.minimum(abs(given), np.float32(most))
 
     def function(name, batch, heads, kv_heads, queries, keys, dim):
         """The function of a mechanism, and its parameters of the right shapes or almost."""
@@ -386,6 +393,11 @@ def test_fuzz():
         if name == "softmax":
             more = {"scale": draw.choice([None, 0.5, -1.0, float("nan"), "x"]), "capacity": draw.choice([4096, 0, -1, "x"])}
             return ops.softmax_attention, [], more if draw.random() < 0.3 else {}
+        if name in ("gated", "delta"):
+            log_decay = gate(batch, kv_heads, keys, *draw.choice([(), (dim,)])) if draw.random() < 0.8 else None
+            if name == "gated":
+                return ops.gated_attention, [log_decay], {}
+            return ops.delta_attention, [gate(batch, kv_heads, keys, most=2.0), log_decay], {}
         return {"kernelized": ops.kernelized_attention, "aft-simple": ops.aft_simple}[name], [], {}
 
     for index in range(calls):
@@ -396,6 +408,8 @@ def test_fuzz():
         if name.startswith(("aft", "short")) and draw.random() < 0.95:
             value_dim = dim
         heads = kv_heads * draw.choice([1, 1, 2])
+        if name in ("gated", "delta") and draw.random() < 0.95:
+            keys = queries
         q, k, v = array(batch, heads, queries, dim), array(batch, kv_heads, keys, dim), array(batch, kv_heads, keys, value_dim)
         if name == "aft-conv":
             k = array(batch, kv_heads, keys)
@@ -419,7 +433,9 @@ def test_fuzz():
         try:
             out = call(q, k, v, *parameters, **options)
             out = out[0] if options.get("output_final_state") else out
-            assert out.shape == (*q.shape[:3], v.shape[3]), f"call {index} of seed {seed}: {name}"
+            # Heads of values may share those of queries and keys.
+            sharing = v.shape[1] // k.shape[1] if name in ("gated", "delta") and k.shape[1] else 1
+            assert out.shape == (q.shape[0], q.shape[1] * sharing, q.shape[2], v.shape[3]), f"call {index} of seed {seed}: {name}"
             counts[name]["answer"] += 1
         except (TypeError, ValueError) as error:
             assert str(error), f"call {index} of seed {seed}: {name}"
