@@ -130,12 +130,12 @@ WRONG += [
     (TypeError, "set_num_threads: threads: expected an integer from 0 on, got True", lambda: longspan.set_num_threads(True)),
     (TypeError, "offset: expected an integer that fits 64 bits, got True", lambda: attend(offset=True)),
     (TypeError, "State.select: indices: expected a list of integers, got 'ab'", lambda: STATE.select("ab")),
-    (ValueError, "State.from_numbers: batch: expected an integer from 0 on, got -1",
-     lambda: longspan.State.from_numbers("kernelized", "1.0", -1, 2, [1] * 6, Q)),
-    (TypeError, "State.from_numbers: kv_heads: expected an integer from 0 on, got 'a'",
-     lambda: longspan.State.from_numbers("kernelized", "1.0", 1, "a", [1] * 6, Q)),
-    (ValueError, "State.from_numbers: numbers: expected 12 for a state of kernelized, batch 1",
-     lambda: longspan.State.from_numbers("kernelized", "1.0", 1, 2, [1] * 6, Q)),
+    (ValueError, "State: batch: expected an integer from 0 on, got -1",
+     lambda: longspan.State("kernelized", "1.0", -1, 2, [1] * 6, Q)),
+    (TypeError, "State: kv_heads: expected an integer from 0 on, got 'a'",
+     lambda: longspan.State("kernelized", "1.0", 1, "a", [1] * 6, Q)),
+    (ValueError, "State: numbers: expected 12 for a state of kernelized, batch 1",
+     lambda: longspan.State("kernelized", "1.0", 1, 2, [1] * 6, Q)),
     (TypeError, "set_num_threads: threads: expected an integer from 0 on, got 'a'", lambda: longspan.set_num_threads("a")),
     (ValueError, "set_num_threads: threads: expected an integer from 0 on, got 1180591", lambda: longspan.set_num_threads(2**70)),
     (ValueError, "explain: options: invalid value: integer `-1`, expected an integer from 0 on",
@@ -456,7 +456,7 @@ def test_fuzzed_states():
             numbers = state.numbers
             places = draw.integers(0, numbers.size, draw.integers(1, 4))
             numbers.reshape(-1)[places] = draw.choice([np.nan, np.inf, -np.inf, -1.0, 0.5, 1e300, 2.0**53, 7.0], len(places))
-            broken = longspan.State.from_numbers(state.mechanism, state.options, state.batch, state.kv_heads, state.parts, numbers)
+            broken = longspan.State(state.mechanism, state.options, state.batch, state.kv_heads, state.parts, numbers)
             try:
                 with np.errstate(all="ignore"):
                     whole(q, k, v, initial_state=broken, output_final_state=True)

@@ -14,10 +14,6 @@ class State:
         cls, mechanism: str, options: str, batch: int, kv_heads: int, parts: Sequence[int],
         numbers: NDArray[np.floating[Any]] | bytes, dtype: str | None = None,
     ) -> State: ...  # fmt: skip
-    @staticmethod
-    def from_numbers(
-        mechanism: str, options: str, batch: int, kv_heads: int, parts: Sequence[int], numbers: NDArray[np.floating[Any]]
-    ) -> State: ...
     @property
     def mechanism(self) -> str: ...
     @property
