@@ -336,8 +336,7 @@ def test_fuzz():
         return draw.choice([0, 1, 1, 2, 2, 3, 4, 5, 8, 17, 65])
 
     def array(*shape):
-        wrong = draw.random()
-        if wrong < 0.02:
+        if draw.random() < 0.02:
             return draw.choice([None, 3, "q", [1.0], np.array(2.0), object()])
         shape = [size() if draw.random() < 0.02 else n for n in shape]
         dtype = draw.choice([np.float32] * 30 + [np.float64, np.int32, ">f4", np.float16, "c8"])

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from test_mechanisms import draw
 from test_ops import close, inputs
 
 import longspan
@@ -81,10 +82,6 @@ def test_a_state_with_a_broken_ring_is_refused():
     broken = State(state.mechanism, state.options, state.batch, state.kv_heads, state.parts, numbers)
     with pytest.raises(ValueError, match="ring"):
         ops.shaw_attention_step(*(x[:, :, 0] for x in (q, k, v)), REL, broken)
-
-
-def draw(*shape):
-    return np.random.default_rng(sum(shape)).standard_normal(shape)
 
 
 #: What is called, and what `longspan.combine` is told, with which parameters.

@@ -14,6 +14,7 @@ from agreement import draw, elsewhere, leaves, same_gradients, steps  # noqa: E4
 
 from longspan import ops  # noqa: E402
 from longspan.torch import MultiheadAttention, TensorState, chunked_attention  # noqa: E402
+from longspan.torch._check import FUNCTIONS  # noqa: E402
 
 LENGTH = 9
 
@@ -22,12 +23,9 @@ def inputs(batch=2, queries=LENGTH, keys=LENGTH):
     return draw(batch, 4, queries, 4, seed=1), draw(batch, 4, keys, 4, seed=2), draw(batch, 4, keys, 4, seed=3)
 
 
+#: AFT-conv, of whose keys each is one number.
+of_keys = FUNCTIONS["aft-conv"]
 ANGLES, EACH = draw(4, 4, 1), [draw(4, 4, seed=s) for s in (5, 6, 7)]
-
-
-def of_keys(q, k, v, *parameters, **options):
-    """AFT-conv, of whose keys each is one number."""
-    return ops.aft_conv(q, k[..., 0], v, parameters[0], **dict(zip(("gamma", "beta"), parameters[1:])), **options)
 
 
 def in_the_plane(q, k, v, a, b, p, r, **options):
