@@ -207,12 +207,12 @@ impl Mechanism {
         state: Option<&'a State>,
     ) -> PyResult<Option<&'a kernels::State<T>>> {
         let Some(state) = state else { return Ok(None) };
-        T::unwrap(state).map(Some).ok_or_else(|| self.other_precision::<T>(argument, state))
+        T::unwrap(state).map(Some).ok_or_else(|| self.other_precision::<T>(argument, state.precision()))
     }
 
-    fn other_precision<T: Precise>(&self, argument: &str, state: &State) -> PyErr {
+    fn other_precision<T: Precise>(&self, argument: &str, given: Precision) -> PyErr {
         let expected = format!("a state of {} like q", T::PRECISION.name());
-        error::kind(&self.operation, argument, expected, state.precision().name())
+        error::kind(&self.operation, argument, expected, given.name())
     }
 
     fn backward_as<'py, T: Precise>(
@@ -274,7 +274,7 @@ impl Mechanism {
         given: &[Tensor<'_>],
     ) -> PyResult<(State, State, Vec<Py<PyAny>>)> {
         let [earlier, later, d_combined] =
-            states.map(|state| T::unwrap(state).ok_or_else(|| self.other_precision::<T>("later", state)));
+            states.map(|state| T::unwrap(state).ok_or_else(|| self.other_precision::<T>("later", state.precision())));
         let parameters: Vec<&[T]> = given.iter().map(Tensor::numbers).collect();
         let found = T::kernel(&*self.kernel).combine_backward(earlier?, later?, &parameters, d_combined?);
         let found = found.map_err(|e| self.failed(e))?;
@@ -313,22 +313,7 @@ impl Mechanism {
         Ok(seconds)
     }
 
-    /// The state that a step begins with.
-    fn state_of_step<'py>(
-        &self,
-        py: Python<'py>,
-        dims: &Dims,
-        state: Option<Bound<'py, State>>,
-        precision: Precision,
-    ) -> PyResult<Bound<'py, State>> {
-        let Some(state) = state else {
-            let empty = with_precision!(precision, T => T::kernel(&*self.kernel).empty_state(dims).map(T::wrap));
-            return Bound::new(py, empty.map_err(|e| self.failed(e))?);
-        };
-        Ok(state)
-    }
-
-    /// The same to be changed, if nobody else is changing it and it is of these sequences and heads.
+    /// A state to be changed, if nobody else is changing it and it is of these sequences and heads.
     fn held<'py>(&self, state: &Bound<'py, State>, batch: usize, kv_heads: usize) -> PyResult<PyRefMut<'py, State>> {
         let held = state.try_borrow_mut().map_err(|_| {
             PyRuntimeError::new_err(format!(
@@ -345,14 +330,6 @@ impl Mechanism {
         Ok(held)
     }
 
-    /// Its numbers, if they are of this type.
-    fn state_mut<'a, T: Precise>(&self, state: &'a mut State) -> PyResult<&'a mut kernels::State<T>> {
-        if T::unwrap(state).is_none() {
-            return Err(self.other_precision::<T>("state", state));
-        }
-        Ok(T::unwrap_mut(state).expect("what `unwrap` found"))
-    }
-
     fn step_as<'py, T: Precise>(
         &self,
         py: Python<'py>,
@@ -362,7 +339,8 @@ impl Mechanism {
         state: &mut State,
         sharing: usize,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let state = self.state_mut::<T>(state)?;
+        let given = state.precision();
+        let state = T::unwrap_mut(state).ok_or_else(|| self.other_precision::<T>("state", given))?;
         let mut out = Fresh::new(py, shape, token[0].dtype())?;
         // No sequence says how wide its heads are.
         if shape[0] == 0 {
@@ -504,7 +482,8 @@ impl Mechanism {
         self.expect_shape("v", &v, &[batch, kv_heads, value_dim])?;
         self.expect_groups(query_heads, key_heads)?;
         let parameters = self.parameters(&dims, dtype, parameters)?;
-        let state = self.state_of_step(py, &dims, state, precision)?;
+        let empty = || with_precision!(precision, T => T::kernel(&*self.kernel).empty_state(&dims).map(T::wrap));
+        let state = state.map_or_else(|| Bound::new(py, empty().map_err(|e| self.failed(e))?), Ok)?;
         let out = {
             let mut held = self.held(&state, batch, kv_heads)?;
             let token = [&q, &k, &v];
