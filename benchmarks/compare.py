@@ -381,7 +381,7 @@ def overhead(heads: int, head_dim: int, length: int = 64, calls: int = 2000) -> 
 
     kernel, numpy, torch_, step, tensor_step = [], [], [], [], []
     for _ in range(5):
-        kernel.append(median(native.kernel_seconds(q, k, v, (), True, calls)) * 1e6)
+        kernel.append(median(native.kernel_seconds((q, k, v, (), True, 0, None, None), calls)) * 1e6)
         numpy.append(whole(lambda: ops.kernelized_attention(q, k, v, is_causal=True)))
         torch_.append(whole(lambda: ops.kernelized_attention(q_tensor, k_tensor, v_tensor, is_causal=True)))
         step.append(whole(lambda: ops.kernelized_attention_step(one_q, one_k, one_v, state)))

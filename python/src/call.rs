@@ -20,6 +20,19 @@ use crate::results::{Fresh, FreshTensor};
 use crate::state::{Numbers, State};
 use crate::threads;
 
+/// What a call is given: q, k, v, parameters, whether it is causal, its offset, which keys are ignored, and boundaries.
+#[derive(FromPyObject)]
+struct Given<'py>(
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyAny>,
+    Bound<'py, PyTuple>,
+    bool,
+    Bound<'py, PyAny>,
+    Option<Bound<'py, PyAny>>,
+    Option<Boundaries>,
+);
+
 /// A mechanism with its options. Arrays are ``[batch, head, token, feature]``.
 #[pyclass(frozen, module = "longspan._native")]
 pub struct Mechanism {
@@ -61,23 +74,13 @@ impl Mechanism {
     }
 
     /// Checks arrays and mask of a call.
-    #[allow(clippy::too_many_arguments)]
-    fn inputs<'py>(
-        &self,
-        q: &Bound<'py, PyAny>,
-        k: &Bound<'py, PyAny>,
-        v: &Bound<'py, PyAny>,
-        parameters: &Bound<'py, PyTuple>,
-        is_causal: bool,
-        offset: &Bound<'py, PyAny>,
-        key_padding_mask: Option<&Bound<'py, PyAny>>,
-        cu_seqlens: Option<Boundaries>,
-    ) -> PyResult<Inputs<'py>> {
+    fn inputs<'py>(&self, given: Given<'py>) -> PyResult<Inputs<'py>> {
+        let Given(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens) = given;
         let operation = &*self.operation;
-        let q = Tensor::new(operation, "q", q)?;
+        let q = Tensor::new(operation, "q", &q)?;
         let dtype = q.dtype();
-        let k = Tensor::like(operation, "k", k, dtype)?;
-        let v = Tensor::like(operation, "v", v, dtype)?;
+        let k = Tensor::like(operation, "k", &k, dtype)?;
+        let v = Tensor::like(operation, "v", &v, dtype)?;
         let axes = "four axes [batch, head, token, feature]";
         let [batch, query_heads, queries, head_dim] = q.shape4(operation, "q", axes)?;
         let [_, key_heads, keys, _] = k.shape4(operation, "k", axes)?;
@@ -89,14 +92,14 @@ impl Mechanism {
         self.expect_shape("k", &k, &[batch, key_heads, keys, self.key_dim(&dims, dtype.precision())])?;
         self.expect_shape("v", &v, &[batch, kv_heads, keys, value_dim])?;
         self.expect_groups(query_heads, key_heads)?;
-        let parameters = self.parameters(&dims, dtype, parameters)?;
+        let parameters = self.parameters(&dims, dtype, &parameters)?;
         let truth = offset.is_instance_of::<PyBool>();
         let offset = offset
             .extract::<isize>()
             .ok()
             .filter(|_| !truth)
             .ok_or_else(|| error::kind(operation, "offset", "an integer that fits 64 bits", offset.to_string()))?;
-        let ignored = key_padding_mask.map(|mask| key_padding(operation, mask, batch, keys)).transpose()?;
+        let ignored = key_padding_mask.map(|mask| key_padding(operation, &mask, batch, keys)).transpose()?;
         if ignored.is_some() && cu_seqlens.is_some() {
             return Err(self.wrong(
                 "cu_seqlens",
@@ -204,12 +207,12 @@ impl Mechanism {
         state: Option<&'a State>,
     ) -> PyResult<Option<&'a kernels::State<T>>> {
         let Some(state) = state else { return Ok(None) };
-        T::unwrap(state).map(Some).ok_or_else(|| self.other_precision::<T>(argument, state))
+        T::unwrap(state).map(Some).ok_or_else(|| self.other_precision::<T>(argument, state.precision()))
     }
 
-    fn other_precision<T: Precise>(&self, argument: &str, state: &State) -> PyErr {
+    fn other_precision<T: Precise>(&self, argument: &str, given: Precision) -> PyErr {
         let expected = format!("a state of {} like q", T::PRECISION.name());
-        error::kind(&self.operation, argument, expected, state.precision().name())
+        error::kind(&self.operation, argument, expected, given.name())
     }
 
     fn backward_as<'py, T: Precise>(
@@ -271,7 +274,7 @@ impl Mechanism {
         given: &[Tensor<'_>],
     ) -> PyResult<(State, State, Vec<Py<PyAny>>)> {
         let [earlier, later, d_combined] =
-            states.map(|state| T::unwrap(state).ok_or_else(|| self.other_precision::<T>("later", state)));
+            states.map(|state| T::unwrap(state).ok_or_else(|| self.other_precision::<T>("later", state.precision())));
         let parameters: Vec<&[T]> = given.iter().map(Tensor::numbers).collect();
         let found = T::kernel(&*self.kernel).combine_backward(earlier?, later?, &parameters, d_combined?);
         let found = found.map_err(|e| self.failed(e))?;
@@ -310,22 +313,7 @@ impl Mechanism {
         Ok(seconds)
     }
 
-    /// The state that a step begins with.
-    fn state_of_step<'py>(
-        &self,
-        py: Python<'py>,
-        dims: &Dims,
-        state: Option<Bound<'py, State>>,
-        precision: Precision,
-    ) -> PyResult<Bound<'py, State>> {
-        let Some(state) = state else {
-            let empty = with_precision!(precision, T => T::kernel(&*self.kernel).empty_state(dims).map(T::wrap));
-            return Bound::new(py, empty.map_err(|e| self.failed(e))?);
-        };
-        Ok(state)
-    }
-
-    /// The same to be changed, if nobody else is changing it and it is of these sequences and heads.
+    /// A state to be changed, if nobody else is changing it and it is of these sequences and heads.
     fn held<'py>(&self, state: &Bound<'py, State>, batch: usize, kv_heads: usize) -> PyResult<PyRefMut<'py, State>> {
         let held = state.try_borrow_mut().map_err(|_| {
             PyRuntimeError::new_err(format!(
@@ -342,14 +330,6 @@ impl Mechanism {
         Ok(held)
     }
 
-    /// Its numbers, if they are of this type.
-    fn state_mut<'a, T: Precise>(&self, state: &'a mut State) -> PyResult<&'a mut kernels::State<T>> {
-        if T::unwrap(state).is_none() {
-            return Err(self.other_precision::<T>("state", state));
-        }
-        Ok(T::unwrap_mut(state).expect("what `unwrap` found"))
-    }
-
     fn step_as<'py, T: Precise>(
         &self,
         py: Python<'py>,
@@ -359,7 +339,8 @@ impl Mechanism {
         state: &mut State,
         sharing: usize,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let state = self.state_mut::<T>(state)?;
+        let given = state.precision();
+        let state = T::unwrap_mut(state).ok_or_else(|| self.other_precision::<T>("state", given))?;
         let mut out = Fresh::new(py, shape, token[0].dtype())?;
         // No sequence says how wide its heads are.
         if shape[0] == 0 {
@@ -417,26 +398,17 @@ impl Mechanism {
     /// Outputs, denominators if wanted, and the state after the last key if wanted.
     ///
     /// ``token_major`` lays the output out as ``[batch, token, head, feature]``, seen through a transposition.
-    #[pyo3(signature = (q, k, v, parameters, is_causal, offset, key_padding_mask=None, cu_seqlens=None,
-                        initial_state=None, final_state=false, denominators=false, token_major=false))]
-    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (call, initial_state=None, final_state=false, denominators=false, token_major=false))]
     fn forward<'py>(
         &self,
         py: Python<'py>,
-        q: &Bound<'py, PyAny>,
-        k: &Bound<'py, PyAny>,
-        v: &Bound<'py, PyAny>,
-        parameters: &Bound<'py, PyTuple>,
-        is_causal: bool,
-        offset: &Bound<'py, PyAny>,
-        key_padding_mask: Option<&Bound<'py, PyAny>>,
-        cu_seqlens: Option<Boundaries>,
+        call: Given<'py>,
         initial_state: Option<PyRef<'py, State>>,
         final_state: bool,
         denominators: bool,
         token_major: bool,
     ) -> PyResult<Outcome<'py>> {
-        let mut inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        let mut inputs = self.inputs(call)?;
         if initial_state.is_none() && !final_state {
             inputs.bring_positions_near()?;
         }
@@ -447,20 +419,12 @@ impl Mechanism {
 
     /// Gradients ``(dq, dk, dv, [of each parameter], of the initial state if there is one)`` from that of the output, and
     /// of the final state where it was used. Where heads of values share those of queries and keys, ``dq`` and ``dk`` have one for each.
-    #[pyo3(signature = (q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens, out, denominators, d_out,
-                        initial_state=None, d_final_state=None, *, token_major))]
+    #[pyo3(signature = (call, out, denominators, d_out, initial_state=None, d_final_state=None, *, token_major))]
     #[allow(clippy::too_many_arguments)]
     fn backward<'py>(
         &self,
         py: Python<'py>,
-        q: &Bound<'py, PyAny>,
-        k: &Bound<'py, PyAny>,
-        v: &Bound<'py, PyAny>,
-        parameters: &Bound<'py, PyTuple>,
-        is_causal: bool,
-        offset: &Bound<'py, PyAny>,
-        key_padding_mask: Option<&Bound<'py, PyAny>>,
-        cu_seqlens: Option<Boundaries>,
+        call: Given<'py>,
         out: &Bound<'py, PyAny>,
         denominators: &Bound<'py, PyAny>,
         d_out: &Bound<'py, PyAny>,
@@ -468,7 +432,7 @@ impl Mechanism {
         d_final_state: Option<PyRef<'py, State>>,
         token_major: [bool; 3],
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let mut inputs = self.inputs(q, k, v, parameters, is_causal, offset, key_padding_mask, cu_seqlens)?;
+        let mut inputs = self.inputs(call)?;
         if initial_state.is_none() && d_final_state.is_none() {
             inputs.bring_positions_near()?;
         }
@@ -518,7 +482,8 @@ impl Mechanism {
         self.expect_shape("v", &v, &[batch, kv_heads, value_dim])?;
         self.expect_groups(query_heads, key_heads)?;
         let parameters = self.parameters(&dims, dtype, parameters)?;
-        let state = self.state_of_step(py, &dims, state, precision)?;
+        let empty = || with_precision!(precision, T => T::kernel(&*self.kernel).empty_state(&dims).map(T::wrap));
+        let state = state.map_or_else(|| Bound::new(py, empty().map_err(|e| self.failed(e))?), Ok)?;
         let out = {
             let mut held = self.held(&state, batch, kv_heads)?;
             let token = [&q, &k, &v];
@@ -571,20 +536,9 @@ impl Mechanism {
 
     /// Seconds that the kernel itself takes for a forward call on these arrays, ``repeats`` times: what
     /// ``benchmarks/compare.py --overhead`` holds a whole call against.
-    #[pyo3(signature = (q, k, v, parameters, is_causal, repeats))]
-    #[allow(clippy::too_many_arguments)]
-    fn kernel_seconds<'py>(
-        &self,
-        py: Python<'py>,
-        q: &Bound<'py, PyAny>,
-        k: &Bound<'py, PyAny>,
-        v: &Bound<'py, PyAny>,
-        parameters: &Bound<'py, PyTuple>,
-        is_causal: bool,
-        repeats: usize,
-    ) -> PyResult<Vec<f64>> {
-        let zero = 0_i64.into_pyobject(py)?.into_any();
-        let inputs = self.inputs(q, k, v, parameters, is_causal, &zero, None, None)?;
+    #[pyo3(signature = (call, repeats))]
+    fn kernel_seconds<'py>(&self, py: Python<'py>, call: Given<'py>, repeats: usize) -> PyResult<Vec<f64>> {
+        let inputs = self.inputs(call)?;
         with_precision!(inputs.q.dtype().precision(), T => self.kernel_seconds_as::<T>(py, &inputs, repeats))
     }
 

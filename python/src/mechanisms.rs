@@ -67,14 +67,14 @@ pub const TABLE: &[Entry] = &[
         summary: "gated linear attention, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ, out_t = scale S_tᵀ q_t",
         states: &["gated"],
         example: "{}",
-        build: gated,
+        build: |options| gated_attention(Update::Sum, options),
     },
     Entry {
         name: "delta",
         summary: "the (gated) delta rule, S_t = e^{g_t} S_{t-1} + β_t k_t (v_t − (e^{g_t} S_{t-1})ᵀ k_t)ᵀ, out_t = scale S_tᵀ q_t",
         states: &["delta"],
         example: "{}",
-        build: delta,
+        build: |options| gated_attention(Update::Delta, options),
     },
     Entry {
         name: "aft-full",
@@ -175,7 +175,6 @@ fn yes() -> bool {
 struct KernelizedOptions {
     #[serde(default, deserialize_with = "by_name")]
     feature_map: FeatureMap,
-    #[serde(default)]
     decay: Option<Vec<f64>>,
     #[serde(default)]
     gate: bool,
@@ -202,7 +201,6 @@ struct ShawOptions {
     rel_feature_map: RelativeMap,
     #[serde(default, deserialize_with = "by_name")]
     feature_map: FeatureMap,
-    #[serde(default)]
     decay: Option<Vec<f64>>,
     #[serde(default)]
     gate: bool,
@@ -247,11 +245,9 @@ struct FourierOptions {
     #[serde(default, deserialize_with = "NormalizerName::deserialize")]
     normalizer: FourierNormalizer,
     /// Axes of given positions; counted ones if there are none.
-    #[serde(default)]
     axes: Option<usize>,
     #[serde(default, deserialize_with = "by_name")]
     feature_map: FeatureMap,
-    #[serde(default)]
     decay: Option<Vec<f64>>,
     #[serde(default)]
     gate: bool,
@@ -302,7 +298,6 @@ struct ToeplitzOptions {
     /// A head's table.
     shape: Vec<usize>,
     /// The distance of the first entry of a table of all distances; by default that of the middle one is 0.
-    #[serde(default)]
     first: Option<isize>,
     /// Have distance 0 in the middle whatever `first` says: one table for calls of any length.
     #[serde(default)]
@@ -366,7 +361,6 @@ fn toeplitz(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
 #[serde(deny_unknown_fields)]
 struct AftFullOptions {
     length: usize,
-    #[serde(default)]
     rank: Option<usize>,
 }
 
@@ -380,7 +374,6 @@ fn aft_full(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
 struct AftLocalOptions {
     window: usize,
     /// Rows of a table that is read by position rather than by query.
-    #[serde(default)]
     length: Option<usize>,
     #[serde(default)]
     by_position: bool,
@@ -405,10 +398,8 @@ fn aft_simple(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
 struct AftConvOptions {
     taps: usize,
     /// Rows of taps of a kernel over an image.
-    #[serde(default)]
     tap_rows: Option<usize>,
     /// Its height and width.
-    #[serde(default)]
     image: Option<[usize; 2]>,
     #[serde(default)]
     normalized: bool,
@@ -435,14 +426,11 @@ struct GatedOptions {
     gate: GateName,
     #[serde(default)]
     l2_norm: bool,
-    #[serde(default)]
     scale: Option<f64>,
     /// Whether gates come with the keys, as in modules; the other options are theirs.
     #[serde(default)]
     learned: bool,
-    #[serde(default)]
     beta_max: Option<f64>,
-    #[serde(default)]
     convolution: Option<usize>,
 }
 
@@ -469,14 +457,6 @@ fn gated_attention(update: Update, options: &str) -> Result<Arc<dyn AnyKernel>, 
     Ok(Arc::new(attention))
 }
 
-fn gated(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    gated_attention(Update::Sum, options)
-}
-
-fn delta(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    gated_attention(Update::Delta, options)
-}
-
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ShortConvolutionOptions {
@@ -497,11 +477,8 @@ fn short_convolution(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Er
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct SoftmaxOptions {
-    #[serde(default)]
     scale: Option<f64>,
-    #[serde(default)]
     capacity: Option<usize>,
-    #[serde(default)]
     window: Option<usize>,
 }
 

@@ -29,7 +29,7 @@ macro_rules! of_either {
 /// All that later tokens need to know of earlier ones: a plain value whose size does not grow with their number.
 ///
 /// Functions with ``output_final_state=True`` and `_step` functions return one. Clone it for beam search, pickle it, send it to
-/// another process, add two up by `longspan.combine`. `State(...)` itself is what ``pickle`` calls; see `from_numbers`.
+/// another process, add two up by `longspan.combine`. `State(...)` makes one of what the attributes gave, perhaps in another process.
 ///
 /// Parameters
 /// ----------
@@ -40,9 +40,14 @@ macro_rules! of_either {
 /// parts : sequence of int
 ///     Numbers in each part of one head's state.
 /// numbers : array of float32 or float64, or bytes of them
-///     ``[batch, kv_heads, sum(parts)]``.
+///     ``[batch, kv_heads, sum(parts)]``, which the state copies.
 /// dtype : str, optional
 ///     ``"float32"`` or ``"float64"``, where ``numbers`` are bytes.
+///
+/// Raises
+/// ------
+/// TypeError, ValueError
+///     For what no state can have given.
 ///
 /// Examples
 /// --------
@@ -59,7 +64,7 @@ macro_rules! of_either {
 /// >>> pickle.loads(pickle.dumps(state)) == state.clone() == state
 /// True
 /// >>> facts = state.mechanism, state.options, state.batch, state.kv_heads, state.parts
-/// >>> State.from_numbers(*facts, state.numbers) == state
+/// >>> State(*facts, state.numbers) == state
 /// True
 #[pyclass(module = "longspan._native", eq)]
 #[derive(Debug, Clone, PartialEq)]
@@ -93,43 +98,11 @@ impl State {
         numbers: &Bound<'_, PyAny>,
         dtype: Option<&str>,
     ) -> PyResult<Self> {
-        let Some(dtype) = dtype else { return Self::from_numbers(mechanism, options, batch, kv_heads, parts, numbers) };
-        let array = numbers.py().import("numpy")?.call_method1("frombuffer", (numbers, dtype))?;
-        Self::from_numbers(mechanism, options, batch, kv_heads, parts, &array)
-    }
-
-    /// A state from what ``numbers`` and the other attributes gave, perhaps in another process.
-    ///
-    /// Parameters
-    /// ----------
-    /// mechanism, options : str
-    ///     As the attributes gave them.
-    /// batch, kv_heads : int
-    ///     As the attributes gave them.
-    /// parts : sequence of int
-    ///     As the attribute gave them.
-    /// numbers : array of float32 or float64
-    ///     ``[batch, kv_heads, sum(parts)]``.
-    ///
-    /// Returns
-    /// -------
-    /// State
-    ///     With numbers of its own.
-    ///
-    /// Raises
-    /// ------
-    /// TypeError, ValueError
-    ///     For what no state can have given.
-    #[staticmethod]
-    fn from_numbers(
-        mechanism: &str,
-        options: &str,
-        batch: &Bound<'_, PyAny>,
-        kv_heads: &Bound<'_, PyAny>,
-        parts: &Bound<'_, PyAny>,
-        numbers: &Bound<'_, PyAny>,
-    ) -> PyResult<Self> {
-        let operation = "State.from_numbers";
+        let operation = "State";
+        let numbers = match dtype {
+            Some(dtype) => numbers.py().import("numpy")?.call_method1("frombuffer", (numbers, dtype))?,
+            None => numbers.clone(),
+        };
         let batch = error::size(operation, "batch", batch)?;
         let kv_heads = error::size(operation, "kv_heads", kv_heads)?;
         let parts = error::sizes(operation, "parts", parts)?;
@@ -150,7 +123,7 @@ impl State {
             return Err(error::value(operation, "parts", "sizes that fit the address space", format!("{parts:?}")));
         }
         let shape = StateShape { mechanism, version, options: fingerprint, batch, kv_heads, parts };
-        let numbers = Tensor::new(operation, "numbers", numbers)?.row_major()?;
+        let numbers = Tensor::new(operation, "numbers", &numbers)?.row_major()?;
         let made = with_precision!(numbers.dtype().precision(), T => {
             kernels::State::<T>::from_numbers(shape, numbers.numbers().to_vec()).map(T::wrap)
         });

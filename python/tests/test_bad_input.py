@@ -130,12 +130,12 @@ WRONG += [
     (TypeError, "set_num_threads: threads: expected an integer from 0 on, got True", lambda: longspan.set_num_threads(True)),
     (TypeError, "offset: expected an integer that fits 64 bits, got True", lambda: attend(offset=True)),
     (TypeError, "State.select: indices: expected a list of integers, got 'ab'", lambda: STATE.select("ab")),
-    (ValueError, "State.from_numbers: batch: expected an integer from 0 on, got -1",
-     lambda: longspan.State.from_numbers("kernelized", "1.0", -1, 2, [1] * 6, Q)),
-    (TypeError, "State.from_numbers: kv_heads: expected an integer from 0 on, got 'a'",
-     lambda: longspan.State.from_numbers("kernelized", "1.0", 1, "a", [1] * 6, Q)),
-    (ValueError, "State.from_numbers: numbers: expected 12 for a state of kernelized, batch 1",
-     lambda: longspan.State.from_numbers("kernelized", "1.0", 1, 2, [1] * 6, Q)),
+    (ValueError, "State: batch: expected an integer from 0 on, got -1",
+     lambda: longspan.State("kernelized", "1.0", -1, 2, [1] * 6, Q)),
+    (TypeError, "State: kv_heads: expected an integer from 0 on, got 'a'",
+     lambda: longspan.State("kernelized", "1.0", 1, "a", [1] * 6, Q)),
+    (ValueError, "State: numbers: expected 12 for a state of kernelized, batch 1",
+     lambda: longspan.State("kernelized", "1.0", 1, 2, [1] * 6, Q)),
     (TypeError, "set_num_threads: threads: expected an integer from 0 on, got 'a'", lambda: longspan.set_num_threads("a")),
     (ValueError, "set_num_threads: threads: expected an integer from 0 on, got 1180591", lambda: longspan.set_num_threads(2**70)),
     (ValueError, "explain: options: invalid value: integer `-1`, expected an integer from 0 on",
@@ -329,15 +329,14 @@ def test_fuzz():
     calls = int(os.environ.get("LONGSPAN_FUZZ_CALLS", "4000"))
     draw = random.Random(seed)
     names = ("kernelized", "shaw", "fourier", "toeplitz", "aft-full", "aft-local", "aft-simple", "aft-conv", "softmax",
-             "short-convolution")  # fmt: skip
+             "short-convolution", "gated", "delta")  # fmt: skip
     counts = {name: {"answer": 0, "error": 0} for name in names}
 
     def size():
         return draw.choice([0, 1, 1, 2, 2, 3, 4, 5, 8, 17, 65])
 
     def array(*shape):
-        wrong = draw.random()
-        if wrong < 0.02:
+        if draw.random() < 0.02:
             return draw.choice([None, 3, "q", [1.0], np.array(2.0), object()])
         shape = [size() if draw.random() < 0.02 else n for n in shape]
         dtype = draw.choice([np.float32] * 30 + [np.float64, np.int32, ">f4", np.float16, "c8"])
@@ -348,6 +347,13 @@ def test_fuzz():
             base = base.astype(dtype)
         view = base[tuple(slice(None, None, draw.choice([2, 2, 2, -2])) for _ in shape)]
         return draw.choice([np.ascontiguousarray, lambda x: x, np.asfortranarray])(view)
+
+    def gate(*shape, most=None):
+        """Logarithms of decays, or numbers up to ``most``; some that are neither."""
+        given = array(*shape)
+        if draw.random() < 0.1 or getattr(given, "dtype", None) != np.float32:
+            return given
+        return -abs(given) if most is None else np.minimum(abs(given), np.float32(most))
 
     def function(name, batch, heads, kv_heads, queries, keys, dim):
         """The function of a mechanism, and its parameters of the right shapes or almost."""
@@ -386,6 +392,11 @@ def test_fuzz():
         if name == "softmax":
             more = {"scale": draw.choice([None, 0.5, -1.0, float("nan"), "x"]), "capacity": draw.choice([4096, 0, -1, "x"])}
             return ops.softmax_attention, [], more if draw.random() < 0.3 else {}
+        if name in ("gated", "delta"):
+            log_decay = gate(batch, kv_heads, keys, *draw.choice([(), (dim,)])) if draw.random() < 0.8 else None
+            if name == "gated":
+                return ops.gated_attention, [log_decay], {}
+            return ops.delta_attention, [gate(batch, kv_heads, keys, most=2.0), log_decay], {}
         return {"kernelized": ops.kernelized_attention, "aft-simple": ops.aft_simple}[name], [], {}
 
     for index in range(calls):
@@ -396,6 +407,8 @@ def test_fuzz():
         if name.startswith(("aft", "short")) and draw.random() < 0.95:
             value_dim = dim
         heads = kv_heads * draw.choice([1, 1, 2])
+        if name in ("gated", "delta") and draw.random() < 0.95:
+            keys = queries
         q, k, v = array(batch, heads, queries, dim), array(batch, kv_heads, keys, dim), array(batch, kv_heads, keys, value_dim)
         if name == "aft-conv":
             k = array(batch, kv_heads, keys)
@@ -419,7 +432,9 @@ def test_fuzz():
         try:
             out = call(q, k, v, *parameters, **options)
             out = out[0] if options.get("output_final_state") else out
-            assert out.shape == (*q.shape[:3], v.shape[3]), f"call {index} of seed {seed}: {name}"
+            # Heads of values may share those of queries and keys.
+            sharing = v.shape[1] // k.shape[1] if name in ("gated", "delta") and k.shape[1] else 1
+            assert out.shape == (q.shape[0], q.shape[1] * sharing, q.shape[2], v.shape[3]), f"call {index} of seed {seed}: {name}"
             counts[name]["answer"] += 1
         except (TypeError, ValueError) as error:
             assert str(error), f"call {index} of seed {seed}: {name}"
@@ -440,7 +455,7 @@ def test_fuzzed_states():
             numbers = state.numbers
             places = draw.integers(0, numbers.size, draw.integers(1, 4))
             numbers.reshape(-1)[places] = draw.choice([np.nan, np.inf, -np.inf, -1.0, 0.5, 1e300, 2.0**53, 7.0], len(places))
-            broken = longspan.State.from_numbers(state.mechanism, state.options, state.batch, state.kv_heads, state.parts, numbers)
+            broken = longspan.State(state.mechanism, state.options, state.batch, state.kv_heads, state.parts, numbers)
             try:
                 with np.errstate(all="ignore"):
                     whole(q, k, v, initial_state=broken, output_final_state=True)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import definition
 import numpy as np
 import pytest
 
@@ -25,16 +26,10 @@ EVERY = pytest.mark.parametrize("name", WAYS)
 
 def weights(name):
     """Of all pairs, without decays, ``[B, H, L, L]``."""
-    phi = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))  # noqa: E731
-    q, k = phi(Q), phi(K).repeat(H // KV, 1)
-    i, j = np.ogrid[:L, :L]
+    each = np.broadcast_to(np.eye(L), (B, KV, L, L))
     if name == "fourier":
-        angle = PHASES[None, :, None, None] + A.repeat(H // KV, 0)[None, :, None, None, :, 0] * (i - j)[None, None, :, :, None]
-        return np.einsum("bhid,bhjd,bhijd->bhij", q, k, 1 + np.cos(angle))
-    content = q @ k.swapaxes(2, 3)
-    if name == "kernelized":
-        return content
-    return content + np.einsum("bhid,hijd->bhij", q, phi(REL)[:, np.clip(j - i, -3, 3) + 3])
+        return definition.fourier(Q, K, each, A, PHASES, beta=np.ones((H, D)), normalizer="none")
+    return definition.shaw(Q, K, each, REL if name == "shaw" else None, normalize=False)
 
 
 @EVERY

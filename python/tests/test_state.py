@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from test_mechanisms import draw
 from test_ops import close, inputs
 
 import longspan
@@ -63,14 +64,14 @@ def test_wrong_states_are_refused():
     with pytest.raises(ValueError, match="final state"):
         ops.kernelized_attention(q, k, v, output_final_state=True)
     good = (state.mechanism, state.options, state.batch, state.kv_heads, state.parts, state.numbers)
-    assert State.from_numbers(*good) == state
+    assert State(*good) == state
     for place, wrong in ((0, "nobody"), (1, "x"), (2, 3), (4, [1, 2]), (4, [2**63, 2**63, 0, 0, 0, 0]), (5, np.zeros(3))):
         bad = list(good)
         bad[place] = wrong
         with pytest.raises(ValueError):
-            State.from_numbers(*bad)
+            State(*bad)
     with pytest.raises(TypeError):
-        State.from_numbers(*good[:5], [1.0])
+        State(*good[:5], [1.0])
 
 
 def test_a_state_with_a_broken_ring_is_refused():
@@ -78,13 +79,9 @@ def test_a_state_with_a_broken_ring_is_refused():
     _, state = shaw(q, k, v, output_final_state=True)
     numbers = state.numbers
     numbers[..., sum(state.parts[:2]) + 1] = 1e9
-    broken = State.from_numbers(state.mechanism, state.options, state.batch, state.kv_heads, state.parts, numbers)
+    broken = State(state.mechanism, state.options, state.batch, state.kv_heads, state.parts, numbers)
     with pytest.raises(ValueError, match="ring"):
         ops.shaw_attention_step(*(x[:, :, 0] for x in (q, k, v)), REL, broken)
-
-
-def draw(*shape):
-    return np.random.default_rng(sum(shape)).standard_normal(shape)
 
 
 #: What is called, and what `longspan.combine` is told, with which parameters.

@@ -4,14 +4,17 @@ import json
 from contextlib import nullcontext
 from functools import partial
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import definition  # noqa: E402
 from agreement import draw, elsewhere, leaves, same_gradients, steps  # noqa: E402
 
 from longspan import ops  # noqa: E402
 from longspan.torch import MultiheadAttention, TensorState, chunked_attention  # noqa: E402
+from longspan.torch._check import FUNCTIONS  # noqa: E402
 
 LENGTH = 9
 
@@ -20,12 +23,9 @@ def inputs(batch=2, queries=LENGTH, keys=LENGTH):
     return draw(batch, 4, queries, 4, seed=1), draw(batch, 4, keys, 4, seed=2), draw(batch, 4, keys, 4, seed=3)
 
 
+#: AFT-conv, of whose keys each is one number.
+of_keys = FUNCTIONS["aft-conv"]
 ANGLES, EACH = draw(4, 4, 1), [draw(4, 4, seed=s) for s in (5, 6, 7)]
-
-
-def of_keys(q, k, v, *parameters, **options):
-    """AFT-conv, of whose keys each is one number."""
-    return ops.aft_conv(q, k[..., 0], v, parameters[0], **dict(zip(("gamma", "beta"), parameters[1:])), **options)
 
 
 def in_the_plane(q, k, v, a, b, p, r, **options):
@@ -301,34 +301,27 @@ def test_keys_far_apart_under_exp_in_the_formulation(name, is_causal):
 
 
 def definition_under_exp(tensors, mechanism, options, is_causal, ignored):
-    """Pair by pair."""
-    q, k, v, *parameters = tensors
-    k, v, length = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), q.shape[2]
-    distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+    """Pair by pair: weights, and what rows are divided by."""
+    q, k, _, *parameters = (x.detach().numpy() for x in tensors)
+    mask = {"is_causal": is_causal, "key_padding_mask": ignored.numpy(), "feature_map": "exp"}
+    each = np.broadcast_to(np.eye(q.shape[2]), (*k.shape[:2], q.shape[2], q.shape[2]))
     if options["feature_map"].startswith("hedgehog"):
-        of_queries, of_keys = parameters
-        q, k = q @ of_queries.mT, k @ of_keys.repeat_interleave(2, 0).mT
-        q, k, parameters = torch.cat([q, -q], -1), torch.cat([k, -k], -1), []
-    phi_q, phi_k = q.exp(), k.exp()
+        q, k = (x @ matrix.swapaxes(-1, -2) for x, matrix in zip((q, k), parameters))
+        q, k, parameters = np.concatenate([q, -q], -1), np.concatenate([k, -k], -1), []
     if mechanism == "fourier":
-        a, b, *c = parameters
-        turns = a[..., 0].repeat_interleave(2, 0)[:, None, None] * -distance[..., None] + b[:, None, None]
-        each = torch.einsum("bhim,bhjm->bhijm", phi_q, phi_k)
-        weights = (each * (turns.cos() * (c[0][:, None, None] if c else 1) + (0 if c else 1))).sum(-1)
-        divisors = (each if c else each * (turns.cos() + 1)).sum(-1)
+        a, b, *scale = parameters
+        c, beta = (scale[0], np.zeros_like(b)) if scale else (np.ones_like(b), np.ones_like(b))
+        weights = definition.fourier(q, k, each, a, b, c, beta, normalizer="none", **mask)
+    elif mechanism == "toeplitz":
+        distance = np.arange(1 - q.shape[2], q.shape[2])
+        weights = definition.toeplitz(q, k, each, parameters[0][:, distance.clip(-2, 2) + 2], normalize=False, **mask)
     else:
-        weights = phi_q @ phi_k.mT
-        if mechanism == "shaw":
-            rows = parameters[0] if options.get("rel_feature_map") else parameters[0].exp()
-            weights = weights + (phi_q @ rows.mT).gather(-1, (distance.clamp(-2, 2) + 2).expand(1, 4, -1, -1))
-        if mechanism == "toeplitz":
-            weights = weights * parameters[0][:, distance.clamp(-2, 2) + 2].exp()
-        divisors = weights
-    seen = ~ignored[:, None, None, :] & ((distance <= 0) if is_causal else torch.ones_like(distance, dtype=torch.bool))
-    if "decay" in options:
-        seen = seen * torch.tensor(options["decay"]).double().repeat_interleave(2)[:, None, None] ** distance.neg().clamp(min=0)
-    weights, divisors = weights * seen, (divisors * seen).sum(-1, keepdim=True)
-    return torch.where(divisors == 0, 0, (weights @ v) / torch.where(divisors == 0, 1, divisors))
+        more = {name: value for name, value in options.items() if name != "feature_map"}
+        weights = definition.shaw(q, k, each, *parameters, normalize=False, **more, **mask)
+    plain = options.get("normalizer") == "unrotated"
+    divisors = (definition.shaw(q, k, each, normalize=False, **mask) if plain else weights).sum(-1, keepdims=True)
+    weights, divisors = torch.from_numpy(weights), torch.from_numpy(divisors)
+    return torch.where(divisors == 0, 0, weights @ tensors[2].repeat_interleave(2, 1) / torch.where(divisors == 0, 1, divisors))
 
 
 def test_packed_sequences_beside_a_padding_mask_are_refused_by_the_formulation():

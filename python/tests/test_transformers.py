@@ -91,6 +91,15 @@ def test_several_continuations_of_a_prompt():
     torch.testing.assert_close(got, llama(ids).logits[:, 6:].repeat_interleave(3, 0), rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_compiled_model_wants_a_mask():
+    llama, ids = model(), torch.randint(2, 50, (2, 9))
+    compiled = torch.compile(llama, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits, llama(ids).logits)
+    with pytest.raises(ValueError, match="a compiled or exported model has to be given an attention_mask"):
+        compiled(ids, use_cache=False)
+
+
 def test_it_learns():
     llama = model().train()
     ids = torch.randint(2, 50, (4, 16))
@@ -146,36 +155,27 @@ def test_what_is_refused():
         cache.crop(1)
 
 
-def llama(name):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                                      pad_token_id=0, eos_token_id=None, initializer_range=0.3)  # fmt: skip
-    found = transformers.LlamaForCausalLM(config).eval()
-    found.set_attn_implementation(name)
-    return found
-
-
 @pytest.mark.parametrize("name", ["longspan", "longspan-softmax"])
 def test_a_cache_of_places_that_are_not_written_is_refused(name):
-    model, ids = llama(name), torch.randint(2, 50, (1, 9))
+    llama, ids = model(name), torch.randint(2, 50, (1, 9))
     with pytest.raises(ValueError, match="StaticCache.*StateCache"):
-        model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True)
+        llama.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True)
 
 
 def test_a_cache_of_states_wants_an_attention_that_takes_them_up():
     ids, options = torch.randint(2, 50, (1, 9)), {"max_new_tokens": 6, "do_sample": False}
     with pytest.raises(ValueError, match="StateCache: attention: expected one of longspan.transformers.register"):
-        llama("sdpa").generate(ids, past_key_values=StateCache(), **options)
+        model("sdpa").generate(ids, past_key_values=StateCache(), **options)
     # A model that changes the keys after the cache gave them back.
     config = transformers.JetMoeConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8,
                                        intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0,
                                        eos_token_id=None, bos_token_id=1)  # fmt: skip
-    model = transformers.JetMoeForCausalLM(config).eval()
-    model.set_attn_implementation("longspan")
+    jet = transformers.JetMoeForCausalLM(config).eval()
+    jet.set_attn_implementation("longspan")
     with torch.no_grad():
-        assert model(ids).logits.isfinite().all()
+        assert jet(ids).logits.isfinite().all()
     with pytest.raises(ValueError, match="keys that are not those that the cache returned"):
-        model.generate(ids, past_key_values=StateCache(), **options)
+        jet.generate(ids, past_key_values=StateCache(), **options)
 
 
 def test_smoothed_labels_are_shifted(tmp_path):

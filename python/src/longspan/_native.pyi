@@ -14,10 +14,6 @@ class State:
         cls, mechanism: str, options: str, batch: int, kv_heads: int, parts: Sequence[int],
         numbers: NDArray[np.floating[Any]] | bytes, dtype: str | None = None,
     ) -> State: ...  # fmt: skip
-    @staticmethod
-    def from_numbers(
-        mechanism: str, options: str, batch: int, kv_heads: int, parts: Sequence[int], numbers: NDArray[np.floating[Any]]
-    ) -> State: ...
     @property
     def mechanism(self) -> str: ...
     @property
@@ -39,19 +35,21 @@ class State:
     def __copy__(self) -> State: ...
     def __deepcopy__(self, memo: Any) -> State: ...
 
+#: q, k, v, parameters, is_causal, offset, key_padding_mask, and boundaries of packed sequences.
+_Call = tuple[
+    NDArray[Any], NDArray[Any], NDArray[Any], tuple[NDArray[Any], ...], bool, int, NDArray[np.bool_] | None,
+    tuple[Sequence[int], Sequence[int]] | None,
+]  # fmt: skip
+
 @final
 class Mechanism:
     def __new__(cls, name: str, options: str, operation: str | None = None) -> Mechanism: ...
     def forward(
-        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], parameters: tuple[NDArray[Any], ...], is_causal: bool,
-        offset: int, key_padding_mask: NDArray[np.bool_] | None = None,
-        cu_seqlens: tuple[Sequence[int], Sequence[int]] | None = None, initial_state: State | None = None,
-        final_state: bool = False, denominators: bool = False, token_major: bool = False,
+        self, call: _Call, initial_state: State | None = None, final_state: bool = False, denominators: bool = False,
+        token_major: bool = False,
     ) -> tuple[NDArray[Any], NDArray[Any] | None, State | None]: ...  # fmt: skip
     def backward(
-        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], parameters: tuple[NDArray[Any], ...], is_causal: bool,
-        offset: int, key_padding_mask: NDArray[np.bool_] | None, cu_seqlens: tuple[Sequence[int], Sequence[int]] | None,
-        out: NDArray[Any], denominators: NDArray[Any], d_out: NDArray[Any], initial_state: State | None = None,
+        self, call: _Call, out: NDArray[Any], denominators: NDArray[Any], d_out: NDArray[Any], initial_state: State | None = None,
         d_final_state: State | None = None, *, token_major: Sequence[bool],
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], list[NDArray[Any]], State | None]: ...  # fmt: skip
     def step(
@@ -62,10 +60,7 @@ class Mechanism:
     def combine_backward(
         self, earlier: State, later: State, parameters: tuple[NDArray[Any], ...], d_combined: State
     ) -> tuple[State, State, list[NDArray[Any]]]: ...
-    def kernel_seconds(
-        self, q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], parameters: tuple[NDArray[Any], ...], is_causal: bool,
-        repeats: int,
-    ) -> list[float]: ...  # fmt: skip
+    def kernel_seconds(self, call: _Call, repeats: int) -> list[float]: ...
     def parameter_shapes(self, sizes: Sequence[int]) -> list[tuple[str, list[int]]]: ...
     def plan(
         self, sizes: Sequence[int], is_causal: bool, offset: int, with_backward: bool

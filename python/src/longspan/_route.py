@@ -89,7 +89,7 @@ def attend(
         _expect_unmasked(operation, "key_padding_mask", key_padding_mask)
     packed = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
     out, _, state = _calls.mechanism(name, options, operation, parameters, q, offset).forward(
-        q, k, v, parameters, is_causal, offset, key_padding_mask, packed, initial_state, output_final_state
+        (q, k, v, parameters, is_causal, offset, key_padding_mask, packed), initial_state, output_final_state
     )
     if other is not None:
         out = out.view(other)

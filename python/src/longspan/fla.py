@@ -442,15 +442,10 @@ def _packed_with_states(
     bounds, _ = _calls.boundaries(operation, cu_seqlens)
     if bounds[:1] != [0] or bounds[-1:] != [q.shape[1]] or bounds != sorted(bounds):
         raise ValueError(f"{operation}: cu_seqlens: expected numbers that rise from 0 to {q.shape[1]}, got {bounds}")
-    outs, states = [], []
+    found = []
     for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        part = slice(start, end)
+        pieces: Any = [None if x is None else x[:, start:end] for x in (q, k, v, g, beta)]
         before = None if initial_state is None else initial_state[n : n + 1]
-        out, after = _run(
-            operation, mechanism, q[:, part], k[:, part], v[:, part], None if g is None else g[:, part],
-            None if beta is None else beta[:, part], scale, before, True, l2_norm, None,
-        )  # fmt: skip
-        assert after is not None
-        outs.append(out)
-        states.append(after)
+        found.append(_run(operation, mechanism, *pieces, scale, before, True, l2_norm, None))  # type: ignore[call-arg]
+    outs, states = zip(*found)
     return torch.cat(outs, dim=1), torch.cat(states) if output_final_state else None

@@ -357,7 +357,7 @@ impl TaskKind {
             // The fewest bits after as many minutes (docs/tried.md).
             Self::Text => json!({
                 "attention": "short-convolution,kernelized", "feature_map": "taylor2", "heads": 8, "activation": "silu", "gated": true,
-                "batch_size": 8, "optimizer": "muon", "learning_rate": 0.012, "weight_decay": 0.1, "label_smoothing": 0.0,
+                "batch_size": 8, "optimizer": "muon", "learning_rate": 0.012, "weight_decay": 0.3, "label_smoothing": 0.0,
                 "checkpoint_steps": 200, "evaluate": 32,
             }),
             Self::Labelled | Self::Series | Self::Forecast => json!({

@@ -147,7 +147,7 @@ pub const KEYS: [Key; 57] = [
     key("encoder_layers", "2", Size, No, "blocks of the encoder"),
     key("decoder_layers", "2", Size, No, "blocks of the decoder"),
     key("d_ff", "256", Size, No, "width inside the feed-forward layers"),
-    key("dropout", "0.0", Share, No, "share of activations dropped in training; of texts 0.02 for each pass over them, up to 0.2"),
+    key("dropout", "0.0", Share, No, "share of activations dropped in training; by default more with more passes over texts and pairs, up to 0.2"),
     key("norm", "pre", Any, No, "pre or post: where norms stand"),
     key("norm_kind", "layer", Any, No, "layer or rms"),
     key("activation", "relu", Any, No, "relu, gelu, gelu-tanh or silu, in feed-forward parts"),

@@ -178,7 +178,6 @@ class Case:
         return FUNCTIONS[self.mechanism](q, k, v, *learned, **{**options, **more})
 
 
-
 def _form(name: str, *learned: tuple[int, ...], **options: Any) -> Case:
     mechanism, _, form = name.partition(": ")
     # Interpreted, Fourier's kernels take long: a chunk and a part of one.

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from .. import _calls, _native
 from .._native import State
 from . import _operators
+from ._chunked.call import Call
+from ._chunked.pairs import softmax_state
 from ._chunked.rings import rows_at
 from ._states import TensorState
 
@@ -159,11 +161,8 @@ def _aft(first: Parts, second: Parts, summed: Parts, _chosen: dict[str, Any]) ->
 
 def _softmax(first: Parts, second: Parts, _summed: Parts, chosen: dict[str, Any]) -> Parts:
     """The later keys and values after the earlier ones."""
-    capacity = chosen.get("capacity", 4096)
-    place = torch.arange(capacity, device=first[0].device)
-    counts, later = (part[2].detach().long() for part in (first, second))
-    new = (place >= counts) & (place < counts + later)
-    from_later = (place - counts).clamp(min=0)
-    rows = [torch.where(new[..., None], _rows(b, from_later, capacity), _rows(a, place.expand_as(new), capacity))
-            for a, b in zip(first[:2], second[:2])]  # fmt: skip
-    return *rows, torch.zeros_like(first[2]), *first[3:]
+    rows = chosen.get("capacity", 4096)
+    k, v = (part.unflatten(-1, (rows, part.shape[-1] // max(rows, 1))) for part in second[:2])
+    absent = torch.arange(rows, device=k.device) >= second[2].detach()[:, 0, :1]
+    call = Call(k[:, :, :0], k, v, (), (None, None), chosen, True, key_padding_mask=absent, initial=first)
+    return *softmax_state(call)[:2], torch.zeros_like(first[2]), *first[3:]

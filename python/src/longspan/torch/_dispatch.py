@@ -124,14 +124,9 @@ def attend(
         return _operators.Eager.apply(key_padding_mask, packed, call, None, None, *tensors)
     if initial_state is not None:
         initial_state = _calls.plain_state(operation, "initial_state", initial_state)
-    arrays = [as_array(tensor) for tensor in tensors]
-    parameters = tuple(arrays[3:])
-    native = _calls.mechanism(mechanism, options, operation, parameters, q, offset)
-    array, _, state = named(mechanism, "forward", native.forward)(
-        arrays[0], arrays[1], arrays[2], parameters, is_causal, offset,
-        None if key_padding_mask is None else key_padding_mask.numpy(), packed, initial_state, output_final_state, False, token_major,
-    )  # fmt: skip
-    out = _operators.as_tensor(array)
+    out, _, state = _operators.forward(
+        tensors, key_padding_mask, packed, call, initial_state, output_final_state, False, token_major
+    )
     return (out, state) if output_final_state else out
 
 

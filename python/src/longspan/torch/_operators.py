@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
-from .. import _calls
+from .. import _calls, _native
 from .._calls import Request
+from .._native import State
 from . import _triton
 from ._chunked import in_torch, in_torch_with_states
 from ._profile import named
@@ -82,39 +83,62 @@ def _dtype_of_denominators(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in _HALF else q.dtype
 
 
+def _given(
+    tensors: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed, call: Request
+) -> tuple[_native.Mechanism, Any]:
+    """The compiled mechanism of a call on the CPU, and what it is given."""
+    q, k, v, *parameters = [as_array(tensor) for tensor in tensors]
+    mask = None if key_padding_mask is None else key_padding_mask.numpy()
+    return call.native(parameters, q), (q, k, v, tuple(parameters), call.is_causal, call.offset, mask, packed)
+
+
+def forward(
+    tensors: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed, call: Request, initial_state: Any = None,
+    output_final_state: bool = False, denominators: bool = True, token_major: bool = True,
+) -> tuple[Tensor, Any, Any]:  # fmt: skip
+    """Of the kernels output, denominators where they are wanted, and final state, a `State`, as is the initial one."""
+    native, given = _given(tensors, key_padding_mask, packed, call)
+    out, sums, state = named(call.mechanism, "forward", native.forward)(
+        given, initial_state, output_final_state, denominators, token_major
+    )
+    out_tensor = as_tensor(out) if out.size or not denominators else _output_of(*tensors[:3])
+    return out_tensor, None if sums is None else _tensor(sums, _dtype_of_denominators(tensors[0])), state
+
+
+def _plain(shape: Shape | None, numbers: Tensor | None) -> State | None:
+    """A state of ``shape``, its mechanism, options and parts, without a gradient, as the kernels take it."""
+    return None if shape is None or numbers is None else TensorState(*shape, numbers).detach()
+
+
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed, call: Request,
-    initial_state: Any = None, output_final_state: bool = False,
-) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
-    """Output, denominators and final state: a `State` on the CPU, its numbers on other devices; so is the initial one."""
+    call: Request, tensors: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed, shape: Shape | None,
+    initial: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Output, denominators, and with a shape the numbers of the final state."""
+    q, k, v, *parameters = tensors
     if _triton.serves(q):
-        return _triton.forward(q, k, v, parameters, call, key_padding_mask, packed, initial_state, output_final_state)
-    out, denominators, state = named(call.mechanism, "forward", call.native(parameters, q).forward)(
-        as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), call.is_causal, call.offset,
-        None if key_padding_mask is None else key_padding_mask.numpy(), packed, initial_state, output_final_state,
-        True, True,
-    )  # fmt: skip
-    assert denominators is not None
-    out_tensor = as_tensor(out) if out.size else _output_of(q, k, v)
-    return out_tensor, _tensor(denominators, _dtype_of_denominators(q)), state
+        return _triton.forward(q, k, v, parameters, call, key_padding_mask, packed, initial, shape is not None)
+    out, denominators, after = forward(tensors, key_padding_mask, packed, call, _plain(shape, initial), shape is not None)
+    return out, denominators, None if after is None else TensorState.of(after).numbers
 
 
 def _backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed,
-    out: Tensor, denominators: Tensor, call: Request, initial_state: Any = None, d_final_state: Any = None,
-    as_the_tensors: bool = True,
-) -> tuple[list[Tensor], Any]:  # fmt: skip
-    """Gradients in the layout of their tensors, because autograd copies others; for a compiler, which has to know the layout
-    before the call, all with tokens before heads."""
+    call: Request, tensors: Sequence[Tensor], key_padding_mask: Tensor | None, packed: Packed, shape: Shape | None,
+    initial: Tensor | None, d_out: Tensor, d_final: Tensor | None, out: Tensor, denominators: Tensor, as_the_tensors: bool = True,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of tensors, and of the initial state's numbers if there were any, in the layout of their tensors, because autograd copies
+    others; for a compiler, which has to know the layout before the call, all with tokens before heads."""
+    q, k, v, *parameters = tensors
     if _triton.serves(q):
-        return _triton.backward(
-            d_out, q, k, v, parameters, out, denominators, call, key_padding_mask, packed, initial_state, d_final_state
+        gradients, d_initial = _triton.backward(
+            d_out, q, k, v, parameters, out, denominators, call, key_padding_mask, packed, initial, None if shape is None else d_final
         )  # fmt: skip
+        return gradients if d_initial is None else [*gradients, d_initial]
     token_major = [_lies_token_major(x) if as_the_tensors else True for x in (q, k, v)]
-    dq, dk, dv, d_parameters, d_initial = named(call.mechanism, "backward", call.native(parameters, q).backward)(
-        as_array(q), as_array(k), as_array(v), tuple([as_array(p) for p in parameters]), call.is_causal, call.offset,
-        None if key_padding_mask is None else key_padding_mask.numpy(), packed,
-        as_array(out), as_array(denominators), as_array(d_out), initial_state, d_final_state, token_major=token_major,
+    native, given = _given(tensors, key_padding_mask, packed, call)
+    dq, dk, dv, d_parameters, d_initial = named(call.mechanism, "backward", native.backward)(
+        given, as_array(out), as_array(denominators), as_array(d_out), _plain(shape, initial), _plain(shape, d_final),
+        token_major=token_major,
     )  # fmt: skip
     gradients = []
     for like, gradient, transposed in zip((q, k, v), (dq, dk, dv), token_major):
@@ -122,9 +146,8 @@ def _backward(
             gradients.append(_token_major(like, *like.shape) if transposed else like.new_empty(like.shape))
         else:
             gradients.append(_of_shared_heads(as_tensor(gradient), like, transposed))
-    for like, gradient in zip(parameters, d_parameters):
-        gradients.append(_tensor(gradient, like.dtype))
-    return gradients, d_initial
+    gradients += [_tensor(gradient, like.dtype) for like, gradient in zip(parameters, d_parameters)]
+    return gradients if d_initial is None else [*gradients, TensorState.of(d_initial).numbers]
 
 
 def _of_shared_heads(gradient: Tensor, like: Tensor, transposed: bool) -> Tensor:
@@ -220,9 +243,8 @@ def attention(
     ``[batch, token, head, feature]`` and is seen transposed, which the projection after it reads without a copy."""
     shape, call = _asked(rest)
     packed = _packed(call.operation, cu_queries, cu_keys)
-    before = _plain(shape, initial)
-    out, denominators, after = _forward(q, k, v, parameters, key_padding_mask, packed, call, before, shape is not None)
-    return out, denominators, _empty_state(v, denominators, None) if after is None else _numbers(after)
+    out, denominators, after = _forward(call, (q, k, v, *parameters), key_padding_mask, packed, shape, initial)
+    return out, denominators, _empty_state(v, denominators, None) if after is None else after
 
 
 def _asked(rest: Sequence[Any]) -> tuple[Shape | None, Request]:
@@ -274,11 +296,9 @@ def attention_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, the parameters, and the initial state's numbers if there were any."""
     shape, call = _asked(rest)
-    gradients, d_initial = _backward(
-        d_out, q, k, v, parameters, key_padding_mask, _packed(call.operation, cu_queries, cu_keys), out, denominators, call,
-        _plain(shape, initial), _plain(shape, d_final), as_the_tensors=False,
-    )  # fmt: skip
-    return gradients if d_initial is None else [*gradients, _numbers(d_initial)]
+    packed = _packed(call.operation, cu_queries, cu_keys)
+    tensors = (q, k, v, *parameters)
+    return _backward(call, tensors, key_padding_mask, packed, shape, initial, d_out, d_final, out, denominators, as_the_tensors=False)
 
 
 @attention_backward.register_fake  # type: ignore[untyped-decorator]
@@ -318,17 +338,6 @@ attention.register_autograd(_gradient, setup_context=_save)
 attention.register_autocast("cpu", torch.float32)
 
 
-def _plain(shape: Shape | None, numbers: Tensor | None) -> Any:
-    """A state of ``shape``, its mechanism, options and parts, without a gradient, as `_forward` takes it."""
-    if shape is None or numbers is None:
-        return None
-    return numbers.detach() if _triton.serves(numbers) else TensorState(*shape, numbers).detach()
-
-
-def _numbers(state: Any) -> Tensor:
-    return state if isinstance(state, Tensor) else TensorState.of(state).numbers
-
-
 class Eager(torch.autograd.Function):
     """The same without the operators' overhead, a tenth of a millisecond a call: where no compiler and no transform intercepts calls.
 
@@ -339,29 +348,20 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, key_padding_mask: Tensor | None, packed: Packed, call: Request, shape: Shape | None, initial: Tensor | None,
-        q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor,
+        *tensors: Tensor,
     ) -> Any:  # fmt: skip
-        before = _plain(shape, initial)
-        out, denominators, state = _forward(q, k, v, parameters, key_padding_mask, packed, call, before, shape is not None)
-        ctx.save_for_backward(initial, q, k, v, key_padding_mask, out, denominators, *parameters)
+        out, denominators, after = _forward(call, tensors, key_padding_mask, packed, shape, initial)
+        ctx.save_for_backward(initial, key_padding_mask, out, denominators, *tensors)
         ctx.packed, ctx.call, ctx.shape = packed, call, shape
         ctx.set_materialize_grads(False)
-        return out if shape is None else (out, _numbers(state))
+        return out if shape is None else (out, after)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None = None) -> tuple[Any, ...]:
-        initial, q, k, v, key_padding_mask, out, denominators, *parameters = ctx.saved_tensors
-        packed, call, shape = ctx.packed, ctx.call, ctx.shape
+        initial, key_padding_mask, out, denominators, *tensors = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        d_initial: Any
-        if _differentiated_again(d_out):
-            tensors = (q, k, v, *parameters)
-            gradients = _gradients_in_torch(call, tensors, key_padding_mask, packed, shape, initial, d_out, d_final)
-            d_initial = None if initial is None else gradients.pop()
-        else:
-            before, after = _plain(shape, initial), _plain(shape, d_final)
-            gradients, d_initial = _backward(
-                d_out, q, k, v, parameters, key_padding_mask, packed, out, denominators, call, before, after
-            )  # fmt: skip
-            d_initial = None if d_initial is None else _numbers(d_initial)
+        asked = ctx.call, tensors, key_padding_mask, ctx.packed, ctx.shape, initial, d_out, d_final
+        again = _differentiated_again(d_out)
+        gradients: list[Any] = _gradients_in_torch(*asked) if again else _backward(*asked, out, denominators)
+        d_initial = None if initial is None else gradients.pop()
         return None, None, None, None, d_initial, *gradients

@@ -104,7 +104,7 @@ class TensorState:
         State
             With numbers of its own.
         """
-        return State.from_numbers(
+        return State(
             self.mechanism, self.options, self.batch, self.kv_heads, self.parts, self.numbers.detach().cpu().contiguous().numpy()
         )
 

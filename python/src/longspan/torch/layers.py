@@ -51,38 +51,16 @@ class _Layer(nn.Module):
             setattr(self, f"dropout{index}", nn.Dropout(dropout))
         self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
-    def _residual(self, x: Tensor, index: int, branch: Callable[[Tensor], Tensor]) -> Tensor:
+    def _residual(self, x: Tensor, index: int, branch: Callable[[Tensor], Any]) -> tuple[Tensor, list[Any]]:
+        """With what a branch gives, and what else it gives."""
         norm: Callable[[Tensor], Tensor]
         norm, dropout = getattr(self, f"norm{index}"), getattr(self, f"dropout{index}")
-        y = x + dropout(branch(norm(x) if self.norm_first else x))
-        return y if self.norm_first else norm(y)
+        y, *others = branch(norm(x) if self.norm_first else x)
+        y = x + dropout(y)
+        return y if self.norm_first else norm(y), others
 
-    def _attending(self, kept: list[Any], **options: Any) -> Callable[[Tensor], Tensor]:
-        """The attention of tokens to themselves, whose state goes to ``kept`` if one is asked for."""
-
-        attention: Any = self.self_attn
-
-        def attend(x: Tensor) -> Tensor:
-            out, _, *state = attention(x, x, x, **options)
-            kept.extend(state)
-            return out  # type: ignore[no-any-return]
-
-        return attend
-
-    def _stepping(self, kept: list[Any], state: Any, positions: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """The same for one token."""
-        attention: Any = self.self_attn
-
-        def attend(x: Tensor) -> Tensor:
-            out, new = attention.step(x, state, positions=positions)
-            kept.append(new)
-            return out  # type: ignore[no-any-return]
-
-        return attend
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
-        return out
+    def _feed_forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.linear2(self.dropout(self.activation(self.linear1(x)))),)
 
 
 class TransformerEncoderLayer(_Layer, _Encoder):
@@ -156,13 +134,12 @@ class TransformerEncoderLayer(_Layer, _Encoder):
         Tensor, or ``(Tensor, state)`` with ``output_final_state``
             Of the shape of ``src``. The state goes on with `step`.
         """
-        kept: list[Any] = []
-        attend = self._attending(
-            kept, key_padding_mask=src_key_padding_mask, attn_mask=src_mask, is_causal=is_causal, cu_seqlens=cu_seqlens,
+        x, (_, *state) = self._residual(src, 1, lambda x: self.self_attn(
+            x, x, x, key_padding_mask=src_key_padding_mask, attn_mask=src_mask, is_causal=is_causal, cu_seqlens=cu_seqlens,
             initial_state=initial_state, output_final_state=output_final_state, q_positions=positions, k_positions=positions,
-        )  # fmt: skip
-        out = self._residual(self._residual(src, 1, attend), 2, self._feed_forward)
-        return (out, kept[0]) if output_final_state else out
+        ))  # fmt: skip
+        out, _ = self._residual(x, 2, self._feed_forward)
+        return (out, state[0]) if output_final_state else out
 
     def step(
         self, token: Tensor, state: State | TensorState | None = None, *, positions: Tensor | None = None
@@ -180,9 +157,8 @@ class TransformerEncoderLayer(_Layer, _Encoder):
             The output, and the state with the token taken in.
         """
         _check_token(self, token)
-        kept: list[State | TensorState] = []
-        out = self._residual(self._residual(token, 1, self._stepping(kept, state, positions)), 2, self._feed_forward)
-        return out, kept[0]
+        x, (after,) = self._residual(token, 1, lambda x: self.self_attn.step(x, state, positions=positions))
+        return self._residual(x, 2, self._feed_forward)[0], after
 
 
 class TransformerDecoderLayer(_Layer, _Decoder):
@@ -259,22 +235,15 @@ class TransformerDecoderLayer(_Layer, _Decoder):
         Tensor, or ``(Tensor, state)`` with ``output_final_state``
             Of the shape of ``tgt``. The state goes on with `step`.
         """
-        kept: list[Any] = []
-        attend = self._attending(
-            kept, key_padding_mask=tgt_key_padding_mask, attn_mask=tgt_mask, is_causal=tgt_is_causal,
+        x, (_, *state) = self._residual(tgt, 1, lambda x: self.self_attn(
+            x, x, x, key_padding_mask=tgt_key_padding_mask, attn_mask=tgt_mask, is_causal=tgt_is_causal,
             initial_state=initial_state, output_final_state=output_final_state,
-        )  # fmt: skip
-
-        def attend_to_memory(x: Tensor) -> Tensor:
-            out: Tensor = self.multihead_attn(
-                x, memory, memory, key_padding_mask=memory_key_padding_mask, attn_mask=memory_mask,
-                is_causal=memory_is_causal,
-            )[0]  # fmt: skip
-            return out
-
-        x = self._residual(self._residual(tgt, 1, attend), 2, attend_to_memory)
-        x = self._residual(x, 3, self._feed_forward)
-        return (x, kept[0]) if output_final_state else x
+        ))  # fmt: skip
+        x, _ = self._residual(x, 2, lambda x: self.multihead_attn(
+            x, memory, memory, key_padding_mask=memory_key_padding_mask, attn_mask=memory_mask, is_causal=memory_is_causal
+        ))  # fmt: skip
+        out, _ = self._residual(x, 3, self._feed_forward)
+        return (out, state[0]) if output_final_state else out
 
     def step(
         self, token: Tensor, memory: Tensor, state: State | TensorState | None = None,
@@ -304,17 +273,18 @@ class TransformerDecoderLayer(_Layer, _Decoder):
             Without the position where it is needed.
         """
         _check_token(self, token)
-        kept: list[State | TensorState] = []
         if position is None and getattr(self.multihead_attn.attention, "sees_order", False):
             raise ValueError(f"{type(self).__name__}.step: position: expected how many tokens were before, because the attention "
                              "to the memory sees their order, got None")  # fmt: skip
 
-        def attend_to_memory(x: Tensor) -> Tensor:
-            axis = 1 if self.multihead_attn.batch_first else 0
-            out: Tensor = self.multihead_attn(
-                x.unsqueeze(axis), memory, memory, key_padding_mask=memory_key_padding_mask, offset=position or 0
-            )[0]  # fmt: skip
-            return out.squeeze(axis)
+        axis = 1 if self.multihead_attn.batch_first else 0
 
-        x = self._residual(self._residual(token, 1, self._stepping(kept, state)), 2, attend_to_memory)
-        return self._residual(x, 3, self._feed_forward), kept[0]
+        def attend_to_memory(x: Tensor) -> tuple[Tensor]:
+            out, _ = self.multihead_attn(
+                x.unsqueeze(axis), memory, memory, key_padding_mask=memory_key_padding_mask, offset=position or 0
+            )
+            return (out.squeeze(axis),)
+
+        x, (after,) = self._residual(token, 1, lambda x: self.self_attn.step(x, state))
+        x, _ = self._residual(x, 2, attend_to_memory)
+        return self._residual(x, 3, self._feed_forward)[0], after

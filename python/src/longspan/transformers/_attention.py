@@ -107,7 +107,8 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
         if mask_function not in (causal_mask_function, bidirectional_mask_function):
             raise ValueError(f"{name}: attention_mask: expected a causal mask, or none, and ignored tokens, got another pattern "
                              "(for sliding windows and packed sequences call longspan.ops, whose softmax_attention has a window and "
-                             "whose functions take cu_seqlens)")  # fmt: skip
+                             "whose functions take cu_seqlens; a compiled or exported model has to be given an attention_mask, as "
+                             "transformers takes its sequences for packed ones without)")  # fmt: skip
         if q_offset is not None and mask_function is causal_mask_function and int(q_offset) + q_length < kv_length + int(kv_offset):
             raise ValueError(f"{name}: cache: expected a cache of the tokens so far, got one with {kv_length} places of which "
                              f"{int(q_offset) + q_length} are written (a StaticCache); give longspan.transformers.StateCache() or "

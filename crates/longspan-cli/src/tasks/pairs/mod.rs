@@ -106,6 +106,10 @@ impl Task for Pairs {
         6000.min((45 * per_epoch).max(750))
     }
 
+    fn usual_dropout(passes: f64) -> Option<f64> {
+        Some((passes - 5.0).clamp(0.0, 15.0).round() / 100.0)
+    }
+
     fn score(&self, model: &Seq2Seq, examples: &[Example], how: &Answering<'_>) -> Result<ErrorRates> {
         let texts: Vec<&str> = examples.iter().map(|example| example.source.as_str()).collect();
         let line = |place: usize| examples[place].lines[0];

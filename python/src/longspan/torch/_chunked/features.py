@@ -36,9 +36,15 @@ def _drawn(name: str, head_dim: int) -> Any:
     return _native.random_rows(name, head_dim)
 
 
-def _random_rows(name: str, head_dim: int) -> Tensor:
-    # Not kept as a tensor: while a program is exported that is a fake one.
+@functools.lru_cache(maxsize=64)
+def _kept(name: str, head_dim: int) -> Tensor:
     return torch.from_numpy(_drawn(name, head_dim))
+
+
+def _random_rows(name: str, head_dim: int) -> Tensor:
+    rows = torch.from_numpy(_drawn(name, head_dim))
+    # Torch 2.11 takes two tensors of one function for one. While a program is exported they are fake ones, which must not be kept.
+    return _kept(name, head_dim) if type(rows) is Tensor else rows
 
 
 # See `longspan._calls.settings`.

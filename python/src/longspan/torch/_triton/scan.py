@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .channels import channel_sums
 from .features import blocks, key_features, of_keys, of_queries, query_features, slope, turned, turned_back
-from .tiles import NOTHING, exp, inverse, load_rows, store_rows, within
+from .tiles import NOTHING, exp, inverse, load_rows, sequence_of, store_rows, within
 
 #: As `TOKENS_CARRY` in the kernels' `state.rs`: float32 counts no further than 2**24.
 CARRY = 1 << 20
@@ -162,13 +162,7 @@ def _scan(
     low = tile * STEP
     z_low = low if OF_KEYS else 0
 
-    batch, q_start, k_start = sequence, sequence * 0, sequence * 0
-    n_queries, n_keys = queries, keys
-    if PACKED:
-        batch = sequence * 0
-        q_start, k_start = tl.load(bounds + 2 * sequence), tl.load(bounds + 2 * sequence + 1)
-        n_queries = (tl.load(bounds + 2 * sequence + 2) - q_start).to(tl.int32)
-        n_keys = (tl.load(bounds + 2 * sequence + 3) - k_start).to(tl.int32)
+    batch, q_start, k_start, n_queries, n_keys = sequence_of(bounds, sequence, queries, keys, PACKED)
     # Keys after the last that is not ignored are no part of the sequence.
     there = n_keys
     if IGNORED:
