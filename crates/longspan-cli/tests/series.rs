@@ -295,7 +295,7 @@ fn times_and_values_in_other_units_are_said() {
     let untimed = changed(&|one| drop(one.as_object_mut().unwrap().remove("times")));
     let short =
         changed(&|one| ["times", "values"].iter().for_each(|key| one[*key].as_array_mut().unwrap().truncate(9)));
-    let lengths = "20 of 20 series have less than half or more than twice the points of those in training (20 to 24)";
+    let lengths = " series have less than half or more than twice the points of those in training (20 to 24)";
     for (text, part) in [(untimed, "the usual distance of times is 1, and "), (short, lengths)] {
         place.write("new.jsonl", text.as_bytes());
         let notes = place.said(&["predict", "run", "new.jsonl"]).1;
