@@ -152,7 +152,7 @@ LISTOPS = Table(
 
 
 # Other than the command's defaults, which came later.
-_FORM = "--tokens characters --learning-rate 0.003 --set d_ff=512 --set activation=relu --set gated=false --set dropout=0 --set optimizer=adamw"
+_FORM = "--tokens characters --learning-rate 0.003 --set d_ff=512 --set activation=relu --set gated=false --set dropout=0 --set optimizer=adamw --set weight_decay=0.01"
 
 
 def _text(attention: str, more: str, heads: int = 4, feature_map: str = "elu+1", **row) -> Row:

@@ -62,7 +62,7 @@ def run(request, tmp_path_factory):
     # None that is a default.
     settings += ["feature_map=softplus"] if attention in ("kernelized", "shaw", "fourier", "toeplitz") else []
     settings += [] if options is None else [f"attention_options={{{options}}}"]
-    settings += ["gated_attention=true"] if gated else []
+    settings += ["gated_attention=true", "dropout=0"] if gated else ["dropout=0"]
     run_command("train", "--pairs", place / "pairs.tsv", "--steps", "30", "--out", place / "run", "--attention", attention,
                 *settings_of(settings))  # fmt: skip
     return place / "run"

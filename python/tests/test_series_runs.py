@@ -52,11 +52,15 @@ def run(request, tmp_path_factory):
     target, channels, missing, settings = RUNS[request.param]
     place = tmp_path_factory.mktemp("run")
     data = list(series(60, channels, missing, target, 0 if request.param == "clock" else 1e6))
+    even = request.param == "shaw"
+    for start, one in enumerate(data if even else []):
+        one["times"] = [50 * start + n for n in range(len(one["times"]))]
     (place / "series.jsonl").write_text("".join(json.dumps(one) + "\n" for one in data))
     settings = ["d_model=16", "heads=2", "d_ff=32", "layers=2", "warmup_steps=5", "learning_rate=0.01", "base=false", *settings]
     command("train", "--series", place / "series.jsonl", "--steps", "40", "--out", place / "run",
             *settings_of(settings))  # fmt: skip
-    assert ("clock" in json.loads((place / "run" / "series.json").read_text())) == (request.param == "clock")
+    told = json.loads((place / "run" / "series.json").read_text())
+    assert (("clock" in told), told.get("grid", False)) == (request.param == "clock", even)
     return place / "run", data
 
 

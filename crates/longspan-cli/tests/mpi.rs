@@ -252,6 +252,9 @@ fn a_rank_that_is_stopped_ends_all() {
         assert!(started.elapsed() < Duration::from_secs(30), "{:?}", started.elapsed());
         assert!(said.contains("gave no answer for 3 seconds"), "{said}");
     }
+    let place = Place::new();
+    let wrong = mpirun(&place, 2, "", &place.train("run", "3", &[])).env("LONGSPAN_RANK_TIMEOUT", "0").output();
+    assert!(error(&wrong.expect("mpirun starts")).contains("whole number of seconds, at least 1, got \"0\""));
 }
 
 /// A large model, whose checkpoint the limit has no room for; what MPI itself writes is smaller.

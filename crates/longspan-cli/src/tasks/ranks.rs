@@ -165,8 +165,8 @@ impl Ranks {
         const USUAL: usize = 30 * 60;
         let rank = self.rank();
         let limit = match std::env::var("LONGSPAN_RANK_TIMEOUT") {
-            Ok(text) => text.parse().map_err(|_| {
-                anyhow::anyhow!("LONGSPAN_RANK_TIMEOUT: expected a whole number of seconds, got \"{text}\"")
+            Ok(text) => text.parse().ok().filter(|limit| *limit > 0).ok_or_else(|| {
+                anyhow::anyhow!("LONGSPAN_RANK_TIMEOUT: expected a whole number of seconds, at least 1, got \"{text}\"")
             })?,
             Err(_) => USUAL,
         };

@@ -106,7 +106,7 @@ pub trait Task: Sized + Sync {
     }
 
     /// The dropout of a run that goes over its data so many times, where that decides it.
-    fn usual_dropout(_passes: f64) -> Option<f64> {
+    fn usual_dropout(&self, _passes: f64) -> Option<f64> {
         None
     }
 

@@ -541,14 +541,15 @@ def labels_of(path: Path, found: Any) -> list[str] | dict[str, float]:
 
 def _scaling(path: Path) -> Scaling:
     try:
-        found = Scaling(**read_json(path))
+        # Simple methods and notes of the command read the others.
+        found = Scaling(**{name: one for name, one in read_json(path).items() if name not in ("grid", "lengths")})
         lists = all(isinstance(some, list) and _finite(*some) for some in (found.means, found.deviations))
         whole = lists and len(found.means) == len(found.deviations) > 0 and _finite(found.step) and isinstance(found.masked, bool)
         clock = found.clock
         if clock is not None:
             told = isinstance(clock, dict) and clock.keys() == {"begin", "span"}
             whole = whole and told and _finite(*clock.values()) and clock["span"] > 0
-    except TypeError:
+    except (AttributeError, TypeError):
         whole = False
     if not whole or min(*found.deviations, found.step) <= 0:
         raise ValueError(f"{path}: expected names, means and deviations of channels, step and masked, as a run writes them, got "

@@ -91,7 +91,7 @@ impl<T: Task> Session<T> {
         config.training.steps.get_or_insert(T::usual_steps(data.train.per_epoch()));
         if !given(&["dropout"]) {
             let passes = sizes::passes(&config, (tokens, data.train.per_epoch()), sizes::product_rate)?;
-            config.model.dropout = T::usual_dropout(passes).unwrap_or(config.model.dropout);
+            config.model.dropout = task.usual_dropout(passes).unwrap_or(config.model.dropout);
         }
         config.training.workers.get_or_insert(Workers::usual_count());
         let model = draw(task.model(&config, &Device::flex().autodiff())?, config.training.seed);

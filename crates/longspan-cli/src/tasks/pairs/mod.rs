@@ -106,7 +106,7 @@ impl Task for Pairs {
         6000.min((45 * per_epoch).max(750))
     }
 
-    fn usual_dropout(passes: f64) -> Option<f64> {
+    fn usual_dropout(&self, passes: f64) -> Option<f64> {
         Some((passes - 5.0).clamp(0.0, 15.0).round() / 100.0)
     }
 

@@ -173,9 +173,10 @@ impl Task for Text {
         (10 * per_epoch).clamp(200, 2000)
     }
 
-    fn usual_dropout(passes: f64) -> Option<f64> {
-        // In hundredths (docs/tried.md).
-        Some((2.0 * passes).min(20.0).round() / 100.0)
+    fn usual_dropout(&self, passes: f64) -> Option<f64> {
+        // Characters and bytes are harder to learn by heart (docs/tried.md).
+        let each = if matches!(*self.tokenizer, Tokenizer::Json { .. }) { 0.02 } else { 0.005 };
+        Some((each * passes.min(10.0) * 1000.0).round() / 1000.0)
     }
 
     fn score(&self, model: &LanguageModel, passages: &[Passage], how: &Answering<'_>) -> Result<BitsPerByte> {
