@@ -221,6 +221,7 @@ fn a_limit_that_turns_gradients_round_is_refused() {
         assert!(clip_gradients(&linear, &mut gradients, limit).is_err(), "{limit}");
     }
     assert!(clip_gradients(&linear, &mut gradients, 0.5).unwrap() > 0.5);
+    assert!((clip_gradients(&linear, &mut gradients, 0.5).unwrap() - 0.5).abs() < 1e-5);
 }
 
 #[test]

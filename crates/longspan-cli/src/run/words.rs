@@ -23,9 +23,13 @@ words! {
     PoolingWord: "Pooling" { Mean, Last, Attention }
 }
 
-/// What a file is called; `-` is standard input.
+pub fn is_standard_input(path: &Path) -> bool {
+    path.as_os_str() == "-"
+}
+
+/// What a file is called.
 pub fn name(path: &Path) -> String {
-    if path.as_os_str() == "-" { "standard input".into() } else { path.display().to_string() }
+    if is_standard_input(path) { "standard input".into() } else { path.display().to_string() }
 }
 
 /// An error of a reader of JSON or TOML without the names of Rust's types.

@@ -11,7 +11,7 @@ use flate2::bufread::MultiGzDecoder;
 use zip::ZipArchive;
 use zip::read::read_zipfile_from_stream;
 
-pub use crate::run::words::name;
+pub use crate::run::words::{is_standard_input, name};
 use crate::terminal::samples::counted;
 
 /// The first bytes of gzip,
@@ -22,10 +22,6 @@ const ZIP: &[u8] = b"PK\x03\x04";
 
 /// The mark of UTF-8 before a text, which is none of its characters.
 pub const MARK: &[u8] = b"\xef\xbb\xbf";
-
-pub fn is_standard_input(path: &Path) -> bool {
-    path.as_os_str() == "-"
-}
 
 pub fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {
     let failed = |error| cannot_read(path, &error);

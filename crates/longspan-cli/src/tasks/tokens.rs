@@ -513,6 +513,13 @@ mod tests {
     }
 
     #[test]
+    fn ids_do_not_depend_on_the_order_of_the_texts() {
+        let one = Tokenizer::build(&Kind::Characters, ["ab", "c"].into_iter()).unwrap();
+        let other = Tokenizer::build(&Kind::Characters, ["c", "ba"].into_iter()).unwrap();
+        assert_eq!(one.to_json().unwrap(), other.to_json().unwrap());
+    }
+
+    #[test]
     fn a_stored_vocabulary_with_a_double_entry_is_refused() {
         let text = r#"{"kind":"words","vocabulary":["a","a"]}"#;
         assert!(serde_json::from_str::<Tokenizer>(text).is_err());

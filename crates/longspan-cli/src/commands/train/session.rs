@@ -86,11 +86,11 @@ impl<T: Task> Session<T> {
         let (task, data) = T::begin(&mut config)?;
         config = config.absolute()?;
         let tokens = data.train.tokens();
-        let sized_for =
-            if given(&sizes::KEYS) { None } else { sizes::choose(&mut config, tokens, sizes::product_rate)? };
+        let learned = config.training.minutes.map(sizes::learned_in).transpose()?;
+        let sized_for = if given(&sizes::KEYS) { None } else { sizes::choose(&mut config, tokens, learned)? };
         config.training.steps.get_or_insert(T::usual_steps(data.train.per_epoch()));
         if !given(&["dropout"]) {
-            let passes = sizes::passes(&config, (tokens, data.train.per_epoch()), sizes::product_rate)?;
+            let passes = sizes::passes(&config, (tokens, data.train.per_epoch()), learned);
             config.model.dropout = task.usual_dropout(passes).unwrap_or(config.model.dropout);
         }
         config.training.workers.get_or_insert(Workers::usual_count());

@@ -25,19 +25,12 @@ const TOKENS_PER_WEIGHT: f64 = 20.0;
 /// What training reaches of the machine's product rate.
 const SHARE_OF_PRODUCTS: f64 = 0.4;
 
-/// Sets the sizes for data of so many tokens, and says what they are for if they are not the usual ones. Without minutes, models
-/// only become smaller.
-pub fn choose<S: TaskSettings>(
-    config: &mut Config<S>,
-    tokens: f64,
-    rate: impl FnOnce() -> Result<f64>,
-) -> Result<Option<String>> {
+/// Sets the sizes for data of so many tokens, and what is [`learned_in`] the minutes if some are given, and says what they are for if they
+/// are not the usual ones. Without minutes, models only become smaller.
+pub fn choose<S: TaskSettings>(config: &mut Config<S>, tokens: f64, learned: Option<f64>) -> Result<Option<String>> {
     let default = config.clone();
     let by_data = WEIGHTS_PER_TOKEN * tokens;
-    let by_time = match default.training.minutes {
-        Some(minutes) => (weights_and_tokens(minutes, rate()?) / TOKENS_PER_WEIGHT).sqrt(),
-        None => weights(&default),
-    };
+    let by_time = learned.map_or(weights(&default), |learned| (learned / TOKENS_PER_WEIGHT).sqrt());
     let wanted = by_data.min(by_time).max(1.0);
     let distance = |config: &Config<S>| (weights(config) / wanted).ln().abs();
     let sizes = WIDTHS.iter().map(|width| resized(&default, *width)).collect::<Result<Vec<_>>>()?;
@@ -51,24 +44,22 @@ pub fn choose<S: TaskSettings>(
 }
 
 /// Weights times the tokens that they learn from in some minutes, of 6 flops each: 2 forward, 4 backward.
-fn weights_and_tokens(minutes: f64, rate: f64) -> f64 {
+pub fn learned_in(minutes: f64) -> Result<f64> {
+    Ok(at_rate(minutes, product_rate()?))
+}
+
+fn at_rate(minutes: f64, rate: f64) -> f64 {
     SHARE_OF_PRODUCTS * rate * 60.0 * minutes / 6.0
 }
 
 /// How many times a run will go over its data, about.
-pub fn passes<S: TaskSettings>(
-    config: &Config<S>,
-    (tokens, per_epoch): (f64, usize),
-    rate: impl FnOnce() -> Result<f64>,
-) -> Result<f64> {
-    Ok(match config.training.minutes {
-        Some(minutes) => weights_and_tokens(minutes, rate()?) / weights(config) / tokens.max(1.0),
-        None => config.training.steps.unwrap_or(0) as f64 / per_epoch.max(1) as f64,
-    })
+pub fn passes<S: TaskSettings>(config: &Config<S>, (tokens, per_epoch): (f64, usize), learned: Option<f64>) -> f64 {
+    let steps = config.training.steps.unwrap_or(0) as f64 / per_epoch.max(1) as f64;
+    learned.map_or(steps, |learned| learned / weights(config) / tokens.max(1.0))
 }
 
 /// Flops a second of products like a model's, on all threads.
-pub fn product_rate() -> Result<f64> {
+fn product_rate() -> Result<f64> {
     let [m, k, n] = [1024, 256, 1024];
     let ones = |shape| Tensor::<2>::ones(shape, &Device::flex());
     let (x, weight) = (ones([m, k]), ones([k, n]));
@@ -116,7 +107,7 @@ mod tests {
     fn chosen<S: TaskSettings>(config: &Config<S>, minutes: Option<f64>, tokens: f64) -> (Config<S>, Option<String>) {
         let mut config = config.clone();
         config.training.minutes = minutes;
-        let said = choose(&mut config, tokens, || Ok(250e9)).unwrap();
+        let said = choose(&mut config, tokens, minutes.map(|minutes| at_rate(minutes, 250e9))).unwrap();
         (config, said)
     }
 
@@ -156,11 +147,10 @@ mod tests {
 
     #[test]
     fn passes_come_from_steps_or_from_minutes() {
-        let mut config = with::<TextSettings>(json!({ "text": ["a"], "steps": 1000 }));
-        assert_eq!(passes(&config, (1e6, 250), || unreachable!()).unwrap(), 4.0);
-        config.training.minutes = Some(10.0);
+        let config = with::<TextSettings>(json!({ "text": ["a"], "steps": 1000 }));
+        assert_eq!(passes(&config, (1e6, 250), None), 4.0);
         // 655,360 weights of 6 flops a token, at 0.4 of the rate.
-        let found = passes(&config, (1e6, 250), || Ok(1e11)).unwrap();
+        let found = passes(&config, (1e6, 250), Some(at_rate(10.0, 1e11)));
         assert!((found - 0.4e11 * 600.0 / (6.0 * 655_360.0) / 1e6).abs() < 1e-9, "{found}");
     }
 

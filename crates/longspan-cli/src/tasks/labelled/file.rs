@@ -148,5 +148,9 @@ mod tests {
         let error = |bytes: &[u8], ending| parse(bytes, ending, "f", &Columns::default()).unwrap_err().to_string();
         assert!(error(b"{\"text\": 1, \"label\": 2}", "jsonl").contains("`text` has no text"));
         assert!(error(b"{\"text\": \"a\", \"label\": null}", "jsonl").contains("`label` has no label"));
+        assert!(
+            error(b"a,b,c\na,b,c\n", "csv")
+                .contains("no column `text` among `a`, `b`, `c`; name it with --text-column NAME")
+        );
     }
 }

@@ -443,7 +443,8 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
             "{name}: the first line has numbers and no names; it is read as a row, and columns are called `column 1`, …"
         ));
     }
-    let table = match table.melted(columns).filter(|_| !reading.labels) {
+    let melted = if reading.labels { None } else { table.melted(columns) };
+    let table = match melted {
         Some((melted, said)) => {
             note(format_args!("{name}: {said}"));
             melted
@@ -1275,7 +1276,9 @@ mod tests {
             ("id,time,label\n1,2,a\n1,3,a\n", "csv", "no column of values beside times, ids and labels"),
             ("id,time,x\n1,2,3\n1,b,3\n", "csv", "f, line 3: \"b\" in the column `time` is neither"),
             ("id,time,x\n1,2,3\n1,,3\n", "csv", "f, line 3: the column `time` is empty"),
+            ("time,x\n1,2\n2,inf\n3,4\n", "csv", "f, line 3: \"inf\" in the column `x` is no number"),
             ("id,time,x,label\n1,2,3,a\n1,3,3,b\n", "csv", "f, line 3: the label is \"b\", and \"a\" in a line before"),
+            ("1\t5\tx\n", "tsv", "f, line 1: no column of times is known among `1`, `5`, `x`"),
             ("1\t5\n2\tx\n", "tsv", "f, line 2: \"x\" is no number; labelled texts are learned with --labelled"),
             ("1\t2\n1\n", "tsv", "f, line 2: one column"),
             ("@data\n1,2:a\n1,x:b\n", "ts", "f, line 3: \"x\" is no number"),

@@ -126,4 +126,23 @@ mod tests {
         }
         assert!(seen.iter().all(|&count| count > 0), "{seen:?}");
     }
+
+    #[test]
+    fn values_are_those_of_their_operations() {
+        for (operation, digits, right) in [
+            (10, vec![4, 2, 9], 2),
+            (11, vec![4, 2, 9], 9),
+            (12, vec![9, 4, 2], 4),
+            (12, vec![9, 5, 2, 4], 4),
+            (13, vec![9, 5, 2], 6),
+        ] {
+            assert_eq!(value(operation, &mut digits.clone()), right, "{operation} of {digits:?}");
+        }
+    }
+
+    #[test]
+    fn lists_that_cannot_be_are_known() {
+        assert!(can_be(500..=2000, 10, 10) && can_be(4..=20, 2, 3));
+        assert!(!can_be(500..=2000, 10, 2) && !can_be(100..=200, 2, 10));
+    }
 }
