@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -69,8 +70,8 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
     ) -> tuple[Tensor, None]:  # fmt: skip
         for asked in _REFUSED:
             if others.get(asked) is not None:
-                raise ValueError(f"{name}: {asked}: expected None, because the weights are never formed and sequences not packed here, "
-                                 f"got {others[asked]!r}")  # fmt: skip
+                kind = type(others[asked]).__name__
+                raise ValueError(f"{name}: {asked}: expected None, as the weights are never formed and sequences not packed here, got {kind}")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"{name}: attention_mask: expected shape (batch, tokens), 1 or True where a token counts, "
                              f"got shape {tuple(attention_mask.shape)}")  # fmt: skip
@@ -214,7 +215,8 @@ class StateCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=lambda: _StateLayer(self))
+        # No lambda: it could not be pickled, and layers of a copy would belong to the original.
+        super().__init__(layer_class_to_replicate=functools.partial(_StateLayer, self))
         #: The layer whose new keys an attention has still to take up.
         self.pending: _StateLayer | None = None
 
