@@ -159,6 +159,8 @@ def test_what_is_refused():
     model()(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="StateCache.crop: tokens_to_remove: expected 0"):
         cache.crop(1)
+    with pytest.raises(ValueError, match=r"longspan: attention_mask: expected shape \(1, 18\), tokens that a cache holds included, got \(1, 9\)"):
+        model()(ids, attention_mask=torch.ones(1, 9), past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["longspan", "longspan-softmax"])

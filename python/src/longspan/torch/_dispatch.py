@@ -107,11 +107,8 @@ def attend(
         v = tensors[2]
         tensors = (q, k, *tensors[2:])
         check_shapes(mechanism, q, k, v, key_padding_mask)
-        if cu_seqlens is not None and key_padding_mask is not None:
-            raise ValueError(f"{operation}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
-                             "got both")  # fmt: skip
         if cu_seqlens is not None:
-            check_packed(mechanism, _calls.boundaries(operation, cu_seqlens), q, k)
+            check_packed(operation, _calls.boundaries(operation, cu_seqlens), q, k, key_padding_mask)
     if with_state and where is not Route.KERNELS:
         return _attend_with_states(where, call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)
     if where is Route.OPERATOR:

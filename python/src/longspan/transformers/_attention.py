@@ -114,9 +114,10 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
             raise ValueError(f"{name}: cache: expected a cache of the tokens so far, got one with {kv_length} places of which "
                              f"{int(q_offset) + q_length} are written (a StaticCache); give longspan.transformers.StateCache() or "
                              "transformers.DynamicCache()")  # fmt: skip
-        if attention_mask is None or bool(attention_mask.all()):
-            return None
-        return attention_mask[:, -kv_length:]
+        if attention_mask is not None and tuple(attention_mask.shape) != (batch_size, kv_length):
+            raise ValueError(f"{name}: attention_mask: expected shape {(batch_size, kv_length)}, tokens that a cache holds included, "
+                             f"got {tuple(attention_mask.shape)}")  # fmt: skip
+        return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)

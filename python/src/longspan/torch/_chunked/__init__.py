@@ -131,10 +131,7 @@ def _run(
         if cu_seqlens is None:
             out, parts = _attend(mechanism, call, with_state)
             return out.to(dtype), parts
-        if key_padding_mask is not None:
-            raise ValueError(f"{mechanism}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
-                             "got both")  # fmt: skip
-        check_packed(mechanism, cu_seqlens, q, k)
+        check_packed(mechanism, cu_seqlens, q, k, key_padding_mask)
         queries, keys = cu_seqlens
         pieces = [
             _attend(mechanism, replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))[0]
@@ -228,17 +225,21 @@ def check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_ma
                          f"got shape {tuple(key_padding_mask.shape)}")  # fmt: skip
 
 
-def check_packed(mechanism: str, cu_seqlens: tuple[list[int], list[int]], q: Tensor, k: Tensor) -> None:
+def check_packed(
+    operation: str, cu_seqlens: tuple[list[int], list[int]], q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
+) -> None:
     """Checks boundaries of packed sequences."""
+    if key_padding_mask is not None:
+        raise ValueError(f"{operation}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), got both")
     if q.shape[0] != 1:
-        raise ValueError(f"{mechanism}: batch: expected 1 for packed sequences, got {q.shape[0]}")
+        raise ValueError(f"{operation}: batch: expected 1 for packed sequences, got {q.shape[0]}")
     queries, keys = cu_seqlens
     if len(queries) != len(keys):
-        raise ValueError(f"{mechanism}: cu_seqlens: expected as many boundaries on the key axis as on the query axis, "
+        raise ValueError(f"{operation}: cu_seqlens: expected as many boundaries on the key axis as on the query axis, "
                          f"got {len(keys)} and {len(queries)}")  # fmt: skip
     for bounds, tokens in ((queries, q.shape[2]), (keys, k.shape[2])):
         if not bounds or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
-            raise ValueError(f"{mechanism}: cu_seqlens: expected ascending from 0 to {tokens}, got {bounds}")
+            raise ValueError(f"{operation}: cu_seqlens: expected ascending from 0 to {tokens}, got {bounds}")
 
 
 def _check_parameters(mechanism: str, call: Call) -> None:
