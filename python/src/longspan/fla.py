@@ -234,7 +234,7 @@ def mamba_chunk_scan_combined(
         _expect_shape(operation, name, tensor, shape)
     if seq_idx is not None:
         if initial_states is not None or return_final_states or cu_seqlens is not None:
-            raise ValueError(f"{operation}: seq_idx: expected None with states or cu_seqlens, got both")
+            raise ValueError(f"{operation}: seq_idx: expected None with states or cu_seqlens, got both; a model wants use_cache=False")
         cu_seqlens = sequences(operation, seq_idx, x.shape[:2])
         dt, B, C = (tensor.flatten(0, 1)[None] for tensor in (dt, B, C))
     shape, x = x.shape, x if seq_idx is None else x.flatten(0, 1)[None]
