@@ -245,6 +245,8 @@ def test_what_is_wrong_is_named():
             fla.chunk_gated_delta_rule(*arguments)
     with pytest.raises(ValueError, match="expected tensors on the cpu, got meta.*flash-linear-attention"):
         fla.chunk_gla(*(x.to("meta") for x in (q, k, v[:, :, :2], torch.zeros(2, 5, 2, 16))))
+    with pytest.raises(ValueError, match=r"chunk_simple_gla: g_gamma: expected shape \(4,\), got \(1,\)"):
+        fla.chunk_simple_gla(q, k, v, g_gamma=torch.zeros(1))
     with pytest.raises(ValueError, match="conv_state: expected 3 tokens or more, one less than taps, got 1"):
         fla.causal_conv1d_update(torch.ones(1, 2, 5), torch.zeros(1, 2, 1), torch.ones(2, 4))
     for x, weight in ((torch.ones(2, 3), torch.ones(6, 4)), (torch.ones(2), torch.ones(3, 4)), (torch.ones(1, 3), torch.ones(3, 4))):

@@ -156,6 +156,8 @@ def chunk_simple_gla(
     if g is not None and g_gamma is not None:
         raise ValueError("chunk_simple_gla: g_gamma: expected None beside g, got both")
     if g_gamma is not None:
+        _expect_axes("chunk_simple_gla", ("v", v, 4), ("g_gamma", g_gamma, 1))
+        _expect_shape("chunk_simple_gla", "g_gamma", g_gamma, v.shape[2:3])
         g = g_gamma.expand(v.shape[:3])
     return _run("chunk_simple_gla", "gated", q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
@@ -236,8 +238,7 @@ def mamba_chunk_scan_combined(
         if initial_states is not None or return_final_states or cu_seqlens is not None:
             raise ValueError(f"{operation}: seq_idx: expected None with states or cu_seqlens, got both; a model wants use_cache=False")
         cu_seqlens = sequences(operation, seq_idx, x.shape[:2])
-        dt, B, C = (tensor.flatten(0, 1)[None] for tensor in (dt, B, C))
-    shape, x = x.shape, x if seq_idx is None else x.flatten(0, 1)[None]
+        x, dt, B, C = (tensor.flatten(0, 1)[None] for tensor in (x, dt, B, C))
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -248,7 +249,7 @@ def mamba_chunk_scan_combined(
     )  # fmt: skip
     if D is not None:
         out = out + x * (D if D.dim() == 2 else D[:, None])
-    out = out.reshape(shape)
+    out = out.reshape(batch, tokens, heads, width)
     if z is not None:
         out = out * F.silu(z)
     out = out.to(x.dtype)
