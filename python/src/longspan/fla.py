@@ -429,7 +429,7 @@ def _run(
     if not output_final_state:
         return result.transpose(1, 2).to(dtype), None
     out, after = result
-    numbers = (after if isinstance(after, TensorState) else TensorState.of(after)).numbers
+    numbers = _dispatch.as_tensors(operation, after).numbers
     return out.transpose(1, 2).to(dtype), numbers[..., : width * columns].unflatten(2, (width, columns))
 
 
