@@ -76,6 +76,7 @@ WRONG = [
     (ValueError, "decay: expected", lambda: attend(decay=0.0, is_causal=True)),
     (ValueError, "decay: expected", lambda: attend(decay=float("nan"), is_causal=True)),
     (ValueError, "decay: expected", lambda: attend(decay=[0.5] * 3, is_causal=True)),
+    (TypeError, "decay: expected a number", lambda: attend(decay="0.9", is_causal=True)),
     (TypeError, "decay: expected a number", lambda: attend(decay=object(), is_causal=True)),
     (TypeError, "initial_state: expected", lambda: attend(initial_state=1)),
     (ValueError, "rel: expected shape", lambda: ops.shaw_attention(Q, K, V, REL[:, 1:])),

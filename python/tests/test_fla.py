@@ -215,8 +215,11 @@ def test_short_convolution(taps):
     out, last = fla.causal_conv1d_fn(x, weight, bias, return_final_states=True, activation="silu")
     near(out, expected)
     assert torch.equal(last, torch.nn.functional.pad(x, (taps, 0))[..., 21:] if taps > 1 else last)
+    narrow = fla.causal_conv1d_fn(x, weight.bfloat16(), bias.bfloat16(), activation="silu")
+    near(narrow, theirs(x, weight.bfloat16().float(), bias.bfloat16().float()))
     first, state = fla.causal_conv1d_fn(x[..., :8], weight, bias, return_final_states=True, activation="silu")
-    rest = [fla.causal_conv1d_update(x[..., t], state, weight, bias, "silu")[..., None] for t in range(8, 20)]
+    rest = [fla.causal_conv1d_update(x[..., t], state, weight, bias, "silu")[..., None] for t in range(8, 14)]
+    rest.append(fla.causal_conv1d_update(x[..., 14:], state, weight, bias, "silu"))
     near(torch.cat([first, *rest], dim=2), expected)
     index = torch.tensor([[0] * 9 + [1] * 11, [0] * 4 + [1] * 16])
     apart = fla.causal_conv1d_fn(x, weight, bias, seq_idx=index, activation="silu")
@@ -236,16 +239,29 @@ def test_what_is_wrong_is_named():
         ((q, k, v, g[:, :4], beta), "g: expected shape"),
         ((q, k, v, g, beta, None, state[:, :2]), "initial_state: expected shape"),
         ((q, k, v[0], g, beta), "v: expected a tensor of 4 axes"),
+        ((q, k, v, g, beta, torch.ones((), requires_grad=True)), "scale: expected a number or None"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             fla.chunk_gated_delta_rule(*arguments)
     with pytest.raises(ValueError, match="expected tensors on the cpu, got meta.*flash-linear-attention"):
         fla.chunk_gla(*(x.to("meta") for x in (q, k, v[:, :, :2], torch.zeros(2, 5, 2, 16))))
+    with pytest.raises(ValueError, match=r"chunk_simple_gla: g_gamma: expected shape \(4,\), got \(1,\)"):
+        fla.chunk_simple_gla(q, k, v, g_gamma=torch.zeros(1))
     with pytest.raises(ValueError, match="conv_state: expected 3 tokens or more, one less than taps, got 1"):
         fla.causal_conv1d_update(torch.ones(1, 2, 5), torch.zeros(1, 2, 1), torch.ones(2, 4))
-    x, scan = torch.ones(1, 5, 2, 3), partial(fla.mamba_chunk_scan_combined, seq_idx=torch.zeros(1, 5))
+    for x, weight in ((torch.ones(2, 3), torch.ones(6, 4)), (torch.ones(2), torch.ones(3, 4)), (torch.ones(1, 3), torch.ones(3, 4))):
+        with pytest.raises(ValueError, match="weight: expected shape|x: expected a tensor|conv_state: expected shape"):
+            fla.causal_conv1d_update(x, torch.zeros(2, 3, 3), weight)
+    x = torch.ones(1, 5, 2, 3)
+    scan = partial(fla.mamba_chunk_scan_combined, x, x[..., 0], -torch.ones(2), x, x)
+    one = torch.ones(1)
+    for options in ({"dt": x[..., :1, 0]}, {"A": -one}, {"C": x[:, :, :1]}, {"D": one}, {"D": torch.ones(2, 1)}, {"dt_bias": one},
+                    {"z": x.expand(3, -1, -1, -1)}, {"initial_states": torch.ones(1, 2, 2, 3)}):  # fmt: skip
+        [name] = options
+        with pytest.raises(ValueError, match=f"scan_combined: {name}: expected shape"):
+            fla.mamba_chunk_scan_combined(**{**dict(zip("x dt A B C".split(), scan.args)), **options})
     with pytest.raises(ValueError, match="seq_idx: expected None with states or cu_seqlens"):
-        scan(x, x[..., 0], -torch.ones(2), x, x, return_final_states=True)
+        scan(seq_idx=torch.zeros(1, 5), return_final_states=True)
     with pytest.raises(ValueError, match="activation"):
         fla.causal_conv1d_fn(torch.ones(1, 2, 3), torch.ones(2, 2), activation="relu")
     for empty in (torch.ones(0, 2, 3), torch.ones(1, 2, 0)):

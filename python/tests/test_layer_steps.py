@@ -86,15 +86,12 @@ def test_a_step_in_training_drops_what_a_call_drops():
     assert not torch.equal(module.eval().step(x)[0], step)
 
 
-def test_autocast_and_positions():
+def test_autocast():
     module = MultiheadAttention(12, 3).eval()
     x = torch.randn(2, 12)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         out, state = module.step(x)
         assert out.dtype == torch.bfloat16 and state.dtype == "float32"
-    module = MultiheadAttention(12, 3, attention="fourier", axes=2).eval()
-    with torch.no_grad(), pytest.raises(ValueError, match="q_positions: expected positions of 2 axes with axes=2, got None"):
-        module.step(x)
 
 
 def test_errors_of_a_layer():
@@ -103,10 +100,8 @@ def test_errors_of_a_layer():
     with torch.no_grad():
         _, state = layer.step(torch.randn(2, 12))
         before = state.clone()
-        for token, error in ((torch.randn(3, 12), "KernelizedAttention: state: expected batch 3"),
-                             (torch.randn(2, 13), r"MultiheadAttention.step: token: expected shape \(batch, 12\)")):
-            with pytest.raises(ValueError, match=error):
-                layer.step(token, state)
+        with pytest.raises(ValueError, match="KernelizedAttention: state: expected batch 3"):
+            layer.step(torch.randn(3, 12), state)
         with pytest.raises(ValueError, match="ShawAttention: state: expected a state of shaw"):
             other.step(torch.randn(2, 12), state)
     assert state == before

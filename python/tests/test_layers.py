@@ -65,13 +65,6 @@ def test_shared_heads_are_repeated_ones(options):
     torch.testing.assert_close(shared(x, x, x, is_causal=True)[0], full(x, x, x, is_causal=True)[0])
 
 
-def test_wrong_numbers_of_heads():
-    with pytest.raises(ValueError, match="num_kv_heads: expected a divisor of num_heads = 4, got 3"):
-        MultiheadAttention(12, 4, num_kv_heads=3)
-    with pytest.raises(ValueError, match="num_kv_heads: expected an integer from 1 to .*, got 0"):
-        MultiheadAttention(12, 4, num_kv_heads=0)
-
-
 def test_decoder_states():
     layer = TransformerDecoderLayer(12, 4, 16, batch_first=True, attention="shaw", radius=2).eval()
     x, memory = torch.randn(2, 6, 12), torch.randn(2, 5, 12)

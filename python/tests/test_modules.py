@@ -275,6 +275,8 @@ def test_modules_on_another_device():
 
 WRONG = [
     (ValueError, "num_heads: expected a divisor", lambda: MultiheadAttention(10, 3)),
+    (ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3", lambda: MultiheadAttention(12, 4, num_kv_heads=3)),
+    (ValueError, "num_kv_heads: expected an integer from 1 to .*, got 0", lambda: MultiheadAttention(12, 4, num_kv_heads=0)),
     (ValueError, "dropout", lambda: MultiheadAttention(12, 3, 2.0)),
     (ValueError, "add_bias_kv", lambda: MultiheadAttention(12, 3, add_bias_kv=True)),
     (ValueError, "unknown attention 'magic'; known are kernelized", lambda: MultiheadAttention(12, 3, attention="magic")),

@@ -156,14 +156,16 @@ def test_packed_sequences_by_a_tensor():
         compiled(q, k, v, torch.tensor([0, 3, 7, 13], dtype=torch.int32))
 
 
-def test_an_exported_program_takes_any_boundaries():
+def test_an_exported_program_takes_any_length_and_boundaries():
     class Packed(torch.nn.Module):
         def forward(self, q, k, v, cu_seqlens):
             return packed(q, k, v, cu_seqlens)
 
     q, k, v = (torch.randn(1, 2, 12, 4) for _ in range(3))
-    program = torch.export.export(Packed(), (q, k, v, torch.tensor([0, 5, 12])))
-    for bounds in ([0, 5, 12], [0, 9, 12]):
+    length = {2: torch.export.Dim("length", min=2, max=64)}
+    program = torch.export.export(Packed(), (q, k, v, torch.tensor([0, 5, 12])), dynamic_shapes=(length, length, length, {}))
+    for bounds in ([0, 5, 12], [0, 9, 12], [0, 3, 23]):
+        q, k, v = (torch.randn(1, 2, bounds[-1], 4) for _ in range(3))
         torch.testing.assert_close(program.module()(q, k, v, torch.tensor(bounds)), packed(q, k, v, bounds))
 
 

@@ -328,3 +328,13 @@ def test_packed_sequences_beside_a_padding_mask_are_refused_by_the_formulation()
     q, k, v = torch.randn(3, 1, 1, 4, 2)
     with pytest.raises(ValueError, match="expected None beside a key_padding_mask"):
         chunked_attention(q, k, v, cu_seqlens=([0, 4], [0, 4]), key_padding_mask=torch.zeros(1, 4, dtype=torch.bool))
+
+
+def test_the_formulation_broadcasts_no_parameters():
+    x, taps = torch.randn(1, 2, 4, 3), torch.randn(2, 2, 3)
+    for call in (
+        lambda: ops.kernelized_attention(x, x, x, decay=[0.5], is_causal=True), lambda: ops.short_convolution(x, x, x, taps[:1]),
+        lambda: ops.short_convolution(x, x, x, taps[..., :1]), lambda: ops.depthwise_convolution(x, taps, torch.zeros(2, 1)),
+    ):  # fmt: skip
+        with elsewhere(), pytest.raises(ValueError, match="expected (one for each of the 2|shape)"):
+            call()

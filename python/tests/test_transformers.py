@@ -1,5 +1,8 @@
 """Longspan's attention in models of Hugging Face's transformers, with weights drawn at random."""
 
+import copy
+import pickle
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -87,8 +90,11 @@ def test_several_continuations_of_a_prompt():
     cache = StateCache()
     llama(ids[:, :6], past_key_values=cache, use_cache=True)
     cache.batch_repeat_interleave(3)
+    cache = pickle.loads(pickle.dumps(cache))
     got = llama(ids[:, 6:].repeat_interleave(3, 0), past_key_values=cache, use_cache=True).logits
     torch.testing.assert_close(got, llama(ids).logits[:, 6:].repeat_interleave(3, 0), rtol=1e-4, atol=1e-4)
+    cache = copy.deepcopy(StateCache())
+    assert cache.first(1)[0].owner is cache
 
 
 @torch.no_grad()
@@ -153,6 +159,8 @@ def test_what_is_refused():
     model()(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="StateCache.crop: tokens_to_remove: expected 0"):
         cache.crop(1)
+    with pytest.raises(ValueError, match=r"longspan: attention_mask: expected shape \(1, 18\), tokens that a cache holds included, got \(1, 9\)"):
+        model()(ids, attention_mask=torch.ones(1, 9), past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["longspan", "longspan-softmax"])

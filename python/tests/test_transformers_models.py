@@ -314,6 +314,7 @@ def test_losses_are_those_of_the_labels():
     labels = ids.clone()
     labels[0, :5] = -100
     logits = model(ids).logits[:, :-1]
+    torch.testing.assert_close(model(ids, logits_to_keep=torch.tensor([3, 5])).logits, logits[:, [3, 5]])
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(model(ids, labels=labels).loss, wanted)
     torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=100).loss, wanted * 12 / 100)
@@ -328,8 +329,9 @@ def test_what_is_refused(tmp_path):
     ids, mask = torch.randint(4, 30, (1, 6)), torch.tensor([[0, 1, 1, 1, 1, 1]])
     with pytest.raises(ValueError, match="LongspanForCausalLM: attention_mask: expected ignored tokens at the end alone"):
         model(ids, attention_mask=mask)
-    with pytest.raises(ValueError, match=r"LongspanForCausalLM: attention_mask: expected shape \(1, 6\)"):
-        model(ids, attention_mask=torch.ones(1, 1, 6, 6))
+    for shape in ((1, 1, 6, 6), (1, 8)):
+        with pytest.raises(ValueError, match=r"LongspanForCausalLM: attention_mask: expected shape \(1, 6\)"):
+            model(ids, attention_mask=torch.ones(shape))
     with pytest.raises(TypeError, match="LongspanForCausalLM: position_ids: expected None"):
         model(ids, position_ids=torch.arange(6)[None])
     with pytest.raises(TypeError, match="LongspanForCausalLM: cache: expected a StateCache, got DynamicCache"):

@@ -78,7 +78,7 @@ def decays(operation: str, k: Any, decay: Any) -> list[float] | None:
     else:
         try:
             numbers = [float(gamma) for gamma in decay]
-        except TypeError:
+        except (TypeError, ValueError):
             kind = type(decay).__name__
             raise TypeError(f"{operation}: decay: expected a number or a sequence of numbers, got {kind}") from None
     for gamma in numbers:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from . import _calls, _options, ops
 from ._calls import Request
 from .torch import _dispatch
+from .torch._chunked import check_packed
 from .torch._states import TensorState
 
 __all__ = [
@@ -155,6 +156,8 @@ def chunk_simple_gla(
     if g is not None and g_gamma is not None:
         raise ValueError("chunk_simple_gla: g_gamma: expected None beside g, got both")
     if g_gamma is not None:
+        _expect_axes("chunk_simple_gla", ("v", v, 4), ("g_gamma", g_gamma, 1))
+        _expect_shape("chunk_simple_gla", "g_gamma", g_gamma, v.shape[2:3])
         g = g_gamma.expand(v.shape[:3])
     return _run("chunk_simple_gla", "gated", q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
@@ -222,13 +225,20 @@ def mamba_chunk_scan_combined(
     (torch.Size([1, 100, 4, 16]), torch.Size([1, 4, 16, 8]))
     """
     operation = "mamba_chunk_scan_combined"
-    _expect_axes(operation, ("x", x, 4), ("dt", dt, 3), ("A", A, 1), ("B", B, 4), ("C", C, 4))
+    _expect_axes(operation, ("x", x, 4), ("B", B, 4))
+    batch, tokens, heads, width = x.shape
+    several = batch if cu_seqlens is None or initial_states is None else len(cu_seqlens) - 1
+    for name, tensor, shape in (
+        ("dt", dt, x.shape[:3]), ("A", A, (heads,)), ("B", B, (batch, tokens, *B.shape[2:])), ("C", C, B.shape),
+        ("D", D, (heads,) if D is None or D.dim() == 1 else (heads, width)), ("z", z, x.shape), ("dt_bias", dt_bias, (heads,)),
+        ("initial_states", initial_states, (several, heads, width, B.shape[3])),
+    ):  # fmt: skip
+        _expect_shape(operation, name, tensor, shape)
     if seq_idx is not None:
         if initial_states is not None or return_final_states or cu_seqlens is not None:
-            raise ValueError(f"{operation}: seq_idx: expected None with states or cu_seqlens, got both")
+            raise ValueError(f"{operation}: seq_idx: expected None with states or cu_seqlens, got both; a model wants use_cache=False")
         cu_seqlens = sequences(operation, seq_idx, x.shape[:2])
-        dt, B, C = (tensor.flatten(0, 1)[None] for tensor in (dt, B, C))
-    shape, x = x.shape, x if seq_idx is None else x.flatten(0, 1)[None]
+        x, dt, B, C = (tensor.flatten(0, 1)[None] for tensor in (x, dt, B, C))
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -239,7 +249,7 @@ def mamba_chunk_scan_combined(
     )  # fmt: skip
     if D is not None:
         out = out + x * (D if D.dim() == 2 else D[:, None])
-    out = out.reshape(shape)
+    out = out.reshape(batch, tokens, heads, width)
     if z is not None:
         out = out * F.silu(z)
     out = out.to(x.dtype)
@@ -287,26 +297,26 @@ def causal_conv1d_fn(
     """
     operation = "causal_conv1d_fn"
     _expect_axes(operation, ("x", x, 3), ("weight", weight, 2))
-    _expect_activation(operation, activation)
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"{operation}: activation: expected None, 'silu' or 'swish', got {activation!r}")
     if seq_idx is not None and (initial_states is not None or return_final_states):
         raise ValueError(f"{operation}: seq_idx: expected None with states, because each sequence has its own, got both")
     batch, channels, tokens = x.shape
     _expect_shape(operation, "weight", weight, (channels, weight.shape[1]))
-    if bias is not None:
-        _expect_shape(operation, "bias", bias, (channels,))
+    _expect_shape(operation, "bias", bias, (channels,))
     before = weight.shape[1] - 1
-    if initial_states is not None:
-        _expect_shape(operation, "initial_states", initial_states, (batch, channels, before))
+    _expect_shape(operation, "initial_states", initial_states, (batch, channels, before))
     seen = x if initial_states is None else torch.cat([initial_states.to(x.dtype), x], dim=2)
     bounds = None if seq_idx is None else sequences(operation, seq_idx, (batch, tokens))
     # In heads of adjacent channels, each what a core works on at a time.
     width = next(n for n in range(min(channels, 128), 0, -1) if channels % n == 0) if channels else 1
     heads = (channels // width, width)
-    rows = seen.to(weight.dtype).transpose(1, 2).contiguous()
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    rows = seen.to(wide).transpose(1, 2).contiguous()
     rows = rows if bounds is None else rows.reshape(1, batch * tokens, channels)
     out = ops.depthwise_convolution(
-        rows.unflatten(2, heads).transpose(1, 2), weight.flip(1).unflatten(0, heads).transpose(1, 2),
-        None if bias is None else bias.to(weight.dtype).unflatten(0, heads), silu=activation is not None, cu_seqlens=bounds,
+        rows.unflatten(2, heads).transpose(1, 2), weight.to(wide).flip(1).unflatten(0, heads).transpose(1, 2),
+        None if bias is None else bias.to(wide).unflatten(0, heads), silu=activation is not None, cu_seqlens=bounds,
     )  # fmt: skip
     out = out.transpose(1, 2).flatten(2).view(batch, seen.shape[2], channels).transpose(1, 2)[:, :, seen.shape[2] - tokens :].to(x.dtype)
     if not return_final_states:
@@ -344,16 +354,14 @@ def causal_conv1d_update(
     tensor(2.)
     """
     operation = "causal_conv1d_update"
-    _expect_axes(operation, ("conv_state", conv_state, 3), ("weight", weight, 2))
-    _expect_activation(operation, activation)
-    if conv_state.shape[2] < weight.shape[1] - 1:
-        raise ValueError(f"{operation}: conv_state: expected {weight.shape[1] - 1} tokens or more, one less than taps, got {conv_state.shape[2]}")
     new = x[..., None] if x.dim() == 2 else x
-    seen = torch.cat([conv_state.to(new.dtype), new], dim=2)
-    conv_state.copy_(seen[:, :, -conv_state.shape[2] :])
-    seen = seen[:, :, -(weight.shape[1] - 1 + new.shape[2]) :]
-    out = F.conv1d(seen.to(weight.dtype), weight[:, None], bias, groups=new.shape[1])
-    out = (F.silu(out) if activation else out).to(x.dtype)
+    _expect_axes(operation, ("x", new, 3), ("conv_state", conv_state, 3), ("weight", weight, 2))
+    kept, before = conv_state.shape[2], weight.shape[1] - 1
+    _expect_shape(operation, "conv_state", conv_state, (*new.shape[:2], kept))
+    if kept < before:
+        raise ValueError(f"{operation}: conv_state: expected {before} tokens or more, one less than taps, got {kept}")
+    out: Tensor = causal_conv1d_fn(new, weight, bias, initial_states=conv_state[:, :, kept - before :], activation=activation)
+    conv_state.copy_(torch.cat([conv_state, new.to(conv_state.dtype)], dim=2)[:, :, new.shape[2] :])
     return out[..., 0] if x.dim() == 2 else out
 
 
@@ -372,13 +380,8 @@ def _expect_axes(operation: str, *tensors: tuple[str, Any, int]) -> None:
             raise ValueError(f"{operation}: {name}: expected a tensor of {axes} axes, got {got}")
 
 
-def _expect_activation(operation: str, activation: str | None) -> None:
-    if activation not in (None, "silu", "swish"):
-        raise ValueError(f"{operation}: activation: expected None, 'silu' or 'swish', got {activation!r}")
-
-
-def _expect_shape(operation: str, name: str, tensor: Tensor, shape: Sequence[int]) -> None:
-    if tuple(tensor.shape) != tuple(shape):
+def _expect_shape(operation: str, name: str, tensor: Tensor | None, shape: Sequence[int]) -> None:
+    if tensor is not None and tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{operation}: {name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
 
 
@@ -397,13 +400,11 @@ def _run(
     if heads == 0 or value_heads % heads:
         raise ValueError(f"{operation}: v: expected a multiple of the {heads} heads of keys, got {value_heads}")
     by_channel = g is not None and g.dim() == 4
-    if g is not None:
-        _expect_shape(operation, "g", g, (batch, tokens, value_heads, width) if by_channel else (batch, tokens, value_heads))
-    if beta is not None:
-        _expect_shape(operation, "beta", beta, (batch, tokens, value_heads))
-    if initial_state is not None:
-        sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-        _expect_shape(operation, "initial_state", initial_state, (sequences, value_heads, width, columns))
+    _expect_shape(operation, "g", g, (batch, tokens, value_heads, width) if by_channel else (batch, tokens, value_heads))
+    _expect_shape(operation, "beta", beta, (batch, tokens, value_heads))
+    _options.expect_scale(operation, scale)
+    several = batch if cu_seqlens is None or initial_state is None else len(cu_seqlens) - 1
+    _expect_shape(operation, "initial_state", initial_state, (several, value_heads, width, columns))
     if cu_seqlens is not None and (initial_state is not None or output_final_state):
         return _packed_with_states(
             operation, mechanism, q, k, v, g, beta, scale, initial_state, output_final_state, l2_norm, cu_seqlens
@@ -428,7 +429,7 @@ def _run(
     if not output_final_state:
         return result.transpose(1, 2).to(dtype), None
     out, after = result
-    numbers = (after if isinstance(after, TensorState) else TensorState.of(after)).numbers
+    numbers = _dispatch.as_tensors(operation, after).numbers
     return out.transpose(1, 2).to(dtype), numbers[..., : width * columns].unflatten(2, (width, columns))
 
 
@@ -437,11 +438,8 @@ def _packed_with_states(
     initial_state: Tensor | None, output_final_state: bool, l2_norm: bool, cu_seqlens: Tensor,
 ) -> Result:  # fmt: skip
     """Each sequence with a state of its own."""
-    if q.shape[0] != 1:
-        raise ValueError(f"{operation}: cu_seqlens: expected a batch of 1, got {q.shape[0]}")
-    bounds, _ = _calls.boundaries(operation, cu_seqlens)
-    if bounds[:1] != [0] or bounds[-1:] != [q.shape[1]] or bounds != sorted(bounds):
-        raise ValueError(f"{operation}: cu_seqlens: expected numbers that rise from 0 to {q.shape[1]}, got {bounds}")
+    bounds, others = _calls.boundaries(operation, cu_seqlens)
+    check_packed(operation, (bounds, others), q.transpose(1, 2), k.transpose(1, 2))
     found = []
     for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
         pieces: Any = [None if x is None else x[:, start:end] for x in (q, k, v, g, beta)]

@@ -107,11 +107,8 @@ def attend(
         v = tensors[2]
         tensors = (q, k, *tensors[2:])
         check_shapes(mechanism, q, k, v, key_padding_mask)
-        if cu_seqlens is not None and key_padding_mask is not None:
-            raise ValueError(f"{operation}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
-                             "got both")  # fmt: skip
         if cu_seqlens is not None:
-            check_packed(mechanism, _calls.boundaries(operation, cu_seqlens), q, k)
+            check_packed(operation, _calls.boundaries(operation, cu_seqlens), q, k, key_padding_mask)
     if with_state and where is not Route.KERNELS:
         return _attend_with_states(where, call, tensors, key_padding_mask, cu_seqlens, initial_state, output_final_state)
     if where is Route.OPERATOR:
@@ -164,7 +161,7 @@ def _attend_with_states(
         raise ValueError(f"{call.operation}: cu_seqlens: expected None with a state, because each sequence has its own; give "
                          "each its own batch entry")  # fmt: skip
     q, k, v, *parameters = tensors
-    initial_state = None if initial_state is None else _as_tensors(call.operation, initial_state)
+    initial_state = None if initial_state is None else as_tensors(call.operation, initial_state)
     if where is Route.TORCH or _triton.serves(q):
         shape, numbers = _on_a_device(call, tensors, initial_state)
     elif initial_state is None:
@@ -185,7 +182,7 @@ def _attend_with_states(
     return (out, TensorState(*shape, numbers)) if output_final_state else out
 
 
-def _as_tensors(operation: str, state: Any) -> TensorState:
+def as_tensors(operation: str, state: Any) -> TensorState:
     if isinstance(state, TensorState):
         return state
     if torch.compiler.is_compiling():
@@ -213,7 +210,7 @@ def _on_a_device(
 
 def initial_numbers(operation: str, shape: _operators.Shape, tensors: Sequence[Any], state: State | TensorState) -> Tensor:
     """The numbers of the initial state of a call with these queries and keys, which has to be of this shape."""
-    (q, k), initial = tensors, _as_tensors(operation, state)
+    (q, k), initial = tensors, as_tensors(operation, state)
     given = (initial.mechanism, initial.options, tuple(initial.parts))
     # Torch 2.11 can't trace a comparison of tuples that hold one.
     same = all([a == b for a, b in zip(given, shape)])

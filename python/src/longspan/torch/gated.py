@@ -131,7 +131,7 @@ class _Gated(Attention):
             name, "short-convolution", options, none, none, x, parameters, True, initial_state=state,
             output_final_state=output_final_state, **mask,
         )  # fmt: skip
-        return (out[0], _numbers(out[1])[..., :-1]) if output_final_state else (out, None)
+        return (out[0], _dispatch.as_tensors(name, out[1]).numbers[..., :-1]) if output_final_state else (out, None)
 
     def _shapes(self, q: Tensor, k: Tensor, v: Tensor) -> list[_operators.Shape]:
         """What states are like, and those of the recurrence among them: the first two parts, and zeros up to the next cache line. In
@@ -150,7 +150,7 @@ class _Gated(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, state: State | TensorState, pasts: list[Tensor | None]
     ) -> State | TensorState:
         whole, recurrence = self._shapes(q, k, v)
-        sums, gates, *_ = _numbers(state).split(list(recurrence[2]), -1)
+        sums, gates, *_ = _dispatch.as_tensors(type(self).__name__, state).numbers.split(list(recurrence[2]), -1)
         padding = sums.new_zeros((*sums.shape[:2], whole[2][2]))
         rows = [past.reshape(*sums.shape[:2], size) for past, size in zip(pasts, whole[2][3:]) if past is not None]
         joined = TensorState(*whole, torch.cat([sums, gates, padding, *rows], -1))
@@ -173,10 +173,6 @@ class _Gated(Attention):
         tokens = (q, k, v) if with_token else tuple([x[:, :, None] for x in (q, k, v)])
         out, after = self.forward(*tokens, is_causal=True, initial_state=state, output_final_state=True)
         return out if with_token else out[:, :, 0], after
-
-
-def _numbers(state: State | TensorState) -> Tensor:
-    return state.numbers if isinstance(state, TensorState) else TensorState.of(state).numbers
 
 
 class GatedAttention(_Gated):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -69,8 +70,8 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
     ) -> tuple[Tensor, None]:  # fmt: skip
         for asked in _REFUSED:
             if others.get(asked) is not None:
-                raise ValueError(f"{name}: {asked}: expected None, because the weights are never formed and sequences not packed here, "
-                                 f"got {others[asked]!r}")  # fmt: skip
+                kind = type(others[asked]).__name__
+                raise ValueError(f"{name}: {asked}: expected None, as the weights are never formed and sequences not packed here, got {kind}")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"{name}: attention_mask: expected shape (batch, tokens), 1 or True where a token counts, "
                              f"got shape {tuple(attention_mask.shape)}")  # fmt: skip
@@ -113,9 +114,10 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
             raise ValueError(f"{name}: cache: expected a cache of the tokens so far, got one with {kv_length} places of which "
                              f"{int(q_offset) + q_length} are written (a StaticCache); give longspan.transformers.StateCache() or "
                              "transformers.DynamicCache()")  # fmt: skip
-        if attention_mask is None or bool(attention_mask.all()):
-            return None
-        return attention_mask[:, -kv_length:]
+        if attention_mask is not None and tuple(attention_mask.shape) != (batch_size, kv_length):
+            raise ValueError(f"{name}: attention_mask: expected shape {(batch_size, kv_length)}, tokens that a cache holds included, "
+                             f"got {tuple(attention_mask.shape)}")  # fmt: skip
+        return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -214,7 +216,8 @@ class StateCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=lambda: _StateLayer(self))
+        # No lambda: it could not be pickled, and layers of a copy would belong to the original.
+        super().__init__(layer_class_to_replicate=functools.partial(_StateLayer, self))
         #: The layer whose new keys an attention has still to take up.
         self.pending: _StateLayer | None = None
 

@@ -49,13 +49,14 @@ def _refuse(model: Any, others: dict[str, Any]) -> None:
                             f"{type(value).__name__}")  # fmt: skip
 
 
-def _ignored(model: Any, name: str, mask: Tensor | None, tokens: Tensor, left: bool = False) -> Tensor | None:
+def _ignored(model: Any, name: str, mask: Tensor | None, tokens: Tensor, past: Any = None, left: bool = False) -> Tensor | None:
     """True where a token does not count; ``left`` if such tokens may stand before others."""
     if mask is None:
         return None
-    if mask.dim() != 2 or mask.shape[0] != tokens.shape[0] or mask.shape[1] < tokens.shape[1]:
-        raise ValueError(f"{type(model).__name__}: {name}: expected shape {tuple(tokens.shape)}, 1 or True where a token counts, "
-                         f"got {tuple(mask.shape)}")  # fmt: skip
+    shape = (tokens.shape[0], tokens.shape[1] + (past[0].tokens if past else 0))
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"{type(model).__name__}: {name}: expected shape {shape}, 1 or True where a token counts, those that a cache "
+                         f"holds included, got {tuple(mask.shape)}")  # fmt: skip
     counts = mask.bool()
     if not left and bool((~counts[:, :-1] & counts[:, 1:]).any()):
         raise ValueError(f"{type(model).__name__}: {name}: expected ignored tokens at the end alone, because the model counts "
@@ -242,7 +243,7 @@ class LongspanForCausalLM(_Generating):
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: StateCache | None = None,
-        labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int = 0, num_items_in_batch: Any = None,
+        labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, num_items_in_batch: Any = None,
         cache: StateCache | None = None, **others: Any,
     ) -> Any:  # fmt: skip
         """Logits ``[batch, tokens, vocab]`` of every next token.
@@ -261,7 +262,7 @@ class LongspanForCausalLM(_Generating):
         use_cache
             Whether to begin a cache.
         logits_to_keep
-            Of so many tokens at the end only; 0 for all.
+            Of so many tokens at the end only, or of those at these places; 0 for all.
         num_items_in_batch
             What the loss's sum is divided by, instead of the number of labels.
 
@@ -275,10 +276,10 @@ class LongspanForCausalLM(_Generating):
             raise ValueError(f"{type(self).__name__}: labels: expected None over several processes, got some; shift all labels by one token "
                              "before you cut them, and give the sum of their cross-entropy to longspan.torch.distributed.mean_loss")  # fmt: skip
         absolute = self.model.sinusoidal or not set(_settings.BY_POSITION).isdisjoint(_settings.names(self.config.settings))
-        ignored = _ignored(self, "attention_mask", attention_mask, input_ids, left=not absolute)
         kept, past = self._past((past_key_values, cache), use_cache, self.model.blocks)
+        ignored = _ignored(self, "attention_mask", attention_mask, input_ids, past, left=not absolute)
         rows = self.model(input_ids, ignored, past)
-        logits = self.model.logits(rows[:, -logits_to_keep:])
+        logits = self.model.logits(rows[:, logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)])
         loss = None
         if labels is not None:
             loss = _cross_entropy(self.model.logits(rows[:, :-1]), labels[:, 1:], num_items_in_batch)
@@ -463,7 +464,7 @@ class LongspanForSeq2SeqLM(_Generating):
         else:
             raise ValueError("LongspanForSeq2SeqLM: input_ids: expected ids or encoder_outputs, got None")
         kept, past = self._past((past_key_values, cache), use_cache, self.model.decoder)
-        target_ignored = _ignored(self, "decoder_attention_mask", decoder_attention_mask, decoder_input_ids)
+        target_ignored = _ignored(self, "decoder_attention_mask", decoder_attention_mask, decoder_input_ids, past)
         logits = self.model.decode(memory, ignored, decoder_input_ids, past, target_ignored)
         loss = None if labels is None else _cross_entropy(logits, labels, num_items_in_batch)
         return Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=memory, **kept)

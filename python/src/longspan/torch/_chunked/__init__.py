@@ -131,10 +131,7 @@ def _run(
         if cu_seqlens is None:
             out, parts = _attend(mechanism, call, with_state)
             return out.to(dtype), parts
-        if key_padding_mask is not None:
-            raise ValueError(f"{mechanism}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), "
-                             "got both")  # fmt: skip
-        check_packed(mechanism, cu_seqlens, q, k)
+        check_packed(mechanism, cu_seqlens, q, k, key_padding_mask)
         queries, keys = cu_seqlens
         pieces = [
             _attend(mechanism, replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))[0]
@@ -228,17 +225,21 @@ def check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_ma
                          f"got shape {tuple(key_padding_mask.shape)}")  # fmt: skip
 
 
-def check_packed(mechanism: str, cu_seqlens: tuple[list[int], list[int]], q: Tensor, k: Tensor) -> None:
+def check_packed(
+    operation: str, cu_seqlens: tuple[list[int], list[int]], q: Tensor, k: Tensor, key_padding_mask: Tensor | None = None
+) -> None:
     """Checks boundaries of packed sequences."""
+    if key_padding_mask is not None:
+        raise ValueError(f"{operation}: cu_seqlens: expected None beside a key_padding_mask (packed sequences have no padding), got both")
     if q.shape[0] != 1:
-        raise ValueError(f"{mechanism}: batch: expected 1 for packed sequences, got {q.shape[0]}")
+        raise ValueError(f"{operation}: batch: expected 1 for packed sequences, got {q.shape[0]}")
     queries, keys = cu_seqlens
     if len(queries) != len(keys):
-        raise ValueError(f"{mechanism}: cu_seqlens: expected as many boundaries on the key axis as on the query axis, "
+        raise ValueError(f"{operation}: cu_seqlens: expected as many boundaries on the key axis as on the query axis, "
                          f"got {len(keys)} and {len(queries)}")  # fmt: skip
     for bounds, tokens in ((queries, q.shape[2]), (keys, k.shape[2])):
         if not bounds or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
-            raise ValueError(f"{mechanism}: cu_seqlens: expected ascending from 0 to {tokens}, got {bounds}")
+            raise ValueError(f"{operation}: cu_seqlens: expected ascending from 0 to {tokens}, got {bounds}")
 
 
 def _check_parameters(mechanism: str, call: Call) -> None:
@@ -247,13 +248,14 @@ def _check_parameters(mechanism: str, call: Call) -> None:
     _, heads, queries, head_dim = call.q.shape
     kv_heads, keys = call.k.shape[1], call.k.shape[2]
     wanted: list[tuple[int, ...]]
-    if call.log_decay is not None:
-        if not call.is_causal or call.offset or queries != keys:
-            raise ValueError(f"{mechanism}: is_causal: expected a causal mask, an offset of 0 and as many queries as keys beside log_decay, "
-                             "got others")  # fmt: skip
-        if tuple(call.log_decay.shape) != (call.k.shape[0], kv_heads, keys):
-            raise ValueError(f"{mechanism}: log_decay: expected shape {(call.k.shape[0], kv_heads, keys)}, "
-                             f"got shape {tuple(call.log_decay.shape)}")  # fmt: skip
+    token, decay = (call.k.shape[0], kv_heads, keys), settings.get("decay")
+    gated = call.log_decay is not None or mechanism in ("gated", "delta")
+    if gated and (not call.is_causal or call.offset or queries != keys):
+        raise ValueError(f"{mechanism}: is_causal: expected a causal mask, an offset of 0 and as many queries as keys, got others")
+    if call.log_decay is not None and tuple(call.log_decay.shape) != token:
+        raise ValueError(f"{mechanism}: log_decay: expected shape {token}, got shape {tuple(call.log_decay.shape)}")
+    if decay is not None and len(decay) != kv_heads:
+        raise ValueError(f"{mechanism}: decay: expected one for each of the {kv_heads} key/value heads, got {len(decay)}")
     for matrix, of in zip(call.maps, (heads, kv_heads)):
         if matrix is not None and (matrix.shape[0], matrix.shape[-1]) != (of, head_dim):
             raise ValueError(f"{mechanism}: maps: expected shape ({of}, width, {head_dim}), got shape {tuple(matrix.shape)}")
@@ -265,10 +267,9 @@ def _check_parameters(mechanism: str, call: Call) -> None:
     elif mechanism == "toeplitz":
         table = settings.get("kind", "table") == "table" and not settings.get("centred")
         wanted = [(heads, queries + keys - 1) if table else (heads, *parameters[0].shape[1:])]
+    elif mechanism == "short-convolution":
+        wanted = [(kv_heads, parameters[0].shape[1], call.v.shape[3]), (kv_heads, call.v.shape[3])]
     elif mechanism in ("gated", "delta"):
-        if not call.is_causal or call.offset or queries != keys:
-            raise ValueError(f"{mechanism}: is_causal: expected a causal mask, an offset of 0 and as many queries as keys, got others")
-        token = (call.k.shape[0], kv_heads, keys)
         wanted = [(*token, head_dim) if parameter.ndim == 4 else token for parameter in parameters]
     elif mechanism == "aft-full":
         length = parameters[0].shape[0]
