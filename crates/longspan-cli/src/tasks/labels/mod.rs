@@ -213,10 +213,8 @@ impl Target {
     }
 
     pub fn vocabulary(&self) -> Vocabulary {
-        match self {
-            Self::Labels(labels) => Vocabulary { side: "label", kind: "labels", size: labels.len() },
-            Self::Number { .. } => Vocabulary { side: "label", kind: "number", size: 1 },
-        }
+        let kind = if let Self::Labels(_) = self { "labels" } else { "number" };
+        Vocabulary { side: "label", kind, size: self.outputs() }
     }
 
     /// What the model is to give for a label; `None` for one that did not occur in training.

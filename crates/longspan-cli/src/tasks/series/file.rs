@@ -304,7 +304,7 @@ pub fn dates_of(texts: &[&str], reading: &Reading<'_>) -> Result<Option<Arc<Date
     }
     let wanted = reading.columns.and_then(|columns| columns.dates.as_deref());
     let found = match reading.dates {
-        Some(known) if texts.iter().all(|text| known.number(text).is_some()) => Some(known.clone()),
+        Some(known) if texts.iter().all(|text| known.number(text).is_some()) => Some(known.in_zone_of(texts)),
         Some(known) => Dates::of(texts, wanted)?.map(|found| found.on(known.calendar)),
         // Earlier runs learned from counts since 1970, and from quarters without a letter, as numbers.
         None => Dates::of(texts, wanted)?.filter(|found| {
@@ -891,7 +891,7 @@ mod tests {
             ("year,month,date_of_month,x\n1959,1,31,1\n1959,2,1,2\n", "1959-01-31", "1959-02-01"),
             ("quarter,year,x\nQ4,1959,1\nQ1,1960,2\n", "1959 Q4", "1960 Q1"),
             ("year,week,x\n2020,9,1\n2020,10,2\n", "2020-W09", "2020-W10"),
-            ("date,hr,x\n2020-01-31,22,1\n2020-01-31,23,2\n", "2020-01-31 22:00", "2020-01-31 23:00"),
+            ("date,hr,x\n2020-01-31,22,1\n2020-01-31,24,2\n", "2020-01-31 22:00", "2020-02-01 00:00"),
             (
                 "year,month,day,hour,minute,x\n2020,1,31,9,5,1\n2020,1,31,9,6,2\n",
                 "2020-01-31 09:05",
@@ -1226,6 +1226,12 @@ mod tests {
             from_json("{\"times\": [\"2024-03-31\"], \"values\": [1], \"forecast\": [\"2024-04-30\"]}", 1, &reading)
                 .unwrap();
         assert_eq!((one.times[0] - learned[0].times[1], one.ahead[0].0 - one.times[0]), (1.0, 1.0));
+        // Days of a place that were learned in winter, and are asked about in summer.
+        let winter = "time,x\n2023-03-25T00:00+01:00,1\n2023-03-26T00:00+01:00,2\n2023-03-27T00:00+02:00,3\n2023-10-30T00:00+01:00,4\n";
+        let winter = all(winter, "csv")[0].dates.clone();
+        let summer = Reading { dates: winter.as_deref(), learned: true, ..Reading::default() };
+        let one = from_json("{\"times\": [\"2023-07-01T00:00+02:00\"], \"values\": [1]}", 1, &summer).unwrap();
+        assert_eq!(one.time(one.times[0] + 86_400.0), "2023-07-02T00:00+02:00");
         for text in ["{\"values\": [1]}", "{\"values\": [1], \"times\": [5]}"] {
             assert!(from_json(text, 1, &reading).unwrap_err().contains("this run learned from dates"));
         }

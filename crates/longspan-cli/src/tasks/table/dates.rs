@@ -206,6 +206,12 @@ impl Dates {
         Self { calendar, ..self }
     }
 
+    /// The same in the time zone of the last of these texts, where they have one.
+    pub fn in_zone_of(&self, texts: &[&str]) -> Self {
+        let offset = texts.last().and_then(|text| parse(&self.format, text)?.1);
+        Self { offset: offset.map_or(self.offset, Offset::seconds), ..self.clone() }
+    }
+
     /// The number of a date on the calendar; `None` where the text is no such date, or not on the calendar.
     pub fn number(&self, text: &str) -> Option<f64> {
         let (date, offset) = parse(&self.format, text)?;
@@ -378,6 +384,11 @@ fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
         let (year, next) = text.trim().split_once(mark)?;
         let (date, _) = parse("%Y", year)?;
         return (next == next_year(date, digits)).then_some((date, None));
+    }
+    if let Some(end) = [" 24:00", "T24:00"].into_iter().find(|end| text.contains(end) && format.contains("%H:%M")) {
+        // The end of a day, which is the beginning of the next one.
+        let (date, offset) = parse(format, &text.replace(end, &end.replace("24", "00")))?;
+        return (seconds(date) == 0).then_some((date.tomorrow().ok()?, offset));
     }
     // A quarter is read where a month would stand.
     let mut found = strtime::parse(format.replace("%q", "%m"), text.trim()).ok()?;
@@ -567,6 +578,7 @@ mod tests {
         let at = |text: &str| of(&[text]).number(text);
         assert_eq!(at("2024-02-29T12:00:00+01:00"), Some(1_709_204_400.0));
         assert_eq!(at("1970-01-02"), Some(86400.0));
+        assert_eq!([at("1970-01-01 24:00"), at("1970-01-01T24:00:00Z")], [Some(86400.0); 2]);
         let ends = of(&["2023-12-31", "2024-01-31", "2024-02-29"]);
         assert_eq!((ends.number("2024-02-28"), ends.off_calendar("soon")), (None, None));
         assert!(ends.off_calendar("2024-02-28").unwrap().contains("on the last day of each"));
@@ -579,6 +591,8 @@ mod tests {
             &["1", "2"][..],
             &["2018.1", "2018.5", "2018.10"],
             &["12012000", "12012001"],
+            &["2024-01-01 24:30"],
+            &["2024-01-01 24:00:30"],
             &["1949", "1950"],
             &["20201", "20202"],
             &["20204", "20205", "20211"],
