@@ -87,25 +87,23 @@ impl Task for Forecast {
         let known = all.first().map_or(Vec::new(), |one| config.task.files.columns.known_among(&one.names));
         let dates = all.first().and_then(|one| one.dates.clone());
         let told = config.task.forecast;
-        let longest = all.iter().map(|one| one.times.len()).max().unwrap_or(0);
-        let name = config.data_name();
-        if config.task.files.max_tokens <= told {
+        let (name, max_tokens) = (config.data_name(), config.task.files.max_tokens);
+        if max_tokens <= told {
             bail!(
-                "forecast = {told} and max_tokens = {}: no point before them is seen; raise --set max_tokens=…",
-                config.task.files.max_tokens
+                "forecast = {told} and max_tokens = {max_tokens}: no point before them is seen; raise --set max_tokens=…"
             );
         }
-        let most = config.task.files.max_tokens - told;
+        let most = max_tokens - told;
         // Nine of ten series are long enough for a window, which has a quarter of these points and those to predict.
         let mut lengths: Vec<usize> = all.iter().map(|one| one.times.len()).collect();
         lengths.sort_unstable();
+        let longest = lengths.last().copied().unwrap_or(0);
         let short = lengths.get(lengths.len() / 10).map_or(0, |short| short.saturating_sub(told));
         let usual = (4 * told).max(CONTEXT).min((4 * short).max(8)).min(longest.saturating_sub(told)).clamp(1, most);
         let context = *config.task.context.get_or_insert(usual);
         if context > most {
             bail!(
-                "context = {context} and forecast = {told} are more than max_tokens = {}; change one with --set",
-                config.task.files.max_tokens
+                "context = {context} and forecast = {told} are more than max_tokens = {max_tokens}; change one with --set"
             );
         }
         let sizes = Sizes { told, context };

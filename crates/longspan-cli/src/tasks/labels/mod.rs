@@ -213,10 +213,8 @@ impl Target {
     }
 
     pub fn vocabulary(&self) -> Vocabulary {
-        match self {
-            Self::Labels(labels) => Vocabulary { side: "label", kind: "labels", size: labels.len() },
-            Self::Number { .. } => Vocabulary { side: "label", kind: "number", size: 1 },
-        }
+        let kind = if let Self::Labels(_) = self { "labels" } else { "number" };
+        Vocabulary { side: "label", kind, size: self.outputs() }
     }
 
     /// What the model is to give for a label; `None` for one that did not occur in training.
@@ -367,21 +365,15 @@ impl Target {
 
     /// Scores what the model gave for examples with these labels, which a person calls `unit`.
     pub fn score(&self, labels: &[&str], rows: &[Vec<f32>], unit: &'static str) -> Result<Scores> {
-        let mut numbers = Vec::new();
-        let mut answers = Vec::new();
-        for (label, row) in labels.iter().zip(rows) {
-            let goal = self.goal(label)?;
-            if let Self::Number { .. } = self {
-                numbers.extend(number(label).map(|right| (right, self.foretold(row))));
-            } else {
-                let right =
-                    goal.and_then(|goal| if let Goal::Label(label) = goal { Some(label as usize) } else { None });
-                answers.push((right, likeliest(row)));
-            }
-        }
-        Ok(match self {
-            Self::Labels(labels) => Scores::Labels(Confusion::of(labels, &answers, unit)),
-            Self::Number { .. } => Scores::Number(Errors::of(&numbers, unit)),
+        let goals = labels.iter().map(|label| self.goal(label)).collect::<Result<Vec<_>>>()?;
+        Ok(if let Self::Labels(names) = self {
+            let right =
+                |goal: Option<Goal>| if let Some(Goal::Label(label)) = goal { Some(label as usize) } else { None };
+            let answers: Vec<_> = goals.into_iter().map(right).zip(rows.iter().map(|row| likeliest(row))).collect();
+            Scores::Labels(Confusion::of(names, &answers, unit))
+        } else {
+            let pair = |(label, row): (&&str, &Vec<f32>)| Some((number(label)?, self.foretold(row)));
+            Scores::Number(Errors::of(&labels.iter().zip(rows).filter_map(pair).collect::<Vec<_>>(), unit))
         })
     }
 

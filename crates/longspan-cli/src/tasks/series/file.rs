@@ -304,7 +304,7 @@ pub fn dates_of(texts: &[&str], reading: &Reading<'_>) -> Result<Option<Arc<Date
     }
     let wanted = reading.columns.and_then(|columns| columns.dates.as_deref());
     let found = match reading.dates {
-        Some(known) if texts.iter().all(|text| known.number(text).is_some()) => Some(known.clone()),
+        Some(known) if texts.iter().all(|text| known.number(text).is_some()) => Some(known.in_zone_of(texts)),
         Some(known) => Dates::of(texts, wanted)?.map(|found| found.on(known.calendar)),
         // Earlier runs learned from counts since 1970, and from quarters without a letter, as numbers.
         None => Dates::of(texts, wanted)?.filter(|found| {
@@ -750,6 +750,13 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
         Some(dates) => titles.iter().map(|title| dates.number(title)).collect(),
         None => titles.iter().map(|title| value(title).filter(|time| time.is_finite())).collect(),
     };
+    let run_on = |times: &Vec<f64>| times.is_sorted() || times.iter().rev().is_sorted();
+    if times.as_ref().is_some_and(|times| !run_on(times) && times.iter().any(|time| time.fract() != 0.0)) {
+        bail!(
+            "{}: it names the columns, by numbers that do not run on, as if it were a series; put a line with names before it, such as t1, t2, …",
+            table.at_header()
+        );
+    }
     let counted = times.is_none();
     let numbers = numbered(&titles);
     let mut columns = columns.clone();
@@ -869,6 +876,8 @@ mod tests {
             (ids, values, times),
             (vec![Some("b".into()), Some("a".into())], vec![1.0, 3.0], vec!["Jan 1 2000".into(), "Feb 1 2000".into()])
         );
+        let (said, ..) = say("date,x\nmay 2000,1\njun 2000,2\n");
+        assert!(said.contains("(dates of the form %b %Y, in months, printed such as May 2000)"), "{said}");
         let (said, ..) = say("YEAR,x,TIME\n1951,3,1\n1952,4,2\n");
         assert!(said.contains("times `TIME` (numbers), channels `x`; not read: `YEAR` (a part of the time)"), "{said}");
         let (_, _, _, times) = say("year,quarter,x\n1959,4,1\n1960,1,2\n");
@@ -878,9 +887,11 @@ mod tests {
         for (text, first, last) in [
             ("year,month,x\n1959,Nov,1\n1959,Dec,2\n", "1959-Nov", "1959-Dec"),
             ("year,month,x\n1959.0,1.0,1\n1959.0,2.0,2\n", "1959-01", "1959-02"),
+            ("yearmonth,x\n201012,1\n201101,2\n", "201012", "201101"),
+            ("year,month,date_of_month,x\n1959,1,31,1\n1959,2,1,2\n", "1959-01-31", "1959-02-01"),
             ("quarter,year,x\nQ4,1959,1\nQ1,1960,2\n", "1959 Q4", "1960 Q1"),
             ("year,week,x\n2020,9,1\n2020,10,2\n", "2020-W09", "2020-W10"),
-            ("date,hr,x\n2020-01-31,22,1\n2020-01-31,23,2\n", "2020-01-31 22:00", "2020-01-31 23:00"),
+            ("date,hr,x\n2020-01-31,22,1\n2020-01-31,24,2\n", "2020-01-31 22:00", "2020-02-01 00:00"),
             (
                 "year,month,day,hour,minute,x\n2020,1,31,9,5,1\n2020,1,31,9,6,2\n",
                 "2020-01-31 09:05",
@@ -1080,6 +1091,11 @@ mod tests {
             ("year,x\n1991,1\n1992,2\nTotal,3\n", none(), "f, line 4: \"Total\" in the column `year` is neither"),
             ("time x\n0 1\n", none(), "columns have commas, semicolons, tabs or bars between them, not spaces"),
             ("land,1990,1991\na,1,2\n", none(), "a column a time, give --wide"),
+            (
+                "1.5,0.5,2.5\n1,2,3\n",
+                Columns { wide: true, ..none() },
+                "line 1: it names the columns, by numbers that do not run on",
+            ),
             ("land,Lat,1/22/20,1/23/20,1/24/20\na,5,1,2,3\n", none(), "a column a time, give --wide"),
             (
                 "date,x\n2024-01-01,1\nsoon,2\n",
@@ -1210,6 +1226,12 @@ mod tests {
             from_json("{\"times\": [\"2024-03-31\"], \"values\": [1], \"forecast\": [\"2024-04-30\"]}", 1, &reading)
                 .unwrap();
         assert_eq!((one.times[0] - learned[0].times[1], one.ahead[0].0 - one.times[0]), (1.0, 1.0));
+        // Days of a place that were learned in winter, and are asked about in summer.
+        let winter = "time,x\n2023-03-25T00:00+01:00,1\n2023-03-26T00:00+01:00,2\n2023-03-27T00:00+02:00,3\n2023-10-30T00:00+01:00,4\n";
+        let winter = all(winter, "csv")[0].dates.clone();
+        let summer = Reading { dates: winter.as_deref(), learned: true, ..Reading::default() };
+        let one = from_json("{\"times\": [\"2023-07-01T00:00+02:00\"], \"values\": [1]}", 1, &summer).unwrap();
+        assert_eq!(one.time(one.times[0] + 86_400.0), "2023-07-02T00:00+02:00");
         for text in ["{\"values\": [1]}", "{\"values\": [1], \"times\": [5]}"] {
             assert!(from_json(text, 1, &reading).unwrap_err().contains("this run learned from dates"));
         }

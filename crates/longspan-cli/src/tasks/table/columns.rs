@@ -18,12 +18,11 @@ use crate::terminal::samples::{listed, visible};
 use crate::terminal::shell;
 
 /// Names of a column of times,
-const TIMES: [&str; 11] =
-    ["time", "date", "datetime", "timestamp", "ds", "date_time", "datestamp", "t", "ts", "epoch", "unixtime"];
+const TIMES: &str = "time|date|datetime|timestamp|ds|date_time|datestamp|t|ts|epoch|unixtime|yearmonth|yyyymm|yyyymmdd";
 
 /// of columns that are a part of a time,
 const PARTS: &str = "year|yr|quarter|qtr|month|mon|month_name|week|day|hour|hr|minute|second|period|weekday|wday|dow|dayofweek|\
-                     day_of_week|day_name|day_of_month|mday|day_of_year|dayofyear|yday|doy";
+                     day_of_week|day_name|day_of_month|date_of_month|mday|day_of_year|dayofyear|yday|doy";
 
 /// the parts of a day,
 const CLOCK: [&[&str]; 3] = [&["hour", "hr"], &["minute"], &["second"]];
@@ -242,7 +241,12 @@ impl Roles {
         let time = match (self.time.is_empty(), dates) {
             (true, _) => "rows are counted as times".into(),
             (_, Some(dates)) => {
-                format!("times {} (dates of the form {}, in {})", names(&self.time), dates.format, dates.counted())
+                let mut texts = (0..table.rows.len()).filter_map(|row| time_text(table, &self.time, row));
+                let other =
+                    texts.find_map(|text| Some(dates.text(dates.number(&text)?)).filter(|printed| *printed != text));
+                let printed = other.map_or(String::new(), |printed| format!(", printed such as {printed}"));
+                let (form, counted) = (&dates.format, dates.counted());
+                format!("times {} (dates of the form {form}, in {counted}{printed})", names(&self.time))
             }
             _ => format!("times {} (numbers)", names(&self.time)),
         };
@@ -353,14 +357,14 @@ fn has_word(title: &str, is_wanted: impl Fn(&str) -> bool) -> bool {
 
 /// Whether a column holds whole numbers that count since 1970, and its name has the word of a time.
 fn holds_epochs(table: &Table, place: usize) -> bool {
-    let is_named = has_word(&table.header[place], |word| TIMES.contains(&word));
+    let is_named = has_word(&table.header[place], |word| is_one(TIMES, word));
     is_named && table.numbers(place).is_ok_and(|all| epoch(all.into_iter().filter(|number| !number.is_nan())).is_some())
 }
 
 /// Whether a name in small letters is that of a time and its unit, such as `time (s)` or `timestamp_ms`.
 fn is_measured_time(title: &str) -> bool {
     let mut words = title.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
-    words.next().is_some_and(|word| TIMES.contains(&word))
+    words.next().is_some_and(|word| is_one(TIMES, word))
         && words.next().is_some_and(|word| UNITS.contains(&word))
         && words.next().is_none()
 }
@@ -426,7 +430,7 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         let clock = free.iter().copied().find(|place| hours.is_empty() && is_clock(place));
         std::iter::once(day).chain(hours).chain(clock).collect()
     };
-    let is_named = |place: &usize| TIMES.contains(&lower(*place).as_str()) || is_measured_time(&lower(*place));
+    let is_named = |place: &usize| is_one(TIMES, &lower(*place)) || is_measured_time(&lower(*place));
     let mut strong: Vec<usize> = free.iter().copied().filter(is_named).collect();
     // A date and the same time as a count.
     if strong.iter().any(|place| holds_dates(table, *place)) {
@@ -460,7 +464,7 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         _ => return Err(asked(&strong)),
     }
     let speaks_of_time =
-        |place: usize| has_word(&table.header[place], |word| TIMES.contains(&word) || is_one(PARTS, word));
+        |place: usize| has_word(&table.header[place], |word| is_one(TIMES, word) || is_one(PARTS, word));
     let is_dated = |place: &usize| speaks_of_time(*place) && holds_dates(table, *place);
     let mut dated: Vec<usize> = free.iter().copied().filter(is_dated).collect();
     if dated.is_empty() {
@@ -476,7 +480,10 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         if let (Some(of_year), None) = (part(&["quarter", "qtr"]).or(part(&["week"])), part(&["month"])) {
             return Ok(vec![year, of_year]);
         }
-        let parts = [&["month"][..], &["day"]].into_iter().chain(CLOCK).map_while(part);
+        let parts = [&["month"][..], &["day", "day_of_month", "date_of_month", "mday"]]
+            .into_iter()
+            .chain(CLOCK)
+            .map_while(part);
         return Ok(std::iter::once(year).chain(parts).collect());
     }
     let numbered = |names: &[&str]| {

@@ -1,6 +1,7 @@
 //! Dates as people write them: one format for a column, found from its texts, and the calendar that they step on.
 
 use std::collections::BTreeSet;
+use std::sync::LazyLock;
 
 use jiff::civil::{DateTime, Weekday};
 use jiff::fmt::strtime::{self, BrokenDownTime};
@@ -26,7 +27,8 @@ pub enum Calendar {
     Seconds,
     /// Seconds on the clock of the place: all dates are at one time of the day, and its distance from UTC changes.
     Days,
-    /// Months since the year 0: all dates are on one day of the month, or its last where it is shorter, at one second of the day.
+    /// Months since the year 0: all dates are on one day of the month, or its last where it is shorter, at one second of the day, or an
+    /// hour from it: clocks of a place change, and its midnights in UTC with them.
     Months {
         day: i8,
         second: i64,
@@ -37,24 +39,28 @@ pub enum Calendar {
 const DAYS: &str = "%Y-%m-%d|%Y/%m/%d|%Y.%m.%d|%Y%m%d|%d.%m.%Y|%d.%m.%y|%d/%m/%Y|%m/%d/%Y|%d-%m-%Y|%m-%d-%Y|%d/%m/%y|%m/%d/%y|\
                     %d-%m-%y|%m-%d-%y|%y/%m/%d|%y-%m-%d|%y.%m.%d|\
                     %b %d %Y|%b %d, %Y|%b-%d-%Y|%B %d %Y|%B %d, %Y|%d %b %Y|%d-%b-%Y|%d-%b-%y|%d %b %y|%d %B %Y|%Y-%b-%d|%d/%b/%Y|\
-                    %a, %d %b %Y|%a, %b %d, %Y|%a %b %d %Y|%a %d %b %Y|%a %d.%m.%Y|%a %d/%m/%Y|%a %m/%d/%Y|%A, %B %d, %Y|%A, %d %B %Y";
+                    %d. %m. %Y|%Y_%m_%d|%Y年%m月%d日|%A %d %B %Y|%a, %d %b %Y|%a, %b %d, %Y|%a %b %d %Y|%a %d %b %Y|%a %d.%m.%Y|%a %d/%m/%Y|%a %m/%d/%Y|%A, %B %d, %Y|%A, %d %B %Y";
 
-/// months, quarters and weeks,
-const MONTHS: &str = "%Y-%m|%Y/%m|%Y %b|%Y-%b|%Y %B|%b %Y|%B %Y|%b-%Y|%b-%y|%b %y|%m/%Y|%YM%m|%Y-M%m|%Y Q%q|%YQ%q|%Y-Q%q|Q%q %Y|Q%q-%Y|\
-                      %Yq%q|%qQ%Y|%qQ%y|Q%q %y|Q%q FY%Y|Q%q FY%y|FY%Y Q%q|FY%YQ%q|FY%Y-Q%q|FY%y Q%q|FY%yQ%q|%Ym%m|%Y-%B|%G-W%V-%u|%G-W%V|%GW%V|%G W%V";
+/// months, quarters, weeks, and a year and the next one (a space is none or more),
+const MONTHS: &str = "%Y-%m|%Y/%m|%Y_%m|%Y年%m月|%Y %b|%Y-%b|%Y %B|%b %Y|%b. %Y|%B %Y|%B, %Y|%b-%Y|%b-%y|%b %y|%b'%y|%m/%Y|%YM%m|%Y-M%m|\
+                      %Y Q%q|%Y - Q%q|%Y/Q%q|%Y.Q%q|%Y-%q|%Y/%q|Q%q %Y|Q%q-%Y|Q%q/%Y|q%q %Y|%Yq%q|%qQ %Y|%qQ %y|Q%q %y|Q%q FY%Y|\
+                      Q%q FY%y|FY%Y Q%q|FY%Y-Q%q|FY%y Q%q|FY%Y|FY%y|%Ym%m|%Y-%B|%G-W%V-%u|%G-W%V|%G W%V|%Y/%y|%Y-%y|%Y/%Y|%Y-%Y";
 
 /// times of the day after a day and a space or a T,
-const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H-%M-%S|%H%M%S|%H%M|%I:%M %p|%I:%M:%S %p";
+const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H:%M:%S,%f|%H-%M-%S|%H%M%S|%H%M|%I:%M %p|%I:%M:%S %p";
 
 /// time zones after them,
 const ZONES: &str = "|Z|%:z|%z|%:::z| %:z| %z| UTC| GMT";
 
-/// those of logs and of C,
-const LOGS: &str = "%d/%b/%Y:%H:%M:%S %z|%a %b %d %H:%M:%S %Y";
+/// those of logs, of C and of hours,
+const LOGS: &str = "%d/%b/%Y:%H:%M:%S %z|%a %b %d %H:%M:%S %Y|%Y%m%d_%H%M%S|%Y-%m-%d %H|%Y-%m-%d-%H|%Y-%m-%dT%H|%Y-%m-%dT%HZ|%Y/%m/%d %H|%Y%m%d %H";
 
-/// dates that look like numbers, by their length.
-const NUMBERS: [(usize, &str); 9] = [
+/// dates that look like numbers, by their length; 0 is any.
+const NUMBERS: [(usize, &str); 13] = [
     (8, "%Y%m%d"),
+    (8, "%d%m%Y"),
+    (8, "%m%d%Y"),
+    (10, "%Y%m%d%H"),
     (6, "%Y%m"),
     (6, "%G%V"),
     (6, "%y%m%d"),
@@ -63,11 +69,15 @@ const NUMBERS: [(usize, &str); 9] = [
     (14, "%Y%m%d%H%M%S"),
     (5, "%Y%q"),
     (6, "%Y.%q"),
+    (0, "%Y.%m"),
 ];
 
 /// and counts since 1970, in nanoseconds.
 const EPOCHS: [(&str, i128); 4] =
     [("seconds", 1_000_000_000), ("milliseconds", 1_000_000), ("microseconds", 1_000), ("nanoseconds", 1)];
+
+/// Seconds by which the clocks of a place change.
+const HOUR: i64 = 3600;
 
 /// Texts that are tried for the way in which a format prints.
 const SOME: usize = 500;
@@ -87,8 +97,10 @@ impl Dates {
             None if texts.iter().all(|text| text.parse::<f64>().is_ok()) => {
                 let are_dates = |(length, format): &(usize, &str)| {
                     let year = |text: &&str| parse(format, text).map(|(date, _)| date.year());
+                    // Counts of seconds since 1970 have as many digits as hours, and begin with 17 today.
+                    let first = if *length == 10 { 1900 } else { 1700 };
                     texts.iter().all(|text| {
-                        text.len() == *length && year(text).is_some_and(|year| (1700..2200).contains(&year))
+                        [text.len(), 0].contains(length) && year(text).is_some_and(|year| (first..2200).contains(&year))
                     })
                 };
                 // Within one month, or one year of weeks or quarters, numbers might as well count up.
@@ -98,22 +110,29 @@ impl Dates {
                 let fits = |form: &&(usize, &str)| {
                     are_dates(form)
                         && match form.1 {
-                            "%y%m%d" => differ(form.1, |date| i16::from(date.month())),
+                            "%y%m%d" | "%d%m%Y" | "%m%d%Y" => differ(form.1, |date| i16::from(date.month())),
                             "%G%V" | "%Y%q" | "%Y.%q" => differ(form.1, DateTime::year),
+                            // 2018.1 and 2018.10 are two months where all twelve are there.
+                            "%Y.%m" if form.0 == 0 => {
+                                let is_there = |month| texts.iter().any(|text| text.ends_with(&format!(".{month}")));
+                                (1..=12).all(is_there)
+                            }
                             _ => true,
                         }
                 };
-                let found = NUMBERS.iter().find(fits).map(|(_, format)| *format).or_else(|| epoch_of(texts));
-                if found.is_none() && are_bare_months(texts) {
+                let mut found: Vec<&str> = NUMBERS.iter().filter(fits).map(|(_, format)| *format).collect();
+                // Of others than the day and the month that change places the first one counts.
+                found.truncate(if found.starts_with(&["%d%m%Y", "%m%d%Y"]) { 2 } else { 1 });
+                found.extend(epoch_of(texts).filter(|_| found.is_empty()));
+                if found.is_empty() && are_bare_months(texts) {
                     let october = texts.iter().find(|text| text.ends_with(".1")).unwrap_or(&first);
                     return Err(format!(
                         "{october:?} looks like a year and a month, whose last 0 is gone in October: write 2024-10, or give --dates number"
                     ));
                 }
-                let Some(format) = found else { return Ok(None) };
-                vec![format.to_string()]
+                found.into_iter().map(String::from).collect()
             }
-            None => formats().into_iter().filter(|format| parse(format, first).is_some()).collect(),
+            None => formats_of(first).collect(),
         };
         let readable = |format: &str| texts.iter().take_while(|text| parse(format, text).is_some()).count();
         let counts: Vec<usize> = candidates.iter().map(|format| readable(format)).collect();
@@ -123,6 +142,19 @@ impl Dates {
         }
         let mut candidates: Vec<String> =
             candidates.into_iter().zip(counts).filter(|(_, count)| *count == most).map(|(format, _)| format).collect();
+        if candidates.len() > 1 {
+            // A year and the next one are months where there are few of them, and quarters have one digit.
+            let years = |format: &str| {
+                let dates = texts[..most].iter().filter_map(|text| parse(format, text));
+                dates.map(|(date, _)| date.year()).collect::<BTreeSet<_>>().len()
+            };
+            let are_two = candidates.iter().any(|format| of_two_years(format).is_some() && years(format) > 2);
+            let may_be_quarters = texts.iter().all(|text| text.len() == 6) && years("%Y-%q").max(years("%Y/%q")) > 1;
+            candidates.retain(|format| match &format[..] {
+                "%Y-%q" | "%Y/%q" => may_be_quarters,
+                _ => of_two_years(format).is_some() == are_two,
+            });
+        }
         // Two digits of a year stand first or last: where only one of both brings the dates into an order, it is that.
         let year_first = |format: &String| format.starts_with("%y");
         let in_order = |format: &&String| {
@@ -135,7 +167,7 @@ impl Dates {
             candidates.retain(|format| year_first(format) == *first);
         }
         // The same texts as other days: the day and the month change places.
-        let best = &candidates[0];
+        let Some(best) = candidates.first() else { return Ok(None) };
         for other in &candidates[1..] {
             if let Some(text) = texts[..most].iter().find(|text| parse(best, text) != parse(other, text)) {
                 return Err(format!(
@@ -163,8 +195,7 @@ impl Dates {
 
     /// The dates from one on, that count in months or in seconds.
     pub fn starting(text: &str, months: bool) -> Option<Self> {
-        let readable = formats().into_iter().filter(|format| parse(format, text).is_some());
-        let format = readable.max_by_key(|format| printed_alike(format, &[text]))?;
+        let format = formats_of(text).max_by_key(|format| printed_alike(format, &[text]))?;
         let (date, offset) = parse(&format, text)?;
         let calendar =
             if months { Calendar::Months { day: date.day(), second: seconds(date) } } else { Calendar::Seconds };
@@ -173,6 +204,12 @@ impl Dates {
 
     pub fn on(self, calendar: Calendar) -> Self {
         Self { calendar, ..self }
+    }
+
+    /// The same in the time zone of the last of these texts, where they have one.
+    pub fn in_zone_of(&self, texts: &[&str]) -> Self {
+        let offset = texts.last().and_then(|text| parse(&self.format, text)?.1);
+        Self { offset: offset.map_or(self.offset, Offset::seconds), ..self.clone() }
     }
 
     /// The number of a date on the calendar; `None` where the text is no such date, or not on the calendar.
@@ -185,7 +222,8 @@ impl Dates {
                 Some(at.as_second() as f64 + f64::from(at.subsec_nanosecond()) / 1e9)
             }
             Calendar::Months { day, second } => {
-                let fits = date.day() == day.min(date.days_in_month()) && seconds(date) == second;
+                let near = (seconds(date) - second).abs() <= HOUR;
+                let fits = date.day() == day.min(date.days_in_month()) && near;
                 fits.then(|| f64::from(date.year()) * 12.0 + f64::from(date.month() - 1))
             }
         }
@@ -247,9 +285,11 @@ impl Calendar {
         let times: BTreeSet<i64> = dates.iter().map(|(date, _)| seconds(*date)).collect();
         let months: BTreeSet<(i16, i8)> = dates.iter().map(|(date, _)| (date.year(), date.month())).collect();
         let whole = dates.iter().all(|(date, _)| date.subsec_nanosecond() == 0);
-        match times.first() {
-            Some(second) if whole && months.len() > 1 && times.len() == 1 && alike => {
-                Self::Months { day, second: *second }
+        let different: BTreeSet<DateTime> = dates.iter().map(|(date, _)| *date).collect();
+        let near = times.last().zip(times.first()).is_some_and(|(last, first)| last - first <= HOUR);
+        match dates.last() {
+            Some((date, _)) if whole && months.len() > 1 && near && alike && different.len() == months.len() => {
+                Self::Months { day, second: seconds(*date) }
             }
             _ => {
                 let offsets: BTreeSet<Option<Offset>> = dates.iter().map(|(_, offset)| *offset).collect();
@@ -296,17 +336,35 @@ fn are_bare_months(texts: &[&str]) -> bool {
     found.is_some_and(|months| months.len() == 12)
 }
 
-fn formats() -> Vec<String> {
+/// What stands between a year and the next one, and how many digits that has.
+fn of_two_years(format: &str) -> Option<(&str, usize)> {
+    let (mark, next) = format.strip_prefix("%Y")?.split_at_checked(1)?;
+    [("%y", 2), ("%Y", 4)].into_iter().find(|(year, _)| *year == next).map(|(_, digits)| (mark, digits))
+}
+
+/// The last so many digits of the year after a date.
+fn next_year(date: DateTime, digits: usize) -> String {
+    let next = format!("{:04}", date.year() + 1);
+    next[next.len() - digits..].into()
+}
+
+static FORMATS: LazyLock<Vec<String>> = LazyLock::new(|| {
     let mut all: Vec<String> =
         DAYS.split('|').chain(MONTHS.split('|')).chain(LOGS.split('|')).map(String::from).collect();
     for day in DAYS.split('|') {
-        for between in [" ", "T"] {
+        for between in [" ", "T", ", "] {
             for time in TIMES.split('|') {
                 all.extend(ZONES.split('|').map(|zone| format!("{day}{between}{time}{zone}")));
             }
         }
     }
     all
+});
+
+/// The formats in which a text is a date.
+fn formats_of(text: &str) -> impl Iterator<Item = String> {
+    let may_be = |format: &&String| text.contains(':') || !format.contains(":%M");
+    FORMATS.iter().filter(may_be).filter(|format| parse(format, text).is_some()).cloned()
 }
 
 fn seconds(date: DateTime) -> i64 {
@@ -321,6 +379,16 @@ fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
         let count = text.parse().ok().or_else(|| whole(text.parse().ok()?))?;
         let at = Timestamp::from_nanosecond(unit.checked_mul(count)?).ok()?;
         return Some((Offset::UTC.to_datetime(at), None));
+    }
+    if let Some((mark, digits)) = of_two_years(format) {
+        let (year, next) = text.trim().split_once(mark)?;
+        let (date, _) = parse("%Y", year)?;
+        return (next == next_year(date, digits)).then_some((date, None));
+    }
+    if let Some(end) = [" 24:00", "T24:00"].into_iter().find(|end| text.contains(end) && format.contains("%H:%M")) {
+        // The end of a day, which is the beginning of the next one.
+        let (date, offset) = parse(format, &text.replace(end, &end.replace("24", "00")))?;
+        return (seconds(date) == 0).then_some((date.tomorrow().ok()?, offset));
     }
     // A quarter is read where a month would stand.
     let mut found = strtime::parse(format.replace("%q", "%m"), text.trim()).ok()?;
@@ -340,24 +408,31 @@ fn print(format: &str, date: DateTime, offset: i32) -> Option<String> {
     if let Some(unit) = unit(format) {
         return Some((Offset::UTC.to_timestamp(date).ok()?.as_nanosecond() / unit).to_string());
     }
+    if let Some((mark, digits)) = of_two_years(format) {
+        return Some(format!("{:04}{mark}{}", date.year(), next_year(date, digits)));
+    }
     let mut broken = BrokenDownTime::from(date);
     broken.set_offset(Some(Offset::from_seconds(offset).ok()?));
     broken.to_string(format).ok()
 }
 
-/// Digits after the last point of a text.
+/// Digits after the last point or comma of a text.
 fn digits_of_fraction(text: &str) -> usize {
-    text.rsplit_once('.').map_or(0, |(_, end)| end.bytes().take_while(u8::is_ascii_digit).count())
+    text.rsplit_once(['.', ',']).map_or(0, |(_, end)| end.bytes().take_while(u8::is_ascii_digit).count())
 }
 
-/// A format with numbers padded or not, names of months in capitals or not, and with so many digits of fractions.
+/// A format with numbers padded or not, names of months in capitals or not, small letters for a.m. and p.m., without the spaces that a text
+/// need not have, and with so many digits of fractions.
 fn variants(format: &str, fraction: usize) -> Vec<String> {
-    let format = format.replace("%.f", &format!("%.{fraction}f"));
+    let format = format.replace("%.f", &format!("%.{fraction}f")).replace("%f", &format!("%{fraction}f"));
     let with = |codes: &[&str], flag| {
         codes.iter().fold(format.clone(), |format, code| format.replace(&format!("%{code}"), &format!("%{flag}{code}")))
     };
-    let bare = [&[][..], &["d"], &["m"], &["d", "m"], &["H", "I"], &["d", "m", "H", "I"]].map(|codes| with(codes, "-"));
-    bare.into_iter().chain([with(&["b", "B"], "^")]).collect()
+    let bare = [&[][..], &["d", "V"], &["m"], &["d", "m"], &["H", "I"], &["d", "m", "H", "I"]];
+    let spaced = bare.map(|codes| with(codes, "-")).into_iter().chain([with(&["b", "B"], "^")]);
+    let close = |format: String| [format.clone(), format.replace(" %p", "%p"), format.replace(' ', "")];
+    let small = |format: String| [format.clone(), format.replace("%p", "%P")];
+    spaced.flat_map(close).flat_map(small).collect()
 }
 
 /// How many texts a format prints as they stand.
@@ -395,6 +470,25 @@ mod tests {
             ),
             (["Friday, March 1, 2024", "Saturday, March 2, 2024", "Sunday, March 3, 2024"], "Monday, March 4, 2024"),
             (["1974Q1", "1974Q2", "1974Q3"], "1974Q4"),
+            (["2Q 2015", "3Q 2015", "4Q 2015"], "1Q 2016"),
+            (["2015.Q2", "2015.Q3", "2015.Q4"], "2016.Q1"),
+            (["1999/00", "2000/01", "2001/02"], "2002/03"),
+            (["2009-10", "2010-11", "2011-12"], "2012-13"),
+            (["1980-1981", "1981-1982", "1982-1983"], "1983-1984"),
+            (["FY1998", "FY1999", "FY2000"], "FY2001"),
+            (["Oct1999", "Nov1999", "Dec1999"], "Jan2000"),
+            (["28FEB2024", "29FEB2024", "01MAR2024"], "02MAR2024"),
+            (["28. 2. 2024", "29. 2. 2024", "1. 3. 2024"], "2. 3. 2024"),
+            (["30122023", "31122023", "01012024"], "02012024"),
+            (["2023123122", "2023123123", "2024010100"], "2024010101"),
+            (["2023-12-31 22", "2023-12-31 23", "2024-01-01 00"], "2024-01-01 01"),
+            (["2023-12-31 10:00pm", "2023-12-31 11:00pm", "2024-01-01 12:00am"], "2024-01-01 01:00am"),
+            (["31/12/2023, 22:00:00", "31/12/2023, 23:00:00", "01/01/2024, 00:00:00"], "01/01/2024, 01:00:00"),
+            (
+                ["2024-02-29 12:00:00,100", "2024-02-29 12:00:00,200", "2024-02-29 12:00:00,300"],
+                "2024-02-29 12:00:00,400",
+            ),
+            (["2020-W8", "2020-W9", "2020-W10"], "2020-W11"),
             (["2Q15", "3Q15", "4Q15"], "1Q16"),
             (["20203", "20204", "20211"], "20212"),
             (["2020.3", "2020.4", "2021.1"], "2021.2"),
@@ -461,12 +555,30 @@ mod tests {
             ["2023-03-12 00:00:00-05:00", "2023-03-13 00:00:00-04:00"].map(|text| days.number(text).unwrap());
         assert_eq!((next - day, days.weekday(next)), (86_400.0, Some(Weekday::Monday)));
         assert_eq!(days.text(next + 86_400.0), "2023-03-14 00:00:00-04:00");
+        // Months of a place whose clocks change, in UTC.
+        for (texts, next) in [
+            (
+                ["2024-02-01T08:00:00.000Z", "2024-03-01T08:00:00.000Z", "2024-04-01T07:00:00.000Z"],
+                "2024-05-01T07:00:00.000Z",
+            ),
+            (["2024-01-31T23:00:00Z", "2024-02-29T23:00:00Z", "2024-03-31T22:00:00Z"], "2024-04-30T22:00:00Z"),
+            (["1706770800000", "1709276400000", "1711951200000"], "1714543200000"),
+        ] {
+            let dates = of(&texts);
+            let [first, _, last] = texts.map(|text| dates.number(text).unwrap());
+            assert_eq!((last - first, dates.text(last + 1.0).as_str()), (2.0, next), "{dates:?}");
+        }
+        assert_eq!(of(&["2024-01-01T00:00Z", "2024-01-01T01:00Z", "2024-02-01T00:00Z"]).counted(), "seconds");
+        let bare: Vec<String> = (1..=12).map(|month| format!("2018.{month}")).collect();
+        let bare = of(&bare.iter().map(String::as_str).collect::<Vec<_>>());
+        assert_eq!(bare.number("2018.10").unwrap() - bare.number("2018.1").unwrap(), 9.0);
         let mixed = of(&["2024-02-29 12:00:00", "2024-02-29 12:00:00.250000"]);
         let number = mixed.number("2024-02-29 12:00:00.250000").unwrap();
         assert_eq!(mixed.text(number + 0.25), "2024-02-29 12:00:00.500000");
         let at = |text: &str| of(&[text]).number(text);
         assert_eq!(at("2024-02-29T12:00:00+01:00"), Some(1_709_204_400.0));
         assert_eq!(at("1970-01-02"), Some(86400.0));
+        assert_eq!([at("1970-01-01 24:00"), at("1970-01-01T24:00:00Z")], [Some(86400.0); 2]);
         let ends = of(&["2023-12-31", "2024-01-31", "2024-02-29"]);
         assert_eq!((ends.number("2024-02-28"), ends.off_calendar("soon")), (None, None));
         assert!(ends.off_calendar("2024-02-28").unwrap().contains("on the last day of each"));
@@ -477,6 +589,10 @@ mod tests {
     fn numbers_are_none_and_what_may_be_two_days_is_asked_about() {
         for texts in [
             &["1", "2"][..],
+            &["2018.1", "2018.5", "2018.10"],
+            &["12012000", "12012001"],
+            &["2024-01-01 24:30"],
+            &["2024-01-01 24:00:30"],
             &["1949", "1950"],
             &["20201", "20202"],
             &["20204", "20205", "20211"],
@@ -496,6 +612,13 @@ mod tests {
             error.contains("\"01/02/2024\"") && error.contains("--dates '%d/%m/%Y' or --dates '%m/%d/%Y'"),
             "{error}"
         );
+        let error = Dates::of(&["01022024", "05062024"], None).unwrap_err();
+        assert!(error.contains("--dates '%d%m%Y' or --dates '%m%d%Y'"), "{error}");
+        let error = Dates::of(&["2015-3", "2015-4", "2016-1"], None).unwrap_err();
+        assert!(error.contains("--dates '%Y-%m' or --dates '%Y-%q'"), "{error}");
+        assert_eq!(of(&["2015-3", "2015-4"]).format, "%Y-%-m", "in one year they count up as months do");
+        assert_eq!(of(&["2011/12", "2012/01"]).format, "%Y/%m", "two months, and no years");
+        assert_eq!(of(&["2018/19", "2019/20"]).format, "%Y/%y");
         let months: Vec<String> = (1..=24).map(|n| format!("{}.{:02}", 2023 + n / 13, (n - 1) % 12 + 1)).collect();
         let bare: Vec<&str> = months.iter().map(|text| text.trim_end_matches('0')).collect();
         assert!(
