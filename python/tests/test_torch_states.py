@@ -196,6 +196,9 @@ def test_half_precision_and_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         out, state = ops.shaw_attention(q, k, v, rel, is_causal=True, output_final_state=True)
         assert out.dtype == torch.float32
+        with torch.no_grad():
+            token = (t[:, :, 0] for t in (q, k, v))
+            assert ops.shaw_attention_step(*token, rel, state)[0].dtype == torch.float32
     out.sum().backward()
     assert rel.grad.abs().sum() > 0
 

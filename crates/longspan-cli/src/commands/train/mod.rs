@@ -60,6 +60,10 @@ pub struct Arguments {
     set: Vec<String>,
 }
 
+fn whole(text: &str) -> Result<u64, &'static str> {
+    text.parse().map_err(|_| "not a whole number")
+}
+
 /// The flags of settings that have one, as they were given.
 struct Flags(ArgMatches);
 
@@ -71,7 +75,7 @@ impl Args for Flags {
             let arg = Arg::new(key.option()).long(key.long()).help(format!("{}{names}", key.help));
             let arg = match key.flag {
                 Flag::No | Flag::Switch => arg.action(ArgAction::SetTrue),
-                Flag::Whole(name) => arg.value_name(name).value_parser(value_parser!(u64)),
+                Flag::Whole(name) => arg.value_name(name).value_parser(whole),
                 Flag::Number(name) => arg.value_name(name).value_parser(value_parser!(f64)),
                 Flag::Word(name) => arg.value_name(name),
                 Flag::File => arg.value_name("FILE").value_parser(value_parser!(PathBuf)),

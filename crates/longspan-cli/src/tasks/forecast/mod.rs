@@ -56,6 +56,9 @@ const CONTEXT: usize = 64;
 /// What stands for a missing value.
 const INSTEAD: &str = "the value before";
 
+/// Points of the longest season of a calendar that is tried.
+const SEASON: usize = 2048;
+
 const DRAWN: usize = 4;
 
 const LEARNED: usize = 500;
@@ -338,17 +341,20 @@ impl Task for Forecast {
 /// The simple method that does best for each channel on the points to learn from.
 fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing> {
     // Seasons of a calendar; others show in the data.
-    let seasons: &[usize] = match scaling.dates.as_ref().map(|dates| &dates.calendar) {
-        Some(Calendar::Months { .. }) if scaling.step == 1.0 => &[12],
-        Some(Calendar::Months { .. }) if scaling.step == 3.0 => &[4],
-        Some(Calendar::Seconds | Calendar::Days) if scaling.step == 86_400.0 => &[7],
-        Some(Calendar::Seconds) if scaling.step == 3_600.0 => &[24, 168],
-        Some(Calendar::Seconds) if scaling.step == 1_800.0 => &[48],
-        Some(Calendar::Seconds) if scaling.step == 900.0 => &[96],
+    let calendar = scaling.dates.as_ref().map(|dates| &dates.calendar);
+    let per_day = 86_400.0 / scaling.step;
+    let seasons = match calendar {
+        Some(Calendar::Months { .. }) if scaling.step == 1.0 => vec![12],
+        Some(Calendar::Months { .. }) if scaling.step == 3.0 => vec![4],
+        Some(Calendar::Seconds | Calendar::Days) if scaling.step == 604_800.0 => vec![52],
+        Some(Calendar::Seconds | Calendar::Days) if per_day == 1.0 => vec![7, 365],
+        Some(Calendar::Seconds) if per_day >= 2.0 && per_day.fract() == 0.0 => {
+            [1, 7].map(|days| days * per_day as usize).into_iter().filter(|season| *season <= SEASON).collect()
+        }
         // Years with months or quarters behind the point.
-        None if (12.0 * scaling.step - 1.0).abs() < 1e-2 => &[12],
-        None if scaling.step == 0.25 => &[4],
-        _ => &[],
+        None if (12.0 * scaling.step - 1.0).abs() < 1e-2 => vec![12],
+        None if scaling.step == 0.25 => vec![4],
+        _ => Vec::new(),
     };
     let of = |channel: usize| {
         let values = |part: &Stretch| {
@@ -358,7 +364,7 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
             let first = first.max(values.len() / 2).min(values.len().saturating_sub(told));
             (values, first)
         };
-        Smoothing::choose(&evenly(parts, LEARNED).iter().map(values).collect::<Vec<_>>(), told, seasons, &QUANTILES)
+        Smoothing::choose(&evenly(parts, LEARNED).iter().map(values).collect::<Vec<_>>(), told, &seasons, &QUANTILES)
     };
     (0..scaling.channels()).map(of).collect()
 }

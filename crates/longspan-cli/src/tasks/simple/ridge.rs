@@ -109,7 +109,7 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
 }
 
 /// The inverse of a positive definite matrix, both by their lower halves, by way of Cholesky's factor.
-fn inverted(mut lower: Vec<Vec<f64>>) -> Vec<Vec<f64>> {
+pub(super) fn inverted(mut lower: Vec<Vec<f64>>) -> Vec<Vec<f64>> {
     let count = lower.len();
     let product = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f64>();
     for i in 0..count {

@@ -1,8 +1,10 @@
-//! Forecasts by exponential smoothing with a season and a damped trend (Holt 1957, Winters 1960, Gardner and McKenzie 1985), and which form
-//! of it does best on the series to learn from.
+//! Forecasts by exponential smoothing with a season and a damped trend (Holt 1957, Winters 1960, Gardner and McKenzie 1985) or by a regression
+//! on earlier values, and which form does best on the series to learn from.
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+
+use super::ridge::inverted;
 
 /// How a channel is forecast, chosen on the series to learn from, and how large the errors are.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -34,6 +36,10 @@ pub enum Form {
     Damped,
     /// The mean of forecasts without a trend, with one, and with one that fades.
     Mean,
+    /// A regression on the values before, and on those a season before; where there are too few, as `Damped`.
+    Regression,
+    /// The mean of that and of `Damped`.
+    Combined,
 }
 
 /// The middle of what is predicted of a value, and the size of usual errors, both of logarithms where `log`.
@@ -71,6 +77,15 @@ const COMPARED: usize = 48;
 const MEASURED: usize = 192;
 
 const LONGEST: usize = 400;
+
+/// What a regression takes: neighbours, lengths of means of values, points to learn from at most, and how many of them at least for each weight.
+const NEIGHBOURS: usize = 12;
+const MEANS: [usize; 4] = [16, 32, 64, 128];
+const REGRESSED: usize = 4096;
+const PER_WEIGHT: usize = 10;
+
+/// Its penalty, by the mean square of what it takes.
+const PENALTY: f64 = 1e-3;
 
 /// What smoothing found: the mean square of its errors one point ahead, and where it ended.
 struct Fitted {
@@ -138,6 +153,76 @@ fn fitted(values: &[f64], season: usize, trend: bool, damped: bool) -> Fitted {
     smooth(values, season, trend, shares(&least(error, [-0.5, -2.0, -2.0, 0.5])))
 }
 
+/// Forecasts of the next `far` values, each from values before it and forecasts of them, and the mean square of errors one point ahead. None
+/// where values are too few.
+fn regressed(values: &[f64], season: usize, far: usize) -> Option<(Vec<f64>, f64)> {
+    let count = values.len();
+    // Sums of what is left lose no digits to the level.
+    let level = values.iter().sum::<f64>() / count as f64;
+    let values: Vec<f64> = values.iter().map(|value| value - level).collect();
+    // A season of weeks has days.
+    let seasons =
+        [season, if season.is_multiple_of(7) { season / 7 } else { 1 }].into_iter().filter(|season| *season > 1);
+    let around = seasons.flat_map(|season| [season, 2 * season]).flat_map(|lag| lag - 1..=lag + 1);
+    let mut lags: Vec<usize> = (1..=NEIGHBOURS.min(count / 6)).chain(around.filter(|lag| *lag <= count / 3)).collect();
+    lags.sort_unstable();
+    lags.dedup();
+    let lengths = MEANS.into_iter().filter(|length| *length <= count / 3);
+    // Values `from..to` before the one to predict, of which the mean is taken.
+    let taken: Vec<(usize, usize)> =
+        lags.into_iter().map(|lag| (lag, 1)).chain(lengths.map(|length| (length, length))).collect();
+    let first = taken.iter().map(|(from, _)| *from).max()?;
+    let rows = count - first;
+    if rows < PER_WEIGHT * taken.len() {
+        return None;
+    }
+    let mut sums = vec![0.0];
+    let add = |sums: &mut Vec<f64>, value: f64| sums.push(sums[sums.len() - 1] + value);
+    values.iter().for_each(|value| add(&mut sums, *value));
+    let mean = |sums: &[f64], at: usize, (from, length): (usize, usize)| {
+        (sums[at - from + length] - sums[at - from]) / length as f64
+    };
+    let centred = |of: &dyn Fn(usize) -> f64| -> (f64, Vec<f64>) {
+        let all: Vec<f64> = (first..count).map(of).collect();
+        let centre = all.iter().sum::<f64>() / rows as f64;
+        (centre, all.into_iter().map(|value| value - centre).collect())
+    };
+    let product = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    let columns: Vec<(f64, Vec<f64>)> = taken.iter().map(|&one| centred(&|at| mean(&sums, at, one))).collect();
+    let (centre, wanted) = centred(&|at| values[at]);
+    let products =
+        columns.iter().enumerate().map(|(n, (_, a))| columns[..=n].iter().map(|(_, b)| product(a, b)).collect());
+    let mut lower: Vec<Vec<f64>> = products.collect();
+    let penalty = PENALTY * (0..taken.len()).map(|n| lower[n][n]).sum::<f64>() / taken.len() as f64;
+    (0..taken.len()).for_each(|n| lower[n][n] += penalty.max(1e-300));
+    let (inverse, right) =
+        (inverted(lower), columns.iter().map(|(_, column)| product(column, &wanted)).collect::<Vec<f64>>());
+    let weight = |n: usize| (0..taken.len()).map(|m| inverse[n.max(m)][n.min(m)] * right[m]).sum::<f64>();
+    let weights: Vec<f64> = (0..taken.len()).map(weight).collect();
+    let error = |row: usize| {
+        wanted[row] - columns.iter().zip(&weights).map(|((_, column), weight)| column[row] * weight).sum::<f64>()
+    };
+    let square = (0..rows).map(|row| error(row).powi(2)).sum::<f64>() / rows as f64;
+    // Forecasts of forecasts may grow without end; none goes beyond what was seen by more than the width of that.
+    let (low, high) = range(&values);
+    let next = |_| {
+        let told = taken
+            .iter()
+            .zip(&columns)
+            .zip(&weights)
+            .map(|((one, (centre, _)), weight)| (mean(&sums, sums.len() - 1, *one) - centre) * weight);
+        let value = (centre + told.sum::<f64>()).clamp(2.0 * low - high, 2.0 * high - low);
+        add(&mut sums, value);
+        level + value
+    };
+    Some(((0..far).map(next).collect(), square))
+}
+
+fn range(values: &[f64]) -> (f64, f64) {
+    let wider = |(low, high): (f64, f64), value: &f64| (low.min(*value), high.max(*value));
+    values.iter().fold((f64::INFINITY, f64::NEG_INFINITY), wider)
+}
+
 /// Where a function is least, by moving simplices (Nelder and Mead 1965).
 fn least(error: impl Fn(&[f64; 4]) -> f64, start: [f64; 4]) -> [f64; 4] {
     let mut all: Vec<([f64; 4], f64)> = (0..5)
@@ -191,28 +276,40 @@ impl Way {
         let values = filled(values);
         let log = self.log && values.iter().all(|value| *value > 0.0);
         let season = if values.len() >= 2 * self.season { self.season } else { 1 };
-        let from = values.len().saturating_sub(POINTS.max(SEASONS * season));
+        let most = POINTS.max(SEASONS * season);
+        let from = values.len().saturating_sub(most.max(REGRESSED));
         let values: Vec<f64> = values[from..].iter().map(|value| if log { value.ln() } else { *value }).collect();
+        let latest = |most: usize| &values[values.len().saturating_sub(most)..];
+        let smoothed = latest(most);
         let Some(last) = values.last() else { return vec![End { centre: 0.0, unit: 1.0, log: false }; ahead.len()] };
-        let (centres, square): (Vec<f64>, f64) = match self.form {
-            Form::Repeated => {
-                let again = |ahead: &usize| values[values.len() - season + (ahead - 1) % season];
-                let squares: Vec<f64> =
-                    values.windows(season + 1).map(|part| (part[season] - part[0]).powi(2)).collect();
-                (ahead.iter().map(again).collect(), squares.iter().sum::<f64>() / squares.len().max(1) as f64)
-            }
-            form => {
-                let all: &[(bool, bool)] =
-                    if form == Form::Damped { &[(true, true)] } else { &[(false, false), (true, false), (true, true)] };
-                let all: Vec<Fitted> =
-                    all.iter().map(|(trend, damped)| fitted(&values, season, *trend, *damped)).collect();
-                let mean = |of: &dyn Fn(&Fitted) -> f64| all.iter().map(of).sum::<f64>() / all.len() as f64;
-                (ahead.iter().map(|n| mean(&|one| one.ahead(*n))).collect(), mean(&|one| one.square))
-            }
+        let fit = |&(trend, damped): &(bool, bool)| {
+            let found = fitted(smoothed, season, trend, damped);
+            (ahead.iter().map(|ahead| found.ahead(*ahead)).collect(), found.square)
         };
-        // Where all is foretold, errors are those of rounding.
-        let unit = square.sqrt().max(1e-9 * last.abs()).max(1e-12);
-        centres.into_iter().map(|centre| End { centre, unit, log }).collect()
+        let again = || {
+            let next = ahead.iter().map(|ahead| values[values.len() - season + (ahead - 1) % season]);
+            let squares: Vec<f64> = smoothed.windows(season + 1).map(|part| (part[season] - part[0]).powi(2)).collect();
+            (next.collect(), squares.iter().sum::<f64>() / squares.len().max(1) as f64)
+        };
+        let regression = || {
+            let far = ahead.iter().copied().max().unwrap_or(0);
+            let (next, square) = regressed(latest(REGRESSED), season, far)?;
+            Some((ahead.iter().map(|ahead| next[ahead - 1]).collect(), square))
+        };
+        const DAMPED: (bool, bool) = (true, true);
+        let all: Vec<(Vec<f64>, f64)> = match self.form {
+            Form::Repeated => vec![again()],
+            Form::Damped => vec![fit(&DAMPED)],
+            Form::Mean => [(false, false), (true, false), DAMPED].iter().map(fit).collect(),
+            Form::Regression => vec![regression().unwrap_or_else(|| fit(&DAMPED))],
+            Form::Combined => regression().into_iter().chain([fit(&DAMPED)]).collect(),
+        };
+        let centres = (0..ahead.len()).map(|n| all.iter().map(|(next, _)| next[n]).sum::<f64>() / all.len() as f64);
+        let square = all.iter().map(|(_, square)| square).sum::<f64>() / all.len() as f64;
+        // Where all that was seen is foretold, what comes need not be.
+        let (low, high) = range(smoothed);
+        let unit = square.sqrt().max(1e-2 * (high - low)).max(1e-9 * last.abs()).max(1e-12);
+        centres.map(|centre| End { centre, unit, log }).collect()
     }
 
     pub fn words(self) -> String {
@@ -220,10 +317,15 @@ impl Way {
             (1, Form::Repeated) => return "the last value".into(),
             (1, _) => String::new(),
             (season, Form::Repeated) => return format!("the last {season} points repeated"),
-            (season, _) => format!(" and a season of {season} points"),
+            (season, _) => format!(" with a season of {season} points"),
         };
         let log = if self.log { ", of logarithms" } else { "" };
-        let form = if self.form == Form::Damped { "a damped trend" } else { "the mean of three trends" };
+        let form = match self.form {
+            Form::Regression => "a regression on earlier points",
+            Form::Combined => "the mean of a regression on earlier points and a damped trend",
+            Form::Mean => "the mean of three trends",
+            _ => "a damped trend",
+        };
         format!("{form}{season}{log}")
     }
 }
@@ -256,14 +358,13 @@ impl Smoothing {
         seasons.dedup();
         let positive = series.iter().all(|(values, _)| values.iter().all(|value| value.is_nan() || *value > 0.0));
         let logs: &[bool] = if positive { &[false, true] } else { &[false] };
-        let forms = [Form::Repeated, Form::Damped, Form::Mean];
+        let forms = [Form::Repeated, Form::Damped, Form::Mean, Form::Regression, Form::Combined];
         let mut ways: Vec<Way> = Vec::new();
         for &season in &seasons {
             ways.extend(forms.iter().flat_map(|&form| logs.iter().map(move |&log| Way { form, season, log })));
         }
         ways.retain(|way| way.form != Form::Repeated || !way.log);
-        let cuts = some(COMPARED);
-        let error = |way: &Way| -> f64 {
+        let error = |way: &Way, cuts: &[(usize, usize)]| -> f64 {
             let one = |&(n, cut): &(usize, usize)| {
                 let values = &series[n].0;
                 let steps: Vec<f64> = filled(&values[..cut]).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
@@ -275,18 +376,23 @@ impl Smoothing {
                 // One wild window decides no more than others.
                 (known.iter().sum::<f64>() / known.len().max(1) as f64 / scale.max(1e-12)).min(1e3)
             };
-            cuts.par_iter().map(one).collect::<Vec<_>>().into_iter().sum()
-        };
-        let mut best = (f64::INFINITY, Way { form: Form::Repeated, season: 1, log: false });
-        for way in ways {
             // What repeats after 4 points repeats after 8 too, by chance a little better, and with more to learn.
             let again = |short: &usize| *short > 1 && *short < way.season && way.season.is_multiple_of(*short);
-            let found = error(&way) * if seasons.iter().any(again) { 1.1 } else { 1.0 };
-            if found < best.0 {
-                best = (found, way);
-            }
+            let factor = if seasons.iter().any(again) { 1.1 } else { 1.0 };
+            factor * cuts.par_iter().map(one).collect::<Vec<_>>().into_iter().sum::<f64>()
+        };
+        // The best on a few windows are compared on more. Of numbers that are not negative the bits are in their order.
+        for (windows, most) in [(COMPARED / 4, 8), (COMPARED, 1)] {
+            let cuts = some(windows);
+            ways.sort_by_cached_key(|way| error(way, &cuts).to_bits());
+            ways.truncate(most);
         }
-        Self { way: best.1, growth: [1.0, 0.0], quantiles: Vec::new() }.measure(series, &some(MEASURED), &ahead, shares)
+        Self { way: ways[0], growth: [1.0, 0.0], quantiles: Vec::new() }.measure(
+            series,
+            &some(MEASURED),
+            &ahead,
+            shares,
+        )
     }
 
     fn measure(
@@ -406,6 +512,34 @@ mod tests {
         assert_eq!(again.iter().map(|end| end.centre).collect::<Vec<_>>(), [at(36), at(37), at(37)]);
         assert_eq!(again[0].unit, 12.0);
         assert_eq!(filled(&[f64::NAN, 1.0, f64::NAN, 2.0, f64::NAN]), [1.0, 1.0, 1.5, 2.0, 2.0]);
+    }
+
+    #[test]
+    fn a_regression_finds_what_values_before_and_a_season_before_tell() {
+        let mut random = crate::tasks::batches::Random::new(3, 1);
+        let mut normal = || (0..12).map(|_| (random.next() >> 11) as f64 / (1u64 << 53) as f64).sum::<f64>() - 6.0;
+        // Far from 0, so that sums of values lose digits if the level is not taken off; its mean is 1e6 + 50.
+        let mut values = vec![0.0, 0.0];
+        for n in 2..3000 {
+            values.push(1.6 * values[n - 1] - 0.8 * values[n - 2] + 10.0 + normal());
+        }
+        values.iter_mut().for_each(|value| *value += 1e6);
+        let (told, square) = regressed(&values, 1, 12).unwrap();
+        assert!((square - 1.0).abs() < 0.1, "{square}");
+        let [mut before, mut last] = [2998, 2999].map(|n| values[n] - 1e6);
+        for told in told {
+            (before, last) = (last, 1.6 * last - 0.8 * before + 10.0);
+            // A quarter of how far values go from their mean.
+            assert!((told - 1e6 - last).abs() < 0.9, "{told} {last}");
+        }
+        let found = Smoothing::choose(&[(values, 1500)], 6, &[7], &[0.1, 0.5, 0.9]);
+        assert_eq!(found.way.form, Form::Regression, "{found:?}");
+        // Weeks of 7 days of 6 points, of which days are alike but for the last.
+        let at = |n: usize| [3.0, 9.0, 20.0, 14.0, 8.0, 4.0][n % 6] * if n / 6 % 7 == 6 { 0.5 } else { 1.0 };
+        let weeks: Vec<f64> = (0..700).map(|n| at(n) + 0.1 * normal()).collect();
+        let (told, _) = regressed(&weeks, 42, 84).unwrap();
+        told.iter().enumerate().for_each(|(n, told)| assert!((told - at(700 + n)).abs() < 0.5, "{n}: {told}"));
+        assert!(regressed(&weeks[..100], 42, 1).is_none(), "too few for its weights");
     }
 
     #[test]
