@@ -969,6 +969,12 @@ mod tests {
         let counting: String = (0..10).map(|n| format!("{n},s,{},a\n", n + 4)).collect();
         let counting = format!("time,id,entry,label\n{counting}");
         assert!(say(&counting).0.contains("channels `entry`"), "it may be a count where no label is learned");
+        let beside: String = (1..=10).map(|n| format!("2024-01-{n:02},{n},2024.0{},{}\n", 27 * n, n % 3)).collect();
+        let said = say(&format!("date,instant,decimal date,x\n{beside}")).0;
+        assert!(
+            said.contains("channels `x`; not read: `instant` (row numbers), `decimal date` (another time)"),
+            "{said}"
+        );
         let labelled = Reading { labels: true, ..Reading::default() };
         assert!(
             parse(counting.as_bytes(), "csv", "f", &labelled).unwrap_err().to_string().contains("no column of values")

@@ -85,13 +85,20 @@ impl Roles {
         };
         taken.extend(&time);
         let is_free = |taken: &HashSet<usize>, place: usize| !taken.contains(&place);
+        // Beside times what counts rows tells nothing, but it may be all there is.
+        let has_others = |taken: &HashSet<usize>, place: usize| {
+            let mut others = (0..table.header.len()).filter(|other| *other != place && is_free(taken, *other));
+            others.any(|other| holds_numbers(table, other) && !counts_rows(table, other, true))
+        };
         let lower: Vec<String> = table.header.iter().map(|title| title.to_lowercase()).collect();
         for (place, title) in lower.iter().enumerate() {
             let why = if !is_free(&taken, place) {
                 continue;
             } else if table.texts(place).all(|text| text.is_none()) && !columns.has_known(title) {
                 "nothing in it"
-            } else if is_index(title) && is_row_numbers(table, place) || counts_rows(table, place, labels) {
+            } else if is_index(title) && is_row_numbers(table, place)
+                || counts_rows(table, place, labels || !time.is_empty() && has_others(&taken, place))
+            {
                 "row numbers"
             } else if columns.channels.is_empty()
                 && (place == 0 || !title.is_empty())
@@ -101,7 +108,9 @@ impl Roles {
                 "row names"
             } else if is_one(PARTS, title) && !time.is_empty() {
                 "a part of the time"
-            } else if columns.channels.is_empty() && holds_epochs(table, place) {
+            } else if columns.channels.is_empty()
+                && (holds_epochs(table, place) || !time.is_empty() && has_word(title, |word| word == "decimal"))
+            {
                 "another time"
             } else {
                 continue;
@@ -390,13 +399,13 @@ fn is_row_numbers(table: &Table, place: usize) -> bool {
     numbers.iter().all(|number| number.fract() == 0.0) && numbers.windows(2).all(|pair| pair[1] > pair[0])
 }
 
-/// Whether they count up by one, from row to row, and the name says so; or whatever the name, if they would tell `labels` by which the rows
-/// are sorted.
-pub fn counts_rows(table: &Table, place: usize, labels: bool) -> bool {
+/// Whether they count up by one, from row to row, and the name says so; or `whatever` the name, such as where they would tell labels by which
+/// the rows are sorted.
+pub fn counts_rows(table: &Table, place: usize, whatever: bool) -> bool {
     let title = &table.header[place];
     let named = has_word(title, |word| NUMBERS.contains(&word));
     let steps = |all: Vec<f64>| all.windows(2).all(|pair| pair[1] - pair[0] == 1.0);
-    (named || labels && table.rows.len() >= 10) && table.rows.len() > 2 && table.numbers(place).is_ok_and(steps)
+    (named || whatever && table.rows.len() >= 10) && table.rows.len() > 2 && table.numbers(place).is_ok_and(steps)
 }
 
 /// The one column whose name says that it tells series apart.
