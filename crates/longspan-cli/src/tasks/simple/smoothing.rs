@@ -25,6 +25,9 @@ pub struct Way {
     pub season: usize,
     /// Whether logarithms are forecast, where variation grows with the level.
     pub log: bool,
+    /// Whether usual errors are at least a hundredth of the range of values; not in earlier runs.
+    #[serde(default)]
+    pub bounded: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -306,9 +309,10 @@ impl Way {
         };
         let centres = (0..ahead.len()).map(|n| all.iter().map(|(next, _)| next[n]).sum::<f64>() / all.len() as f64);
         let square = all.iter().map(|(_, square)| square).sum::<f64>() / all.len() as f64;
-        // Where all that was seen is foretold, what comes need not be.
+        // Where all that was seen is foretold, what comes need not be: one error of many units would count as many others.
         let (low, high) = range(smoothed);
-        let unit = square.sqrt().max(1e-2 * (high - low)).max(1e-9 * last.abs()).max(1e-12);
+        let least = if self.bounded { 1e-2 * (high - low) } else { 0.0 };
+        let unit = square.sqrt().max(least).max(1e-9 * last.abs()).max(1e-12);
         centres.map(|centre| End { centre, unit, log }).collect()
     }
 
@@ -333,7 +337,7 @@ impl Way {
 impl Smoothing {
     /// One way to forecast, whose errors are not known yet.
     pub fn new(form: Form, season: usize, log: bool) -> Self {
-        Self { way: Way { form, season, log }, growth: [1.0, 0.0], quantiles: Vec::new() }
+        Self { way: Way { form, season, log, bounded: true }, growth: [1.0, 0.0], quantiles: Vec::new() }
     }
 
     /// What is predicted after these values, so many points ahead of the last.
@@ -359,12 +363,12 @@ impl Smoothing {
         let positive = series.iter().all(|(values, _)| values.iter().all(|value| value.is_nan() || *value > 0.0));
         let logs: &[bool] = if positive { &[false, true] } else { &[false] };
         let forms = [Form::Repeated, Form::Damped, Form::Mean, Form::Regression, Form::Combined];
-        let mut ways: Vec<Way> = Vec::new();
+        let mut ways: Vec<Self> = Vec::new();
         for &season in &seasons {
-            ways.extend(forms.iter().flat_map(|&form| logs.iter().map(move |&log| Way { form, season, log })));
+            ways.extend(forms.iter().flat_map(|&form| logs.iter().map(move |&log| Self::new(form, season, log))));
         }
-        ways.retain(|way| way.form != Form::Repeated || !way.log);
-        let error = |way: &Way, cuts: &[(usize, usize)]| -> f64 {
+        ways.retain(|one| one.way.form != Form::Repeated || !one.way.log);
+        let error = |Self { way, .. }: &Self, cuts: &[(usize, usize)]| -> f64 {
             let one = |&(n, cut): &(usize, usize)| {
                 let values = &series[n].0;
                 let steps: Vec<f64> = filled(&values[..cut]).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
@@ -384,15 +388,10 @@ impl Smoothing {
         // The best on a few windows are compared on more. Of numbers that are not negative the bits are in their order.
         for (windows, most) in [(COMPARED / 4, 8), (COMPARED, 1)] {
             let cuts = some(windows);
-            ways.sort_by_cached_key(|way| error(way, &cuts).to_bits());
+            ways.sort_by_cached_key(|one| error(one, &cuts).to_bits());
             ways.truncate(most);
         }
-        Self { way: ways[0], growth: [1.0, 0.0], quantiles: Vec::new() }.measure(
-            series,
-            &some(MEASURED),
-            &ahead,
-            shares,
-        )
+        ways.swap_remove(0).measure(series, &some(MEASURED), &ahead, shares)
     }
 
     fn measure(
@@ -511,6 +510,10 @@ mod tests {
         let again = Smoothing::new(Form::Repeated, 4, false).ends(&values, &[1, 2, 6]);
         assert_eq!(again.iter().map(|end| end.centre).collect::<Vec<_>>(), [at(36), at(37), at(37)]);
         assert_eq!(again[0].unit, 12.0);
+        // What always was foretold may not be: usual errors are a hundredth of the range, but in runs that were made without that.
+        let before: Way = serde_json::from_str(r#"{"form": "repeated", "season": 2, "log": false}"#).unwrap();
+        let unit = |way: Way| way.ends(&[0.0, 10.0, 0.0, 10.0, 0.0, 10.0], &[1])[0].unit;
+        assert_eq!([unit(before), unit(Way { bounded: true, ..before })], [1e-8, 0.1]);
         assert_eq!(filled(&[f64::NAN, 1.0, f64::NAN, 2.0, f64::NAN]), [1.0, 1.0, 1.5, 2.0, 2.0]);
     }
 
