@@ -535,3 +535,17 @@ fn quarters_of_an_hour_repeat_after_a_day() {
         assert!(said.contains(&format!("a season of {season} points")), "{minutes}: {said}");
     }
 }
+
+#[test]
+fn intervals_of_a_simple_method_follow_what_became_wilder() {
+    let place = Place::new();
+    let mut random = random(5);
+    // Noise that is four times as wide from the end of the points to learn from on.
+    let row = |n: usize| format!("{}\n", if n < 640 { 1.0 } else { 4.0 } * (0..4).map(|_| random() - 0.5).sum::<f64>());
+    place.write("noise.csv", format!("x\n{}", (0..800).map(row).collect::<String>()).as_bytes());
+    let said = place.said(&train("noise.csv", "run", "1", &["--time", "row"])).1;
+    assert!(said.contains("so that method answers alone"), "{said}");
+    let scores = &place.info("run")["held_out"];
+    // As of the points to learn from it would hold a third.
+    assert!((0.7..0.95).contains(&number(scores, "coverage")), "{scores}");
+}

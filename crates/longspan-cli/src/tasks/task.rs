@@ -115,7 +115,7 @@ pub trait Task: Sized + Sync {
     }
 
     /// A trained model as its answers to development examples want it, where they want it otherwise.
-    fn calibrated(&self, _: &Self::Model, _: &Data<Self>, _: &How<'_, Self>) -> Result<Option<Self::Model>> {
+    fn calibrated(&self, _: &Self::Model, _: &Data<Self>, _: bool, _: &How<'_, Self>) -> Result<Option<Self::Model>> {
         Ok(None)
     }
 

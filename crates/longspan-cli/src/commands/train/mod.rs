@@ -328,9 +328,8 @@ fn report<T: Task>(session: &mut Session<T>) -> Result<()> {
     let [_, name] = session.config.scored_names();
     let (config, workers) = (&session.config, &session.workers);
     let how = Answering { config, beam: 1, workers, name: &name, line: &|place| place + 1 };
-    if session.saved.best.is_none_or(|best| best.step > 0)
-        && let Some(calibrated) = session.task.calibrated(&model, &session.data, &how)?
-    {
+    let alone = session.saved.best.is_some_and(|best| best.step == 0);
+    if let Some(calibrated) = session.task.calibrated(&model, &session.data, alone, &how)? {
         session.folder.save_weights(&calibrated)?;
         model = calibrated;
     }

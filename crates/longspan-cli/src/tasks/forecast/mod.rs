@@ -65,6 +65,9 @@ const LEARNED: usize = 500;
 
 const DEVELOPMENT: usize = 512;
 
+/// Windows for development, side by side, from which intervals of a simple method are widened.
+const SURE: usize = 10;
+
 pub struct Forecast {
     scaling: Scaling,
     sizes: Sizes,
@@ -223,7 +226,17 @@ impl Task for Forecast {
         "mean pinball loss, in deviations of what is seen"
     }
 
-    fn calibrated(&self, model: &SeriesModel, data: &Data<Self>, how: &Answering<'_>) -> Result<Option<SeriesModel>> {
+    fn calibrated(
+        &self,
+        model: &SeriesModel,
+        data: &Data<Self>,
+        alone: bool,
+        how: &Answering<'_>,
+    ) -> Result<Option<SeriesModel>> {
+        // The intervals of a simple method are those of windows that it had not seen: few others do not know better.
+        if alone && data.train.development < SURE * self.sizes.told {
+            return Ok(None);
+        }
         let mut distances = calibration::Distances::default();
         let rows = self.numbers(model, &data.development.iter().map(|one| &one.seen).collect::<Vec<_>>(), how)?;
         for (example, row) in data.development.iter().zip(rows) {
