@@ -546,6 +546,6 @@ fn intervals_of_a_simple_method_follow_what_became_wilder() {
     let said = place.said(&train("noise.csv", "run", "1", &["--time", "row"])).1;
     assert!(said.contains("so that method answers alone"), "{said}");
     let scores = &place.info("run")["held_out"];
-    // As of the points to learn from it would hold a third.
+    // Without the development points it would hold three of five.
     assert!((0.7..0.95).contains(&number(scores, "coverage")), "{scores}");
 }

@@ -296,29 +296,15 @@ def causal_conv1d_fn(
     True
     """
     operation = "causal_conv1d_fn"
-    _expect_axes(operation, ("x", x, 3), ("weight", weight, 2))
-    if activation not in (None, "silu", "swish"):
-        raise ValueError(f"{operation}: activation: expected None, 'silu' or 'swish', got {activation!r}")
     if seq_idx is not None and (initial_states is not None or return_final_states):
         raise ValueError(f"{operation}: seq_idx: expected None with states, because each sequence has its own, got both")
+    _expect_convolution(operation, x, weight, bias, activation)
     batch, channels, tokens = x.shape
-    _expect_shape(operation, "weight", weight, (channels, weight.shape[1]))
-    _expect_shape(operation, "bias", bias, (channels,))
     before = weight.shape[1] - 1
     _expect_shape(operation, "initial_states", initial_states, (batch, channels, before))
     seen = x if initial_states is None else torch.cat([initial_states.to(x.dtype), x], dim=2)
     bounds = None if seq_idx is None else sequences(operation, seq_idx, (batch, tokens))
-    # In heads of adjacent channels, each what a core works on at a time.
-    width = next(n for n in range(min(channels, 128), 0, -1) if channels % n == 0) if channels else 1
-    heads = (channels // width, width)
-    wide = torch.promote_types(x.dtype, weight.dtype)
-    rows = seen.to(wide).transpose(1, 2).contiguous()
-    rows = rows if bounds is None else rows.reshape(1, batch * tokens, channels)
-    out = ops.depthwise_convolution(
-        rows.unflatten(2, heads).transpose(1, 2), weight.to(wide).flip(1).unflatten(0, heads).transpose(1, 2),
-        None if bias is None else bias.to(wide).unflatten(0, heads), silu=activation is not None, cu_seqlens=bounds,
-    )  # fmt: skip
-    out = out.transpose(1, 2).flatten(2).view(batch, seen.shape[2], channels).transpose(1, 2)[:, :, seen.shape[2] - tokens :].to(x.dtype)
+    out = _convolve(seen, tokens, weight, bias, activation, bounds).to(x.dtype)
     if not return_final_states:
         return out
     return out, F.pad(seen, (max(before - seen.shape[2], 0), 0))[:, :, -before:] if before else seen[:, :, :0]
@@ -355,13 +341,15 @@ def causal_conv1d_update(
     """
     operation = "causal_conv1d_update"
     new = x[..., None] if x.dim() == 2 else x
-    _expect_axes(operation, ("x", new, 3), ("conv_state", conv_state, 3), ("weight", weight, 2))
-    kept, before = conv_state.shape[2], weight.shape[1] - 1
+    _expect_convolution(operation, new, weight, bias, activation)
+    _expect_axes(operation, ("conv_state", conv_state, 3))
+    kept, before, tokens = conv_state.shape[2], weight.shape[1] - 1, new.shape[2]
     _expect_shape(operation, "conv_state", conv_state, (*new.shape[:2], kept))
     if kept < before:
         raise ValueError(f"{operation}: conv_state: expected {before} tokens or more, one less than taps, got {kept}")
-    out: Tensor = causal_conv1d_fn(new, weight, bias, initial_states=conv_state[:, :, kept - before :], activation=activation)
-    conv_state.copy_(torch.cat([conv_state, new.to(conv_state.dtype)], dim=2)[:, :, new.shape[2] :])
+    seen = torch.cat([conv_state, new], dim=2)
+    out = _convolve(seen[:, :, kept - before :], tokens, weight, bias, activation, None).to(x.dtype)
+    conv_state.copy_(seen[:, :, tokens:])
     return out[..., 0] if x.dim() == 2 else out
 
 
@@ -371,6 +359,35 @@ def sequences(operation: str, seq_idx: Tensor, shape: Sequence[int]) -> Tensor:
     changes = torch.ones(*shape, dtype=torch.bool, device=seq_idx.device)
     changes[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return F.pad(changes.flatten().nonzero().flatten(), (0, 1), value=changes.numel())
+
+
+def _convolve(seen: Tensor, tokens: int, weight: Tensor, bias: Tensor | None, activation: str | None, bounds: Tensor | None) -> Tensor:
+    """The outputs of the last tokens of those that are seen, in the wider type of tokens and weights."""
+    batch, channels, count = seen.shape
+    wide = torch.promote_types(seen.dtype, weight.dtype)
+    weight, bias = weight.to(wide), None if bias is None else bias.to(wide)
+    if tokens == 1 and count == weight.shape[1] and channels:
+        # One window, for which a token of a model waits in each layer: PyTorch begins sooner.
+        one = F.conv1d(seen.to(wide), weight[:, None], bias, groups=channels)
+        return F.silu(one) if activation else one
+    # In heads of adjacent channels, each what a core works on at a time.
+    width = next(n for n in range(min(channels, 128), 0, -1) if channels % n == 0) if channels else 1
+    heads = (channels // width, width)
+    rows = seen.to(wide).transpose(1, 2).contiguous()
+    rows = rows if bounds is None else rows.reshape(1, batch * tokens, channels)
+    out: Tensor = ops.depthwise_convolution(
+        rows.unflatten(2, heads).transpose(1, 2), weight.flip(1).unflatten(0, heads).transpose(1, 2),
+        None if bias is None else bias.unflatten(0, heads), silu=activation is not None, cu_seqlens=bounds,
+    )  # fmt: skip
+    return out.transpose(1, 2).flatten(2).view(batch, count, channels).transpose(1, 2)[:, :, count - tokens :]
+
+
+def _expect_convolution(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    _expect_axes(operation, ("x", x, 3), ("weight", weight, 2))
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"{operation}: activation: expected None, 'silu' or 'swish', got {activation!r}")
+    _expect_shape(operation, "weight", weight, (x.shape[1], weight.shape[1]))
+    _expect_shape(operation, "bias", bias, (x.shape[1],))
 
 
 def _expect_axes(operation: str, *tensors: tuple[str, Any, int]) -> None:
