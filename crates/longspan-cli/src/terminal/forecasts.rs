@@ -1,9 +1,12 @@
 //! Forecasts as a picture: what was known, the median, the intervals that hold half and four of five, and what was right.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::Result;
 use plotters::coord::Shift;
+use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint};
+use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
 
 use super::plot::{DEVELOPMENT, GRID, Picture, Point, TEXT, TRAINING, legend};
@@ -21,6 +24,29 @@ pub struct Drawing {
     /// How times are written, where they are dates.
     pub dates: Option<Written>,
 }
+
+/// An axis with marks of its own.
+struct Times(Range<f64>, Vec<Mark>);
+
+impl Ranged for Times {
+    type ValueType = f64;
+    type FormatOption = DefaultFormatting;
+
+    fn range(&self) -> Range<f64> {
+        self.0.clone()
+    }
+
+    fn map(&self, time: &f64, limit: (i32, i32)) -> i32 {
+        RangedCoordf64::from(self.range()).map(time, limit)
+    }
+
+    fn key_points<Hint: KeyPointHint>(&self, _: Hint) -> Vec<f64> {
+        self.1.iter().map(|mark| mark.0).collect()
+    }
+}
+
+/// A time, and how it is written.
+type Mark = (f64, String);
 
 pub type Written = Arc<dyn Fn(f64) -> String + Send + Sync>;
 
@@ -71,21 +97,33 @@ impl Drawing {
         let margin = 0.06 * (high - low);
         let font = |size: i32| ("sans-serif", size).into_font().color(&TEXT);
         let title: String = visible(&self.title).chars().take(60).collect();
+        let times = history.iter().chain(&bands[2]).map(|point| point.0);
+        let marks = match &self.dates {
+            Some(written) => {
+                let all: Vec<Mark> = times.map(|time| (time, written(time))).collect();
+                dated(&all, area.dim_in_pixel().0 - 108)
+            }
+            None => {
+                let marks = RangedCoordf64::from(first..last).key_points(4);
+                marks.into_iter().map(|time| (time, short(time, last - first))).collect()
+            }
+        };
+        let written =
+            |time: &f64| marks.iter().find(|mark| mark.0 == *time).map_or(String::new(), |mark| mark.1.clone());
         let mut chart = ChartBuilder::on(area)
             .caption(title, font(20))
             .margin(16)
             .x_label_area_size(36)
             .y_label_area_size(76)
-            .build_cartesian_2d(first..last, low - margin..high + margin)?;
+            .build_cartesian_2d(Times(first..last, marks.clone()), low - margin..high + margin)?;
         let digits = (2.0 - (high - low).log10().floor()).clamp(0.0, 12.0) as usize;
         chart
             .configure_mesh()
             .bold_line_style(GRID)
             .light_line_style(TRANSPARENT)
             .axis_style(TEXT.mix(0.6))
-            .x_labels(4)
             .y_labels(6)
-            .x_label_formatter(&|x| self.dates.as_ref().map_or_else(|| short(*x, last - first), |written| written(*x)))
+            .x_label_formatter(&written)
             .y_label_formatter(&|y| format!("{y:.digits$}"))
             .label_style(font(14))
             .draw()?;
@@ -128,6 +166,27 @@ impl Drawing {
     }
 }
 
+/// The dates that stand below a picture of so many pixels, some of those where a year, a month or a day begins, which changes more of a date
+/// than what follows, or else of all.
+fn dated(all: &[Mark], pixels: u32) -> Vec<Mark> {
+    let width = 8 * all.iter().map(|mark| mark.1.chars().count()).max().unwrap_or(0) + 16;
+    let span = all.last().zip(all.first()).map_or(0.0, |(last, first)| last.0 - first.0);
+    let apart = span * width as f64 / f64::from(pixels);
+    let kept = |n: usize| all[n - 1].1.bytes().zip(all[n].1.bytes()).take_while(|(a, b)| a == b).count();
+    let mut found = Vec::new();
+    for limit in 1..=width {
+        let begins = (0..all.len()).filter(|n| limit == width || *n > 0 && kept(*n) < limit);
+        let begins: Vec<Mark> = begins.map(|n| all[n].clone()).collect();
+        let some = |step: usize| begins.iter().step_by(step).cloned().collect::<Vec<Mark>>();
+        let fits = |some: &Vec<Mark>| some.windows(2).all(|pair| pair[1].0 - pair[0].0 >= apart);
+        found = (1..=begins.len()).map(some).find(fits).unwrap_or_default();
+        if found.len() > 1 {
+            break;
+        }
+    }
+    found
+}
+
 /// A time with the digits that it has beside the span of the picture.
 fn short(time: f64, span: f64) -> String {
     let digits = (2.0 - span.log10().floor()).clamp(0.0, 12.0) as usize;
@@ -156,6 +215,12 @@ mod tests {
         }
         let nothing = Drawing { history: Vec::new(), quantiles: Default::default(), truth: Vec::new(), ..one };
         assert!(!Forecasts(vec![nothing]).png().unwrap().is_empty());
+        let hours = |count: usize| -> Vec<Mark> {
+            (0..count).map(|n| (n as f64, format!("2024-02-{:02} {:02}:00", 27 + n / 24, n % 24))).collect()
+        };
+        let at = |count, pixels| dated(&hours(count), pixels).iter().map(|mark| mark.0).collect::<Vec<f64>>();
+        assert_eq!((at(60, 480), at(30, 480)), (vec![24.0, 48.0], vec![10.0, 24.0]), "days, or hours");
+        assert_eq!((at(200, 480), at(60, 100), at(0, 480)), (vec![24.0, 96.0, 168.0], vec![0.0], vec![]));
         assert_eq!((short(1949.5, 20.0), short(12.0, 300.0)), ("1949.5".into(), "12".into()));
     }
 }
