@@ -537,6 +537,21 @@ fn quarters_of_an_hour_repeat_after_a_day() {
 }
 
 #[test]
+fn a_week_of_working_days_has_five() {
+    let place = Place::new();
+    let mut random = random(3);
+    // Mondays that the noise hides from changes.
+    let monday = jiff::civil::date(2021, 1, 4);
+    let row = |n: i64| {
+        let day = monday.saturating_add(jiff::Span::new().days(n / 5 * 7 + n % 5));
+        format!("{day},{}\n", if n % 5 == 0 { 10.8 } else { 10.0 } + 3.0 * random())
+    };
+    place.write("days.csv", format!("date,x\n{}", (0..700).map(row).collect::<String>()).as_bytes());
+    let said = place.said(&train("days.csv", "run", "1", &[])).1;
+    assert!(said.contains("with a season of 5 points"), "{said}");
+}
+
+#[test]
 fn intervals_of_a_simple_method_follow_what_became_wilder() {
     let place = Place::new();
     let mut random = random(5);

@@ -360,7 +360,11 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
         Some(Calendar::Months { .. }) if scaling.step == 1.0 => vec![12],
         Some(Calendar::Months { .. }) if scaling.step == 3.0 => vec![4],
         Some(Calendar::Seconds | Calendar::Days) if scaling.step == 604_800.0 => vec![52],
-        Some(Calendar::Seconds | Calendar::Days) if per_day == 1.0 => vec![7, 365],
+        Some(Calendar::Seconds | Calendar::Days) if per_day == 1.0 => {
+            // Working days alone come again after five, and after a year of them.
+            let week = 7 - parts.first().map_or(0, |part| days_off(&part.series).len());
+            vec![week, 365 * week / 7]
+        }
         Some(Calendar::Seconds) if per_day >= 2.0 && per_day.fract() == 0.0 => {
             [1, 7].map(|days| days * per_day as usize).into_iter().filter(|season| *season <= SEASON).collect()
         }
