@@ -405,8 +405,11 @@ impl<T: Task> Session<T> {
         let mut best = self.saved.best;
         if probe == Probe::All && !self.data.development.is_empty() {
             self.log.development(step, loss)?;
-            let sure = best.is_none_or(|best| best.step > 0)
-                || is_lower(&self.saved.start, &parts, T::overlap(&self.data.train, examples.len()));
+            let sure = best.is_none_or(|best| best.step > 0) || {
+                let others = T::overlap(&self.data.train, examples.len()) - 1.0;
+                let overlap = shared(others * parts.len() as f64 / examples.len() as f64);
+                is_lower(&self.saved.start, &parts, overlap)
+            };
             if best.is_none_or(|best| loss < best.loss) && sure {
                 best = Some(Best { step, loss });
             }
@@ -447,12 +450,18 @@ const PARTS: usize = 16;
 const PATIENCE: usize = 6;
 
 /// Whether sums of losses fell, by more than twice the standard error of the fall: a few examples would tell by chance, at one of many
-/// checkpoints, that a model does better than the simple method that it begins as. Examples that overlap tell as much as fewer.
+/// checkpoints, that a model does better than the simple method that it begins as. Examples that overlap tell as much as fewer ([`shared`]).
 fn is_lower(before: &[f64], after: &[f64], overlap: f64) -> bool {
     let falls: Vec<f64> = before.iter().zip(after).map(|(before, after)| before - after).collect();
     let (count, sum) = (falls.len() as f64, falls.iter().sum::<f64>());
     let squares: f64 = falls.iter().map(|fall| (fall - sum / count).powi(2)).sum();
     count >= 4.0 && sum > 2.0 * (overlap * count / (count - 1.0) * squares).sqrt()
+}
+
+/// How many times as large the variance of a sum over parts is as the sum of their variances, where an example overlaps so many parts: as much
+/// as it shares with each (a triangle), of neighbours that lie beside each other.
+fn shared(parts: f64) -> f64 {
+    if parts > 1.0 { parts / (1.0 - 1.0 / (3.0 * parts)) } else { 1.0 / (1.0 - parts / 3.0) }
 }
 
 #[derive(Default)]
@@ -477,6 +486,17 @@ impl Recent {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parts_of_overlapping_examples_share_what_sums_of_them_do() {
+        for (overlap, each) in [(1, 5), (12, 1), (12, 6), (12, 12), (12, 32)] {
+            let alike = |a: usize, b: usize| (1.0 - a.abs_diff(b) as f64 / overlap as f64).max(0.0);
+            let variance = |n: usize| (0..n).flat_map(|a| (0..n).map(move |b| alike(a, b))).sum::<f64>();
+            let exact = variance(32 * each) / (32.0 * variance(each));
+            let found = shared((overlap - 1) as f64 / each as f64);
+            assert!((found / exact - 1.0).abs() < 0.1, "{overlap} {each}: {found} {exact}");
+        }
+    }
 
     #[test]
     fn a_fall_counts_beyond_its_standard_error() {
