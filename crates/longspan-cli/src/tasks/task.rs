@@ -114,7 +114,8 @@ pub trait Task: Sized + Sync {
         "nats per token"
     }
 
-    /// A trained model as its answers to development examples want it, where they want it otherwise.
+    /// A trained model as its answers to development examples want it, where they want it otherwise; the third is whether it adds nothing to
+    /// the simple method that it began as.
     fn calibrated(&self, _: &Self::Model, _: &Data<Self>, _: bool, _: &How<'_, Self>) -> Result<Option<Self::Model>> {
         Ok(None)
     }

@@ -26,7 +26,7 @@ pub struct Drawing {
 }
 
 /// An axis with marks of its own.
-struct Times(Range<f64>, Vec<Mark>);
+struct Times(Range<f64>, Vec<f64>);
 
 impl Ranged for Times {
     type ValueType = f64;
@@ -41,7 +41,7 @@ impl Ranged for Times {
     }
 
     fn key_points<Hint: KeyPointHint>(&self, _: Hint) -> Vec<f64> {
-        self.1.iter().map(|mark| mark.0).collect()
+        self.1.clone()
     }
 }
 
@@ -115,7 +115,10 @@ impl Drawing {
             .margin(16)
             .x_label_area_size(36)
             .y_label_area_size(76)
-            .build_cartesian_2d(Times(first..last, marks.clone()), low - margin..high + margin)?;
+            .build_cartesian_2d(
+                Times(first..last, marks.iter().map(|mark| mark.0).collect()),
+                low - margin..high + margin,
+            )?;
         let digits = (2.0 - (high - low).log10().floor()).clamp(0.0, 12.0) as usize;
         chart
             .configure_mesh()
@@ -172,19 +175,15 @@ fn dated(all: &[Mark], pixels: u32) -> Vec<Mark> {
     let width = 8 * all.iter().map(|mark| mark.1.chars().count()).max().unwrap_or(0) + 16;
     let span = all.last().zip(all.first()).map_or(0.0, |(last, first)| last.0 - first.0);
     let apart = span * width as f64 / f64::from(pixels);
-    let kept = |n: usize| all[n - 1].1.bytes().zip(all[n].1.bytes()).take_while(|(a, b)| a == b).count();
-    let mut found = Vec::new();
-    for limit in 1..=width {
-        let begins = (0..all.len()).filter(|n| limit == width || *n > 0 && kept(*n) < limit);
-        let begins: Vec<Mark> = begins.map(|n| all[n].clone()).collect();
-        let some = |step: usize| begins.iter().step_by(step).cloned().collect::<Vec<Mark>>();
-        let fits = |some: &Vec<Mark>| some.windows(2).all(|pair| pair[1].0 - pair[0].0 >= apart);
-        found = (1..=begins.len()).map(some).find(fits).unwrap_or_default();
-        if found.len() > 1 {
-            break;
-        }
-    }
-    found
+    let alike = |pair: &[Mark]| pair[0].1.bytes().zip(pair[1].1.bytes()).take_while(|(a, b)| a == b).count();
+    let kept: Vec<usize> = std::iter::once(width).chain(all.windows(2).map(alike)).collect();
+    let fits = |some: &Vec<&Mark>| some.windows(2).all(|pair| pair[1].0 - pair[0].0 >= apart);
+    let beginning = |most: usize| -> Vec<&Mark> {
+        let all: Vec<&Mark> = all.iter().zip(&kept).filter(|(_, kept)| **kept <= most).map(|(mark, _)| mark).collect();
+        (1..=all.len()).map(|step| all.iter().step_by(step).copied().collect()).find(fits).unwrap_or_default()
+    };
+    let found = (0..width).map(beginning).find(|some| some.len() > 1).unwrap_or_else(|| beginning(width));
+    found.into_iter().cloned().collect()
 }
 
 /// A time with the digits that it has beside the span of the picture.

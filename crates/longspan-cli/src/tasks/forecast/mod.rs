@@ -354,9 +354,8 @@ impl Task for Forecast {
 /// The simple method that does best for each channel on the points to learn from.
 fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing> {
     // Seasons of a calendar; others show in the data.
-    let calendar = scaling.dates.as_ref().map(|dates| &dates.calendar);
     let per_day = 86_400.0 / scaling.step;
-    let seasons = match calendar {
+    let seasons = match scaling.dates.as_ref().map(|dates| &dates.calendar) {
         Some(Calendar::Months { .. }) if scaling.step == 1.0 => vec![12],
         Some(Calendar::Months { .. }) if scaling.step == 3.0 => vec![4],
         Some(Calendar::Seconds | Calendar::Days) if scaling.step == 604_800.0 => vec![52],

@@ -279,24 +279,26 @@ impl Way {
         let values = filled(values);
         let log = self.log && values.iter().all(|value| *value > 0.0);
         let season = if values.len() >= 2 * self.season { self.season } else { 1 };
-        let most = POINTS.max(SEASONS * season);
-        let from = values.len().saturating_sub(most.max(REGRESSED));
-        let values: Vec<f64> = values[from..].iter().map(|value| if log { value.ln() } else { *value }).collect();
-        let latest = |most: usize| &values[values.len().saturating_sub(most)..];
-        let smoothed = latest(most);
-        let Some(last) = values.last() else { return vec![End { centre: 0.0, unit: 1.0, log: false }; ahead.len()] };
+        let latest = |most: usize| -> Vec<f64> {
+            let values = &values[values.len().saturating_sub(most)..];
+            values.iter().map(|value| if log { value.ln() } else { *value }).collect()
+        };
+        let smoothed = latest(POINTS.max(SEASONS * season));
+        let Some(last) = smoothed.last() else {
+            return vec![End { centre: 0.0, unit: 1.0, log: false }; ahead.len()];
+        };
         let fit = |&(trend, damped): &(bool, bool)| {
-            let found = fitted(smoothed, season, trend, damped);
+            let found = fitted(&smoothed, season, trend, damped);
             (ahead.iter().map(|ahead| found.ahead(*ahead)).collect(), found.square)
         };
         let again = || {
-            let next = ahead.iter().map(|ahead| values[values.len() - season + (ahead - 1) % season]);
+            let next = ahead.iter().map(|ahead| smoothed[smoothed.len() - season + (ahead - 1) % season]);
             let squares: Vec<f64> = smoothed.windows(season + 1).map(|part| (part[season] - part[0]).powi(2)).collect();
             (next.collect(), squares.iter().sum::<f64>() / squares.len().max(1) as f64)
         };
         let regression = || {
             let far = ahead.iter().copied().max().unwrap_or(0);
-            let (next, square) = regressed(latest(REGRESSED), season, far)?;
+            let (next, square) = regressed(&latest(REGRESSED), season, far)?;
             Some((ahead.iter().map(|ahead| next[ahead - 1]).collect(), square))
         };
         const DAMPED: (bool, bool) = (true, true);
@@ -310,7 +312,7 @@ impl Way {
         let centres = (0..ahead.len()).map(|n| all.iter().map(|(next, _)| next[n]).sum::<f64>() / all.len() as f64);
         let square = all.iter().map(|(_, square)| square).sum::<f64>() / all.len() as f64;
         // Where all that was seen is foretold, what comes need not be: one error of many units would count as many others.
-        let (low, high) = range(smoothed);
+        let (low, high) = range(&smoothed);
         let least = if self.bounded { 1e-2 * (high - low) } else { 0.0 };
         let unit = square.sqrt().max(least).max(1e-9 * last.abs()).max(1e-12);
         centres.map(|centre| End { centre, unit, log }).collect()
@@ -483,6 +485,11 @@ fn found_seasons(series: &[(Vec<f64>, usize)]) -> Vec<usize> {
 mod tests {
     use super::*;
 
+    fn normal(seed: u64) -> impl FnMut() -> f64 {
+        let mut random = crate::tasks::batches::Random::new(seed, 1);
+        move || (0..12).map(|_| (random.next() >> 11) as f64 / (1u64 << 53) as f64).sum::<f64>() - 6.0
+    }
+
     #[test]
     fn smoothing_follows_its_recursion() {
         let found = smooth(&[10.0, 13.0, 14.0, 15.0, 18.0], 1, true, [0.5, 0.2, 0.0, 1.0]);
@@ -519,8 +526,7 @@ mod tests {
 
     #[test]
     fn a_regression_finds_what_values_before_and_a_season_before_tell() {
-        let mut random = crate::tasks::batches::Random::new(3, 1);
-        let mut normal = || (0..12).map(|_| (random.next() >> 11) as f64 / (1u64 << 53) as f64).sum::<f64>() - 6.0;
+        let mut normal = normal(3);
         // Far from 0, so that sums of values lose digits if the level is not taken off; its mean is 1e6 + 50.
         let mut values = vec![0.0, 0.0];
         for n in 2..3000 {
@@ -547,8 +553,7 @@ mod tests {
 
     #[test]
     fn the_way_follows_the_data_and_its_quantiles_hold_their_share() {
-        let mut random = crate::tasks::batches::Random::new(1, 1);
-        let mut normal = || (0..12).map(|_| (random.next() >> 11) as f64 / (1u64 << 53) as f64).sum::<f64>() - 6.0;
+        let mut normal = normal(1);
         let shares = [0.1, 0.25, 0.5, 0.75, 0.9];
         let grown: Vec<f64> = (0..160)
             .map(|n| {

@@ -97,7 +97,8 @@ impl Roles {
             } else if table.texts(place).all(|text| text.is_none()) && !columns.has_known(title) {
                 "nothing in it"
             } else if is_index(title) && is_row_numbers(table, place)
-                || counts_rows(table, place, labels || !time.is_empty() && has_others(&taken, place))
+                || counts_rows(table, place, labels)
+                || !time.is_empty() && counts_rows(table, place, true) && has_others(&taken, place)
             {
                 "row numbers"
             } else if columns.channels.is_empty()
@@ -405,7 +406,12 @@ pub fn counts_rows(table: &Table, place: usize, whatever: bool) -> bool {
     let title = &table.header[place];
     let named = has_word(title, |word| NUMBERS.contains(&word));
     let steps = |all: Vec<f64>| all.windows(2).all(|pair| pair[1] - pair[0] == 1.0);
-    (named || whatever && table.rows.len() >= 10) && table.rows.len() > 2 && table.numbers(place).is_ok_and(steps)
+    // Two rows tell most columns, before all are read, where a point is none between thousands.
+    let two: Vec<f64> = table.texts(place).take(2).filter_map(|text| text?.parse().ok()).collect();
+    (named || whatever && table.rows.len() >= 10)
+        && table.rows.len() > 2
+        && (table.groups || two.len() < 2 || steps(two))
+        && table.numbers(place).is_ok_and(steps)
 }
 
 /// The one column whose name says that it tells series apart.

@@ -39,7 +39,8 @@ pub enum Calendar {
 const DAYS: &str = "%Y-%m-%d|%Y/%m/%d|%Y.%m.%d|%Y%m%d|%d.%m.%Y|%d.%m.%y|%d/%m/%Y|%m/%d/%Y|%d-%m-%Y|%m-%d-%Y|%d/%m/%y|%m/%d/%y|\
                     %d-%m-%y|%m-%d-%y|%y/%m/%d|%y-%m-%d|%y.%m.%d|\
                     %b %d %Y|%b %d, %Y|%b-%d-%Y|%B %d %Y|%B %d, %Y|%d %b %Y|%d-%b-%Y|%d-%b-%y|%d %b %y|%d %B %Y|%Y-%b-%d|%d/%b/%Y|\
-                    %d. %m. %Y|%Y_%m_%d|%Y年%m月%d日|%A %d %B %Y|%a, %d %b %Y|%a, %b %d, %Y|%a %b %d %Y|%a %d %b %Y|%a %d.%m.%Y|%a %d/%m/%Y|%a %m/%d/%Y|%A, %B %d, %Y|%A, %d %B %Y";
+                    %d. %m. %Y|%Y_%m_%d|%Y年%m月%d日|%A %d %B %Y|\
+                    %a, %d %b %Y|%a, %b %d, %Y|%a %b %d %Y|%a %d %b %Y|%a %d.%m.%Y|%a %d/%m/%Y|%a %m/%d/%Y|%A, %B %d, %Y|%A, %d %B %Y";
 
 /// months, quarters, weeks, and a year and the next one (a space is none or more),
 const MONTHS: &str = "%Y-%m|%Y/%m|%Y_%m|%Y年%m月|%Y %b|%Y-%b|%Y %B|%b %Y|%b. %Y|%B %Y|%B, %Y|%b-%Y|%b-%y|%b %y|%b'%y|%m/%Y|%YM%m|%Y-M%m|\
@@ -53,7 +54,8 @@ const TIMES: &str = "%H:%M|%H:%M:%S|%H:%M:%S%.f|%H:%M:%S,%f|%H-%M-%S|%H%M%S|%H%M
 const ZONES: &str = "|Z|%:z|%z|%:::z| %:z| %z| UTC| GMT";
 
 /// those of logs, of C and of hours,
-const LOGS: &str = "%d/%b/%Y:%H:%M:%S %z|%a %b %d %H:%M:%S %Y|%Y%m%d_%H%M%S|%Y-%m-%d %H|%Y-%m-%d-%H|%Y-%m-%dT%H|%Y-%m-%dT%HZ|%Y/%m/%d %H|%Y%m%d %H";
+const LOGS: &str = "%d/%b/%Y:%H:%M:%S %z|%a %b %d %H:%M:%S %Y|%Y%m%d_%H%M%S|\
+                    %Y-%m-%d %H|%Y-%m-%d-%H|%Y-%m-%dT%H|%Y-%m-%dT%HZ|%Y/%m/%d %H|%Y%m%d %H";
 
 /// dates that look like numbers, by their length; 0 is any.
 const NUMBERS: [(usize, &str); 13] = [
