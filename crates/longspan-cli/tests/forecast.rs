@@ -277,6 +277,15 @@ fn a_table_of_months_is_read_by_its_names_and_what_is_known_ahead_is_seen() {
     place.write("next.csv", sales(90, 3).as_bytes());
     let table = place.ok(&["predict", "run", "next.csv", "--csv", "--picture", "next.svg"]);
     let rows: Vec<Vec<&str>> = table.lines().map(|line| line.split(',').collect()).collect();
+    // So does the simple method that a run begins with.
+    let (_, stderr) =
+        place.said(&support::train(&source, "begun", "3", &["--channels", "holiday,sales", "--known", "holiday"]));
+    assert!(stderr.contains("with the effect of what is known ahead"), "{stderr}");
+    let begun = place.ok(&["predict", "begun", "next.csv", "--csv"]);
+    for (at, expected) in [(1, 30.0), (2, 20.0), (4, 75.0), (5, 50.0)] {
+        let median: f64 = begun.lines().nth(at).unwrap().split(',').nth(4).unwrap().parse().unwrap();
+        assert!((median / expected - 1.0).abs() < 0.05, "{expected}: {begun}");
+    }
     assert_eq!(rows[0], ["shop", "Month", "0.1", "0.25", "0.5", "0.75", "0.9"]);
     let keys: Vec<[&str; 2]> = rows[1..].iter().map(|row| [row[0], row[1]]).collect();
     let months = ["1997-07", "1997-08", "1997-09"];

@@ -27,7 +27,7 @@ use super::series::file::{self, Found, Point, Reading, Series};
 use super::series::scaling::{Scaling, usual_gap};
 use super::series::{next, padded, settle, times};
 use super::simple::Simple;
-use super::simple::smoothing::{Form, Smoothing};
+use super::simple::smoothing::{Channel, Form, Smoothing};
 use super::split::{self, Split, evenly};
 use super::stack::stacked;
 use super::table::dates::Calendar;
@@ -199,16 +199,16 @@ impl Task for Forecast {
             };
             let errors = windows.par_iter().map(errors).collect::<Result<Vec<_>>>()?.concat();
             let found = Interval::ratio(&errors).rate;
-            let name = if ways.windows(2).all(|pair| pair[0].way == pair[1].way) {
-                ways[0].way.words()
-            } else {
-                "a way chosen for each channel".into()
-            };
+            let mut told = self.predicted().map(|channel| ways[channel].way);
+            let first = told.next().unwrap_or(ways[0].way);
+            let name =
+                if told.all(|way| way == first) { first.words() } else { "a way chosen for each channel".into() };
             Ok(Simple { name, shown: format!("mean absolute error {found:.0$}", decimals(found)), score: found })
         };
         let each = |way: &Smoothing| vec![way.clone(); self.scaling.channels()];
         let mut all: Vec<Simple> = ways.iter().map(|way| of(each(way))).collect::<Result<_>>()?;
-        if !chosen.is_empty() && ways.iter().all(|way| chosen.iter().any(|one| one.way != way.way)) {
+        let other = |way: &Smoothing| self.predicted().any(|channel| chosen[channel].way != way.way);
+        if !chosen.is_empty() && ways.iter().all(other) {
             all.push(of(chosen)?);
         }
         Ok(all)
@@ -343,7 +343,7 @@ impl Task for Forecast {
             counted(self.scaling.channels(), "channels"),
             counted(data.train.count() as usize, "windows"),
             times(&config.model, &self.scaling),
-            match self.scaling.base.first() {
+            match self.predicted().find_map(|channel| self.scaling.base.get(channel)) {
                 Some(base) => format!("; the model corrects {}, chosen on the points to learn from", base.way.words()),
                 None => String::new(),
             }
@@ -372,15 +372,19 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
         None if scaling.step == 0.25 => vec![4],
         _ => Vec::new(),
     };
+    // What is known has nothing to choose by.
+    let parts_of = |channel| if scaling.is_known(channel) { Vec::new() } else { evenly(parts, LEARNED) };
     let of = |channel: usize| {
-        let values = |part: &Stretch| {
-            let values = scaling.channel(&part.series, channel, part.points.end);
+        let history = |part: &Stretch| {
+            let values = |channel: usize| scaling.channel(&part.series, channel, part.points.end);
+            let known = (0..scaling.channels()).filter(|one| scaling.is_known(*one));
+            let (known, values) = (known.map(values).collect(), values(channel));
             let first = (part.points.start * values.len()).checked_div(part.points.end).unwrap_or(0);
             // The later half: what comes next follows as much.
             let first = first.max(values.len() / 2).min(values.len().saturating_sub(told));
-            (values, first)
+            Channel { values, known, first }
         };
-        Smoothing::choose(&evenly(parts, LEARNED).iter().map(values).collect::<Vec<_>>(), told, &seasons, &QUANTILES)
+        Smoothing::choose(&parts_of(channel).iter().map(history).collect::<Vec<_>>(), told, &seasons, &QUANTILES)
     };
     (0..scaling.channels()).map(of).collect()
 }

@@ -14,7 +14,7 @@ use crate::tasks::labels::moments;
 use crate::tasks::series::Points;
 use crate::tasks::series::file::{Point, Series};
 use crate::tasks::series::scaling::{Scaling, finite};
-use crate::tasks::simple::smoothing::End;
+use crate::tasks::simple::smoothing::{Effect, End};
 
 /// Points of a series that may be told.
 #[derive(Debug, Clone)]
@@ -125,7 +125,7 @@ impl Seen {
             .collect();
         let ends = match ends {
             Some(ends) => Arc::clone(ends),
-            None => Arc::new(self::ends(scaling, one, known.end, ahead.iter().map(|(time, _)| *time), &measures)),
+            None => Arc::new(self::ends(scaling, one, known.end, ahead, &measures)),
         };
         let count = known.len();
         let mut times = scaling.measured(one.times[known].iter().chain(ahead.iter().map(|(time, _)| time)).copied());
@@ -163,20 +163,25 @@ impl Seen {
 
 /// What the model's numbers for values at some times after a point are measured from: what a simple method tells, or the measures of
 /// what is known.
-fn ends(
-    scaling: &Scaling,
-    one: &Series,
-    cut: usize,
-    times: impl Iterator<Item = f64>,
-    measures: &[(f64, f64)],
-) -> Vec<End> {
-    let ahead = scaling.distances(cut.checked_sub(1).map(|last| one.times[last]), times);
+fn ends(scaling: &Scaling, one: &Series, cut: usize, ahead: &[Point], measures: &[(f64, f64)]) -> Vec<End> {
+    let far = scaling.distances(cut.checked_sub(1).map(|last| one.times[last]), ahead.iter().map(|(time, _)| *time));
+    let values = |channel: usize| scaling.channel(one, channel, cut);
+    let column = |channel: usize| {
+        let next = ahead.iter().map(|(_, values)| values[channel]);
+        values(channel).into_iter().chain(next).collect()
+    };
+    let known: Vec<Vec<f64>> = if scaling.base.iter().any(|base| base.way.known != Effect::None) {
+        (0..scaling.channels()).filter(|channel| scaling.is_known(*channel)).map(column).collect()
+    } else {
+        Vec::new()
+    };
+    let known: Vec<&[f64]> = known.iter().map(|column| &column[..]).collect();
     let of = |channel: usize| match scaling.base.get(channel) {
-        Some(base) if !scaling.is_known(channel) => base.ends(&scaling.channel(one, channel, cut), &ahead),
-        _ => vec![End { centre: measures[channel].0, unit: measures[channel].1, log: false }; ahead.len()],
+        Some(base) if !scaling.is_known(channel) => base.ends(&values(channel), &known, &far),
+        _ => vec![End { centre: measures[channel].0, unit: measures[channel].1, log: false }; far.len()],
     };
     let all: Vec<Vec<End>> = (0..scaling.channels()).map(of).collect();
-    (0..ahead.len()).flat_map(|n| all.iter().map(move |ends| ends[n])).collect()
+    (0..far.len()).flat_map(|n| all.iter().map(move |ends| ends[n])).collect()
 }
 
 /// Numbers that the model gets at a point: of each channel the value and whether it is missing, and how far it is from
@@ -298,9 +303,9 @@ impl Feed for Drawn {
             let found = new.into_par_iter().map(|(stretch, cut)| {
                 let series = &self.stretches[stretch].series;
                 // Of all points to be told, though this window may want fewer.
-                let times = series.times[cut..cut + self.sizes.told].iter().copied();
+                let ahead = series.points(cut..cut + self.sizes.told);
                 let none = vec![(0.0, 1.0); self.scaling.channels()];
-                ((stretch, cut), Arc::new(ends(&self.scaling, series, cut, times, &none)))
+                ((stretch, cut), Arc::new(ends(&self.scaling, series, cut, &ahead, &none)))
             });
             let found: Vec<_> = found.collect();
             self.told.extend(found);

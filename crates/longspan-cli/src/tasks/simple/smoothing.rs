@@ -5,6 +5,7 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::ridge::inverted;
+use crate::tasks::labels::moments;
 
 /// How a channel is forecast, chosen on the series to learn from, and how large the errors are.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -28,6 +29,25 @@ pub struct Way {
     /// Whether usual errors are at least a hundredth of the range of values; not in earlier runs.
     #[serde(default)]
     pub bounded: bool,
+    #[serde(default)]
+    pub known: Effect,
+}
+
+/// What values that are known ahead, in columns beside, are taken to do: nothing, or something by their number, or by its square too.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Effect {
+    #[default]
+    None,
+    Linear,
+    Squared,
+}
+
+/// A channel to choose a way on: its values, columns that are known ahead, each as long, and the first place that may be told.
+pub struct Channel {
+    pub values: Vec<f64>,
+    pub known: Vec<Vec<f64>>,
+    pub first: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -190,20 +210,12 @@ fn regressed(values: &[f64], season: usize, far: usize) -> Option<(Vec<f64>, f64
         let centre = all.iter().sum::<f64>() / rows as f64;
         (centre, all.into_iter().map(|value| value - centre).collect())
     };
-    let product = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-    let columns: Vec<(f64, Vec<f64>)> = taken.iter().map(|&one| centred(&|at| mean(&sums, at, one))).collect();
+    let (centres, columns): (Vec<f64>, Vec<Vec<f64>>) =
+        taken.iter().map(|&one| centred(&|at| mean(&sums, at, one))).unzip();
     let (centre, wanted) = centred(&|at| values[at]);
-    let products =
-        columns.iter().enumerate().map(|(n, (_, a))| columns[..=n].iter().map(|(_, b)| product(a, b)).collect());
-    let mut lower: Vec<Vec<f64>> = products.collect();
-    let penalty = PENALTY * (0..taken.len()).map(|n| lower[n][n]).sum::<f64>() / taken.len() as f64;
-    (0..taken.len()).for_each(|n| lower[n][n] += penalty.max(1e-300));
-    let (inverse, right) =
-        (inverted(lower), columns.iter().map(|(_, column)| product(column, &wanted)).collect::<Vec<f64>>());
-    let weight = |n: usize| (0..taken.len()).map(|m| inverse[n.max(m)][n.min(m)] * right[m]).sum::<f64>();
-    let weights: Vec<f64> = (0..taken.len()).map(weight).collect();
+    let weights = weights(&columns, &wanted);
     let error = |row: usize| {
-        wanted[row] - columns.iter().zip(&weights).map(|((_, column), weight)| column[row] * weight).sum::<f64>()
+        wanted[row] - columns.iter().zip(&weights).map(|(column, weight)| column[row] * weight).sum::<f64>()
     };
     let square = (0..rows).map(|row| error(row).powi(2)).sum::<f64>() / rows as f64;
     // Forecasts of forecasts may grow without end; none goes beyond what was seen by more than the width of that.
@@ -211,14 +223,61 @@ fn regressed(values: &[f64], season: usize, far: usize) -> Option<(Vec<f64>, f64
     let next = |_| {
         let told = taken
             .iter()
-            .zip(&columns)
+            .zip(&centres)
             .zip(&weights)
-            .map(|((one, (centre, _)), weight)| (mean(&sums, sums.len() - 1, *one) - centre) * weight);
+            .map(|((one, centre), weight)| (mean(&sums, sums.len() - 1, *one) - centre) * weight);
         let value = (centre + told.sum::<f64>()).clamp(2.0 * low - high, 2.0 * high - low);
         add(&mut sums, value);
         level + value
     };
     Some(((0..far).map(next).collect(), square))
+}
+
+/// Weights of columns whose sum is near to what is wanted (ridge regression, Hoerl and Kennard 1970).
+fn weights(columns: &[Vec<f64>], wanted: &[f64]) -> Vec<f64> {
+    let product = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    let products = columns.iter().enumerate().map(|(n, a)| columns[..=n].iter().map(|b| product(a, b)).collect());
+    let (mut lower, count): (Vec<Vec<f64>>, _) = (products.collect(), columns.len());
+    let penalty = PENALTY * (0..count).map(|n| lower[n][n]).sum::<f64>() / count as f64;
+    (0..count).for_each(|n| lower[n][n] += penalty.max(1e-300));
+    let (inverse, right) =
+        (inverted(lower), columns.iter().map(|column| product(column, wanted)).collect::<Vec<f64>>());
+    (0..count).map(|n| (0..count).map(|m| inverse[n.max(m)][n.min(m)] * right[m]).sum()).collect()
+}
+
+/// What known columns add to values and to those ahead. Found from changes over a season, in which neither level, trend nor season count; None
+/// where values are too few.
+fn effect(values: &[f64], known: &[&[f64]], season: usize, squared: bool) -> Option<Vec<f64>> {
+    let (count, per_weight) = (values.len(), if squared { PER_WEIGHT } else { PER_WEIGHT / 2 });
+    let mut terms: Vec<Vec<f64>> = Vec::new();
+    for column in known.iter().map(|column| filled(column)).filter(|column| count > season && !column.is_empty()) {
+        let ((low, high), (centre, unit)) = (range(&column[..count]), moments(&column[..count]));
+        if high - low <= 1e-12 * centre.abs() {
+            continue;
+        }
+        let column: Vec<f64> = column.iter().map(|value| (value - centre) / unit).collect();
+        let [low, high] = [low, high].map(|value| (value - centre) / unit);
+        let square = |value: &f64| {
+            // Beyond what was seen it goes on straight.
+            let near = value.clamp(low, high);
+            near * (2.0 * value - near)
+        };
+        let two = column[..count].iter().all(|value| [low, high].contains(value));
+        let squares = (squared && !two).then(|| column.iter().map(square).collect());
+        terms.extend([column].into_iter().chain(squares));
+    }
+    if terms.is_empty() || count < season + per_weight * terms.len() {
+        return None;
+    }
+    // Less their mean, which is the trend's.
+    let changes = |of: &[f64]| -> Vec<f64> {
+        let all: Vec<f64> = (season..count).map(|n| of[n] - of[n - season]).collect();
+        let mean = all.iter().sum::<f64>() / all.len() as f64;
+        all.into_iter().map(|change| change - mean).collect()
+    };
+    let weights = weights(&terms.iter().map(|term| changes(term)).collect::<Vec<_>>(), &changes(values));
+    let sum = |n: usize| terms.iter().zip(&weights).map(|(term, weight)| term[n] * weight).sum();
+    Some((0..known[0].len()).map(sum).collect())
 }
 
 fn range(values: &[f64]) -> (f64, f64) {
@@ -273,22 +332,35 @@ fn least(error: impl Fn(&[f64; 4]) -> f64, start: [f64; 4]) -> [f64; 4] {
 }
 
 impl Way {
-    /// Forecasts after these values, so many points ahead of the last, and the deviation of what was fitted. Missing values lie on a line between
-    /// their neighbours; of values that have no logarithm none is taken, of fewer than two seasons no season is found.
-    fn ends(self, values: &[f64], ahead: &[usize]) -> Vec<End> {
-        let values = filled(values);
+    /// Forecasts after these values, so many points ahead of the last, and the deviation of what was fitted. Columns that are known have the places
+    /// of values, and then those ahead. Missing values lie on a line between their neighbours; of values that have no logarithm none is taken, of
+    /// fewer than two seasons no season is found.
+    fn ends(self, values: &[f64], known: &[&[f64]], ahead: &[usize]) -> Vec<End> {
+        let mut values = filled(values);
         let log = self.log && values.iter().all(|value| *value > 0.0);
         let season = if values.len() >= 2 * self.season { self.season } else { 1 };
-        let latest = |most: usize| -> Vec<f64> {
-            let values = &values[values.len().saturating_sub(most)..];
-            values.iter().map(|value| if log { value.ln() } else { *value }).collect()
+        let from = values.len().saturating_sub(REGRESSED.max(SEASONS * season));
+        values.drain(..from);
+        if log {
+            values.iter_mut().for_each(|value| *value = value.ln());
+        }
+        let effect = match self.known {
+            Effect::None => None,
+            of => {
+                let known: Vec<&[f64]> = known.iter().map(|column| &column[from..]).collect();
+                effect(&values, &known, season, of == Effect::Squared)
+            }
         };
+        if let Some(effect) = &effect {
+            values.iter_mut().zip(effect).for_each(|(value, effect)| *value -= effect);
+        }
+        let latest = |most: usize| &values[values.len().saturating_sub(most)..];
         let smoothed = latest(POINTS.max(SEASONS * season));
         let Some(last) = smoothed.last() else {
             return vec![End { centre: 0.0, unit: 1.0, log: false }; ahead.len()];
         };
         let fit = |&(trend, damped): &(bool, bool)| {
-            let found = fitted(&smoothed, season, trend, damped);
+            let found = fitted(smoothed, season, trend, damped);
             (ahead.iter().map(|ahead| found.ahead(*ahead)).collect(), found.square)
         };
         let again = || {
@@ -298,7 +370,7 @@ impl Way {
         };
         let regression = || {
             let far = ahead.iter().copied().max().unwrap_or(0);
-            let (next, square) = regressed(&latest(REGRESSED), season, far)?;
+            let (next, square) = regressed(latest(REGRESSED), season, far)?;
             Some((ahead.iter().map(|ahead| next[ahead - 1]).collect(), square))
         };
         const DAMPED: (bool, bool) = (true, true);
@@ -309,20 +381,23 @@ impl Way {
             Form::Regression => vec![regression().unwrap_or_else(|| fit(&DAMPED))],
             Form::Combined => regression().into_iter().chain([fit(&DAMPED)]).collect(),
         };
-        let centres = (0..ahead.len()).map(|n| all.iter().map(|(next, _)| next[n]).sum::<f64>() / all.len() as f64);
+        let added = |n: usize| effect.as_ref().map_or(0.0, |effect| effect[values.len() + n]);
+        let centres =
+            (0..ahead.len()).map(|n| all.iter().map(|(next, _)| next[n]).sum::<f64>() / all.len() as f64 + added(n));
         let square = all.iter().map(|(_, square)| square).sum::<f64>() / all.len() as f64;
         // Where all that was seen is foretold, what comes need not be: one error of many units would count as many others.
-        let (low, high) = range(&smoothed);
+        let (low, high) = range(smoothed);
         let least = if self.bounded { 1e-2 * (high - low) } else { 0.0 };
         let unit = square.sqrt().max(least).max(1e-9 * last.abs()).max(1e-12);
         centres.map(|centre| End { centre, unit, log }).collect()
     }
 
     pub fn words(self) -> String {
+        let effect = if self.known == Effect::None { "" } else { ", with the effect of what is known ahead" };
         let season = match (self.season, self.form) {
-            (1, Form::Repeated) => return "the last value".into(),
+            (1, Form::Repeated) => return format!("the last value{effect}"),
             (1, _) => String::new(),
-            (season, Form::Repeated) => return format!("the last {season} points repeated"),
+            (season, Form::Repeated) => return format!("the last {season} points repeated{effect}"),
             (season, _) => format!(" with a season of {season} points"),
         };
         let log = if self.log { ", of logarithms" } else { "" };
@@ -332,50 +407,70 @@ impl Way {
             Form::Mean => "the mean of three trends",
             _ => "a damped trend",
         };
-        format!("{form}{season}{log}")
+        format!("{form}{season}{log}{effect}")
     }
 }
 
 impl Smoothing {
     /// One way to forecast, whose errors are not known yet.
     pub fn new(form: Form, season: usize, log: bool) -> Self {
-        Self { way: Way { form, season, log, bounded: true }, growth: [1.0, 0.0], quantiles: Vec::new() }
+        Self {
+            way: Way { form, season, log, bounded: true, known: Effect::None },
+            growth: [1.0, 0.0],
+            quantiles: Vec::new(),
+        }
     }
 
     /// What is predicted after these values, so many points ahead of the last.
-    pub fn ends(&self, values: &[f64], ahead: &[usize]) -> Vec<End> {
+    pub fn ends(&self, values: &[f64], known: &[&[f64]], ahead: &[usize]) -> Vec<End> {
         let grown = |(end, far): (End, &usize)| End {
             unit: end.unit * self.growth[0] * (*far as f64).powf(self.growth[1]),
             ..end
         };
-        self.way.ends(values, ahead).into_iter().zip(ahead).map(grown).collect()
+        self.way.ends(values, known, ahead).into_iter().zip(ahead).map(grown).collect()
     }
 
-    /// The way that does best in telling the next `told` values from those before, over windows of series: each its values, and the first
-    /// place that may be told. Quantiles are of these shares. `seasons` are tried beside what the series show.
-    pub fn choose(series: &[(Vec<f64>, usize)], told: usize, seasons: &[usize], shares: &[f32]) -> Self {
-        let all: Vec<(usize, usize)> = (0..series.len())
-            .flat_map(|n| (series[n].1.max(1)..(series[n].0.len() + 1).saturating_sub(told)).map(move |cut| (n, cut)))
-            .collect();
+    /// What is predicted after so many of a channel's values.
+    fn after(&self, channel: &Channel, cut: usize, ahead: &[usize]) -> Vec<End> {
+        let known: Vec<&[f64]> = channel.known.iter().map(|column| &column[..cut + ahead.len()]).collect();
+        self.ends(&channel.values[..cut], &known, ahead)
+    }
+
+    /// The way that does best in telling the next `told` values from those before, over windows of channels. Quantiles are of these shares. `seasons`
+    /// are tried beside what the series show.
+    pub fn choose(channels: &[Channel], told: usize, seasons: &[usize], shares: &[f32]) -> Self {
+        let cuts = |(n, one): (usize, &Channel)| {
+            (one.first.max(1)..(one.values.len() + 1).saturating_sub(told)).map(move |cut| (n, cut))
+        };
+        let all: Vec<(usize, usize)> = channels.iter().enumerate().flat_map(cuts).collect();
         let some = |most: usize| -> Vec<(usize, usize)> { crate::tasks::split::evenly(&all, most) };
         let ahead: Vec<usize> = (1..=told).collect();
-        let mut seasons: Vec<usize> = seasons.iter().copied().chain(found_seasons(series)).chain([1]).collect();
+        let mut seasons: Vec<usize> = seasons.iter().copied().chain(found_seasons(channels)).chain([1]).collect();
         seasons.sort_unstable();
         seasons.dedup();
-        let positive = series.iter().all(|(values, _)| values.iter().all(|value| value.is_nan() || *value > 0.0));
+        let positive = channels.iter().all(|one| one.values.iter().all(|value| value.is_nan() || *value > 0.0));
         let logs: &[bool] = if positive { &[false, true] } else { &[false] };
+        let effects: &[Effect] = match channels.iter().all(|one| one.known.is_empty()) {
+            true => &[Effect::None],
+            false => &[Effect::None, Effect::Linear, Effect::Squared],
+        };
         let forms = [Form::Repeated, Form::Damped, Form::Mean, Form::Regression, Form::Combined];
         let mut ways: Vec<Self> = Vec::new();
-        for &season in &seasons {
-            ways.extend(forms.iter().flat_map(|&form| logs.iter().map(move |&log| Self::new(form, season, log))));
+        for (&season, form) in seasons.iter().flat_map(|season| forms.map(|form| (season, form))) {
+            for (&log, &known) in logs.iter().flat_map(|log| effects.iter().map(move |known| (log, known))) {
+                ways.push(Self {
+                    way: Way { form, season, log, bounded: true, known },
+                    ..Self::new(form, season, log)
+                });
+            }
         }
         ways.retain(|one| one.way.form != Form::Repeated || !one.way.log);
-        let error = |Self { way, .. }: &Self, cuts: &[(usize, usize)]| -> f64 {
+        let error = |way: &Self, cuts: &[(usize, usize)]| -> f64 {
             let one = |&(n, cut): &(usize, usize)| {
-                let values = &series[n].0;
+                let values = &channels[n].values;
                 let steps: Vec<f64> = filled(&values[..cut]).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
                 let scale = steps.iter().sum::<f64>() / steps.len().max(1) as f64;
-                let ends = way.ends(&values[..cut], &ahead);
+                let ends = way.after(&channels[n], cut, &ahead);
                 let errors =
                     ends.iter().zip(&values[cut..cut + told]).map(|(end, value)| (end.value(0.0) - value).abs());
                 let known: Vec<f64> = errors.filter(|error| !error.is_nan()).collect();
@@ -383,7 +478,7 @@ impl Smoothing {
                 (known.iter().sum::<f64>() / known.len().max(1) as f64 / scale.max(1e-12)).min(1e3)
             };
             // What repeats after 4 points repeats after 8 too, by chance a little better, and with more to learn.
-            let again = |short: &usize| *short > 1 && *short < way.season && way.season.is_multiple_of(*short);
+            let again = |short: &usize| *short > 1 && *short < way.way.season && way.way.season.is_multiple_of(*short);
             let factor = if seasons.iter().any(again) { 1.1 } else { 1.0 };
             factor * cuts.par_iter().map(one).collect::<Vec<_>>().into_iter().sum::<f64>()
         };
@@ -393,20 +488,14 @@ impl Smoothing {
             ways.sort_by_cached_key(|one| error(one, &cuts).to_bits());
             ways.truncate(most);
         }
-        ways.swap_remove(0).measure(series, &some(MEASURED), &ahead, shares)
+        ways.swap_remove(0).measure(channels, &some(MEASURED), &ahead, shares)
     }
 
-    fn measure(
-        mut self,
-        series: &[(Vec<f64>, usize)],
-        cuts: &[(usize, usize)],
-        ahead: &[usize],
-        shares: &[f32],
-    ) -> Self {
+    fn measure(mut self, channels: &[Channel], cuts: &[(usize, usize)], ahead: &[usize], shares: &[f32]) -> Self {
         let errors = |way: &Self| -> Vec<Vec<f64>> {
             let one = |&(n, cut): &(usize, usize)| {
-                let (values, ends) = (&series[n].0, way.ends(&series[n].0[..cut], ahead));
-                ends.iter().zip(&values[cut..]).map(|(end, value)| end.measured(*value).abs()).collect()
+                let ends = way.after(&channels[n], cut, ahead);
+                ends.iter().zip(&channels[n].values[cut..]).map(|(end, value)| end.measured(*value).abs()).collect()
             };
             cuts.par_iter().map(one).collect()
         };
@@ -458,12 +547,12 @@ fn filled(values: &[f64]) -> Vec<f64> {
 }
 
 /// Distances after which the changes of series are most alike, up to two.
-fn found_seasons(series: &[(Vec<f64>, usize)]) -> Vec<usize> {
-    let longest = series.iter().map(|(values, _)| values.len()).max().unwrap_or(0);
+fn found_seasons(channels: &[Channel]) -> Vec<usize> {
+    let longest = channels.iter().map(|one| one.values.len()).max().unwrap_or(0);
     let most = (longest / 3).min(LONGEST);
     // The means of correlations, over a few series.
     let mut sums = vec![0.0; most + 2];
-    for (values, _) in crate::tasks::split::evenly(series, 16) {
+    for Channel { values, .. } in crate::tasks::split::evenly(&channels.iter().collect::<Vec<_>>(), 16) {
         let values = filled(&values[values.len().saturating_sub(4 * LONGEST)..]);
         let changes: Vec<f64> = values.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let mean = changes.iter().sum::<f64>() / changes.len().max(1) as f64;
@@ -473,7 +562,7 @@ fn found_seasons(series: &[(Vec<f64>, usize)]) -> Vec<usize> {
             *sum += changes.iter().zip(&changes[lag..]).map(|(a, b)| a * b).sum::<f64>() / square.max(1e-300);
         }
     }
-    let count = series.len().min(16) as f64;
+    let count = channels.len().min(16) as f64;
     let peak = |lag: &usize| sums[*lag] > 0.25 * count && sums[*lag] >= sums[lag - 1] && sums[*lag] >= sums[lag + 1];
     let mut found: Vec<usize> = (2..=most).filter(peak).collect();
     found.sort_by(|a, b| sums[*b].total_cmp(&sums[*a]));
@@ -488,6 +577,10 @@ mod tests {
     fn normal(seed: u64) -> impl FnMut() -> f64 {
         let mut random = crate::tasks::batches::Random::new(seed, 1);
         move || (0..12).map(|_| (random.next() >> 11) as f64 / (1u64 << 53) as f64).sum::<f64>() - 6.0
+    }
+
+    fn alone(values: Vec<f64>, first: usize) -> Channel {
+        Channel { values, known: Vec::new(), first }
     }
 
     #[test]
@@ -514,12 +607,12 @@ mod tests {
         let values: Vec<f64> = (0..40).map(at).collect();
         let (trend, seasonal) = (fitted(&values, 4, true, false), [40, 43, 47]);
         assert!(seasonal.iter().all(|n| (trend.ahead(n - 39) - at(*n)).abs() < 1e-6), "{:?}", trend.season);
-        let again = Smoothing::new(Form::Repeated, 4, false).ends(&values, &[1, 2, 6]);
+        let again = Smoothing::new(Form::Repeated, 4, false).ends(&values, &[], &[1, 2, 6]);
         assert_eq!(again.iter().map(|end| end.centre).collect::<Vec<_>>(), [at(36), at(37), at(37)]);
         assert_eq!(again[0].unit, 12.0);
         // What always was foretold may not be: usual errors are a hundredth of the range, but in runs that were made without that.
         let before: Way = serde_json::from_str(r#"{"form": "repeated", "season": 2, "log": false}"#).unwrap();
-        let unit = |way: Way| way.ends(&[0.0, 10.0, 0.0, 10.0, 0.0, 10.0], &[1])[0].unit;
+        let unit = |way: Way| way.ends(&[0.0, 10.0, 0.0, 10.0, 0.0, 10.0], &[], &[1])[0].unit;
         assert_eq!([unit(before), unit(Way { bounded: true, ..before })], [1e-8, 0.1]);
         assert_eq!(filled(&[f64::NAN, 1.0, f64::NAN, 2.0, f64::NAN]), [1.0, 1.0, 1.5, 2.0, 2.0]);
     }
@@ -541,7 +634,7 @@ mod tests {
             // A quarter of how far values go from their mean.
             assert!((told - 1e6 - last).abs() < 0.9, "{told} {last}");
         }
-        let found = Smoothing::choose(&[(values, 1500)], 6, &[7], &[0.1, 0.5, 0.9]);
+        let found = Smoothing::choose(&[alone(values, 1500)], 6, &[7], &[0.1, 0.5, 0.9]);
         assert_eq!(found.way.form, Form::Regression, "{found:?}");
         // Weeks of 7 days of 6 points, of which days are alike but for the last.
         let at = |n: usize| [3.0, 9.0, 20.0, 14.0, 8.0, 4.0][n % 6] * if n / 6 % 7 == 6 { 0.5 } else { 1.0 };
@@ -549,6 +642,37 @@ mod tests {
         let (told, _) = regressed(&weeks, 42, 84).unwrap();
         told.iter().enumerate().for_each(|(n, told)| assert!((told - at(700 + n)).abs() < 0.5, "{n}: {told}"));
         assert!(regressed(&weeks[..100], 42, 1).is_none(), "too few for its weights");
+    }
+
+    #[test]
+    fn what_known_columns_do_is_told_with_the_rest() {
+        let (mut draw, mut noise) = (normal(5), normal(6));
+        let warmth: Vec<f64> = (0..76).map(|_| draw().clamp(-2.0, 2.0)).collect();
+        let offers: Vec<f64> = (0..76).map(|n| f64::from(u8::from(n * n % 7 == 2))).collect();
+        let effect_of = |n: usize| 20.0 * offers[n] + 3.0 * warmth[n] + 2.0 * warmth[n] * warmth[n];
+        let rest = |n: usize| 100.0 + n as f64 + [5.0, -2.0, 0.0, -3.0][n % 4];
+        let values: Vec<f64> = (0..72).map(|n| rest(n) + effect_of(n)).collect();
+        let (known, far): ([&[f64]; 3], _) = ([&warmth, &[7.0; 76], &offers], [1, 2, 3, 4]);
+        let way = |known| Way { known, ..Smoothing::new(Form::Damped, 4, false).way };
+        let errors = |effect: Effect, known: &[&[f64]]| -> f64 {
+            let ends = way(effect).ends(&values, known, &far).into_iter().zip(72..);
+            ends.map(|(end, n)| (end.value(0.0) - rest(n) - effect_of(n)).abs()).fold(0.0, f64::max)
+        };
+        let found = [Effect::None, Effect::Linear, Effect::Squared].map(|effect| errors(effect, &known));
+        assert!(found[2] < 0.3 && found[1] > 1.0 && found[0] > found[1], "{found:?}");
+        // A missing number lies between those beside it; a column of them says nothing.
+        let mut hole = offers.clone();
+        hole[8] = f64::NAN;
+        assert_eq!(errors(Effect::Squared, &[&warmth, &[f64::NAN; 76], &hole]), found[2]);
+        assert!(effect(&values[..8], &[&warmth[..9]], 4, false).is_none(), "too few");
+        // A square goes on straight beyond what was seen, from 4 with a slope of 4.
+        let line: Vec<f64> = (0..=40).map(|n| f64::from(n) / 10.0 - 2.0).chain([3.0]).collect();
+        let square: Vec<f64> = line[..41].iter().map(|x| x * x).collect();
+        let told = effect(&square, &[&line], 1, true).unwrap();
+        assert!((told[41] - told[40] - 4.0).abs() < 0.05, "{} {}", told[40], told[41]);
+        let column = Channel { values: (0..72).map(|n| values[n] + noise()).collect(), known: vec![offers], first: 36 };
+        let chosen = Smoothing::choose(&[column], 4, &[], &[0.1, 0.5, 0.9]);
+        assert!(chosen.way.known != Effect::None && chosen.way.words().ends_with("known ahead"), "{chosen:?}");
     }
 
     #[test]
@@ -560,16 +684,16 @@ mod tests {
                 (3.0 + 0.01 * n as f64 + 0.5 * (n as f64 * std::f64::consts::TAU / 12.0).sin() + 0.03 * normal()).exp()
             })
             .collect();
-        let found = Smoothing::choose(&[(grown.clone(), 30)], 12, &[], &shares);
+        let found = Smoothing::choose(&[alone(grown.clone(), 30)], 12, &[], &shares);
         assert_eq!((found.way.season, found.way.log), (12, true), "{found:?}");
         let complete = found;
         // Of quarters alone 8 points would have done better than 4 on these; with weekends 14 do better than 2.
         let quarters = (0..96).map(|n| [90.0, 40.0, 10.0, 60.0][n % 4] + 3.0 * normal()).collect();
-        let found = Smoothing::choose(&[(quarters, 48)], 8, &[], &shares);
+        let found = Smoothing::choose(&[alone(quarters, 48)], 8, &[], &shares);
         assert_eq!(found.way.season, 4, "{found:?}");
         let halves = |n: usize| [10.0, 20.0][n % 2] + if n / 2 % 7 < 5 { 9.0 } else { 0.0 };
         let days = (0..140).map(|n| halves(n) + normal()).collect();
-        let found = Smoothing::choose(&[(days, 70)], 14, &[], &shares);
+        let found = Smoothing::choose(&[alone(days, 70)], 14, &[], &shares);
         assert_eq!(found.way.season, 14, "{found:?}");
         let mut level = 0.0;
         let walk: Vec<f64> = (0..400)
@@ -578,21 +702,21 @@ mod tests {
                 level
             })
             .collect();
-        let found = Smoothing::choose(&[(walk[..200].to_vec(), 20)], 5, &[], &shares);
+        let found = Smoothing::choose(&[alone(walk[..200].to_vec(), 20)], 5, &[], &shares);
         assert!(!found.way.log && found.way.season == 1, "{found:?}");
         let mut held = 0;
         for cut in 200..390 {
-            for (end, value) in found.ends(&walk[..cut], &[1, 2, 3, 4, 5]).iter().zip(&walk[cut..]) {
+            for (end, value) in found.ends(&walk[..cut], &[], &[1, 2, 3, 4, 5]).iter().zip(&walk[cut..]) {
                 held += usize::from((found.quantiles[0]..=found.quantiles[4]).contains(&end.measured(*value)));
             }
         }
         assert!((665..875).contains(&held), "{held} of 950 in the interval that should hold 760");
         let mut holes = grown;
         holes[100] = f64::NAN;
-        let with_holes = Smoothing::choose(&[(holes, 30)], 12, &[], &shares);
+        let with_holes = Smoothing::choose(&[alone(holes, 30)], 12, &[], &shares);
         assert!(with_holes.way.log && with_holes.growth[0] < 1.2 * complete.growth[0], "{with_holes:?}, {complete:?}");
-        let few = Smoothing::choose(&[(vec![5.0; 9], 2)], 3, &[], &shares);
-        assert!(few.ends(&[5.0; 9], &[1, 3]).iter().all(|end| (end.value(0.0) - 5.0).abs() < 1e-9), "{few:?}");
-        assert!(few.ends(&[f64::NAN, 7.0], &[1])[0].centre.is_finite() && few.ends(&[], &[1])[0].unit == 1.0);
+        let few = Smoothing::choose(&[alone(vec![5.0; 9], 2)], 3, &[], &shares);
+        assert!(few.ends(&[5.0; 9], &[], &[1, 3]).iter().all(|end| (end.value(0.0) - 5.0).abs() < 1e-9), "{few:?}");
+        assert!(few.ends(&[f64::NAN, 7.0], &[], &[1])[0].centre.is_finite() && few.ends(&[], &[], &[1])[0].unit == 1.0);
     }
 }
