@@ -187,7 +187,13 @@ impl Task for Forecast {
     }
 
     fn simple(&self, _: &Data<Self>, windows: &[Window], _: &Config) -> Result<Vec<Simple>> {
-        let season = self.scaling.base.iter().map(|base| base.way.season).max().unwrap_or(1);
+        let mut seasons: BTreeMap<usize, usize> = BTreeMap::new();
+        self.scaling
+            .base
+            .iter()
+            .for_each(|base| *seasons.entry(base.way.season).or_default() += usize::from(base.way.season > 1));
+        // The one that most channels have, the longest of these.
+        let season = seasons.into_iter().max_by_key(|(_, channels)| *channels).map_or(1, |(season, _)| season);
         let ways = [Form::Repeated, Form::Damped].map(|form| Smoothing::new(form, season, false));
         let chosen = self.scaling.base.clone();
         let of = |ways: Vec<Smoothing>| -> Result<Simple> {
