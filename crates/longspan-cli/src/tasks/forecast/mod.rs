@@ -361,15 +361,17 @@ impl Task for Forecast {
 fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing> {
     // Seasons of a calendar; others show in the data.
     let per_day = 86_400.0 / scaling.step;
+    // Working days alone come again after five, and after a year of them.
+    let week = 7 - parts.first().map_or(0, |part| days_off(&part.series).len());
+    let four_years = match scaling.dates.as_ref().map(|dates| &dates.calendar) {
+        Some(Calendar::Seconds | Calendar::Days) if per_day >= 1.0 => (1461.0 / 7.0 * week as f64 * per_day) as usize,
+        _ => 0,
+    };
     let seasons = match scaling.dates.as_ref().map(|dates| &dates.calendar) {
         Some(Calendar::Months { .. }) if scaling.step == 1.0 => vec![12],
         Some(Calendar::Months { .. }) if scaling.step == 3.0 => vec![4],
         Some(Calendar::Seconds | Calendar::Days) if scaling.step == 604_800.0 => vec![52],
-        Some(Calendar::Seconds | Calendar::Days) if per_day == 1.0 => {
-            // Working days alone come again after five, and after a year of them.
-            let week = 7 - parts.first().map_or(0, |part| days_off(&part.series).len());
-            vec![week, 365 * week / 7]
-        }
+        Some(Calendar::Seconds | Calendar::Days) if per_day == 1.0 => vec![week, 365 * week / 7],
         Some(Calendar::Seconds) if per_day >= 2.0 && per_day.fract() == 0.0 => {
             [1, 7].map(|days| days * per_day as usize).into_iter().filter(|season| *season <= SEASON).collect()
         }
@@ -390,7 +392,13 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
             let first = first.max(values.len() / 2).min(values.len().saturating_sub(told));
             Channel { values, known, first }
         };
-        Smoothing::choose(&parts_of(channel).iter().map(history).collect::<Vec<_>>(), told, &seasons, &QUANTILES)
+        Smoothing::choose(
+            &parts_of(channel).iter().map(history).collect::<Vec<_>>(),
+            told,
+            &seasons,
+            four_years,
+            &QUANTILES,
+        )
     };
     (0..scaling.channels()).map(of).collect()
 }

@@ -1,6 +1,8 @@
 //! Forecasts by exponential smoothing with a season and a damped trend (Holt 1957, Winters 1960, Gardner and McKenzie 1985) or by a regression
 //! on earlier values, and which form does best on the series to learn from.
 
+use std::f64::consts::TAU;
+
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +33,9 @@ pub struct Way {
     pub bounded: bool,
     #[serde(default)]
     pub known: Effect,
+    /// Points of four years where waves of the year are taken off, 0 elsewhere.
+    #[serde(default)]
+    pub four_years: usize,
 }
 
 /// What values that are known ahead, in columns beside, are taken to do: nothing, or something by their number, or by its square too.
@@ -106,6 +111,9 @@ const NEIGHBOURS: usize = 12;
 const MEANS: [usize; 4] = [16, 32, 64, 128];
 const REGRESSED: usize = 4096;
 const PER_WEIGHT: usize = 10;
+
+/// Waves of a year: the year itself, its half, its third, its quarter.
+const WAVES: usize = 4;
 
 /// Its penalty, by the mean square of what it takes.
 const PENALTY: f64 = 1e-3;
@@ -235,7 +243,6 @@ fn regressed(values: &[f64], season: usize, far: usize) -> Option<(Vec<f64>, f64
 
 /// Weights of columns whose sum is near to what is wanted (ridge regression, Hoerl and Kennard 1970).
 fn weights(columns: &[Vec<f64>], wanted: &[f64]) -> Vec<f64> {
-    let product = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     let products = columns.iter().enumerate().map(|(n, a)| columns[..=n].iter().map(|b| product(a, b)).collect());
     let (mut lower, count): (Vec<Vec<f64>>, _) = (products.collect(), columns.len());
     let penalty = PENALTY * (0..count).map(|n| lower[n][n]).sum::<f64>() / count as f64;
@@ -245,11 +252,11 @@ fn weights(columns: &[Vec<f64>], wanted: &[f64]) -> Vec<f64> {
     (0..count).map(|n| (0..count).map(|m| inverse[n.max(m)][n.min(m)] * right[m]).sum()).collect()
 }
 
-/// What known columns add to values and to those ahead. Found from changes over a season, in which neither level, trend nor season count; None
-/// where values are too few.
-fn effect(values: &[f64], known: &[&[f64]], season: usize, squared: bool) -> Option<Vec<f64>> {
+/// What known columns, and waves, add to values and to those ahead. Found from changes over a season, in which neither level, trend nor season
+/// count; None where values are too few.
+fn effect(values: &[f64], known: &[&[f64]], waves: Vec<Vec<f64>>, season: usize, squared: bool) -> Option<Vec<f64>> {
     let (count, per_weight) = (values.len(), if squared { PER_WEIGHT } else { PER_WEIGHT / 2 });
-    let mut terms: Vec<Vec<f64>> = Vec::new();
+    let mut terms = waves;
     for column in known.iter().map(|column| filled(column)).filter(|column| count > season && !column.is_empty()) {
         let ((low, high), (centre, unit)) = (range(&column[..count]), moments(&column[..count]));
         if high - low <= 1e-12 * centre.abs() {
@@ -277,7 +284,16 @@ fn effect(values: &[f64], known: &[&[f64]], season: usize, squared: bool) -> Opt
     };
     let weights = weights(&terms.iter().map(|term| changes(term)).collect::<Vec<_>>(), &changes(values));
     let sum = |n: usize| terms.iter().zip(&weights).map(|(term, weight)| term[n] * weight).sum();
-    Some((0..known[0].len()).map(sum).collect())
+    Some((0..terms[0].len()).map(sum).collect())
+}
+
+/// By eight sums side by side: a single one waits for each addition.
+fn product(a: &[f64], b: &[f64]) -> f64 {
+    let (mut a, mut b, mut sums) = (a.chunks_exact(8), b.chunks_exact(8), [0.0; 8]);
+    for (a, b) in a.by_ref().zip(b.by_ref()) {
+        (0..8).for_each(|n| sums[n] += a[n] * b[n]);
+    }
+    sums.iter().sum::<f64>() + a.remainder().iter().zip(b.remainder()).map(|(a, b)| a * b).sum::<f64>()
 }
 
 fn range(values: &[f64]) -> (f64, f64) {
@@ -339,18 +355,25 @@ impl Way {
         let mut values = filled(values);
         let log = self.log && values.iter().all(|value| *value > 0.0);
         let season = if values.len() >= 2 * self.season { self.season } else { 1 };
-        let from = values.len().saturating_sub(REGRESSED.max(SEASONS * season));
+        // Of a year that was seen once nobody knows what of it comes again.
+        let yearly = self.four_years > 0 && 2 * values.len() >= self.four_years;
+        let most = REGRESSED.max(SEASONS * season).max(if yearly { 2 * self.four_years } else { 0 });
+        let from = values.len().saturating_sub(most);
         values.drain(..from);
         if log {
             values.iter_mut().for_each(|value| *value = value.ln());
         }
-        let effect = match self.known {
-            Effect::None => None,
-            of => {
-                let known: Vec<&[f64]> = known.iter().map(|column| &column[from..]).collect();
-                effect(&values, &known, season, of == Effect::Squared)
-            }
+        let known: Vec<&[f64]> = match self.known {
+            Effect::None => Vec::new(),
+            _ => known.iter().map(|column| &column[from..]).collect(),
         };
+        let places = || (0..values.len()).chain(ahead.iter().map(|ahead| values.len() + ahead - 1));
+        let wave = |n: usize| {
+            let (times, shift) = ((n / 2 + 1) as f64 * 4.0 / self.four_years as f64, (n % 2) as f64 / 4.0);
+            places().map(|place| (TAU * (times * place as f64 + shift)).sin()).collect()
+        };
+        let waves: Vec<Vec<f64>> = (0..if yearly { 2 * WAVES } else { 0 }).map(wave).collect();
+        let effect = effect(&values, &known, waves, season, self.known == Effect::Squared);
         if let Some(effect) = &effect {
             values.iter_mut().zip(effect).for_each(|(value, effect)| *value -= effect);
         }
@@ -393,7 +416,8 @@ impl Way {
     }
 
     pub fn words(self) -> String {
-        let effect = if self.known == Effect::None { "" } else { ", with the effect of what is known ahead" };
+        let known = if self.known == Effect::None { "" } else { ", with the effect of what is known ahead" };
+        let effect = if self.four_years == 0 { known.into() } else { format!(", with waves of the year{known}") };
         let season = match (self.season, self.form) {
             (1, Form::Repeated) => return format!("the last value{effect}"),
             (1, _) => String::new(),
@@ -415,7 +439,7 @@ impl Smoothing {
     /// One way to forecast, whose errors are not known yet.
     pub fn new(form: Form, season: usize, log: bool) -> Self {
         Self {
-            way: Way { form, season, log, bounded: true, known: Effect::None },
+            way: Way { form, season, log, bounded: true, known: Effect::None, four_years: 0 },
             growth: [1.0, 0.0],
             quantiles: Vec::new(),
         }
@@ -437,8 +461,8 @@ impl Smoothing {
     }
 
     /// The way that does best in telling the next `told` values from those before, over windows of channels. Quantiles are of these shares. `seasons`
-    /// are tried beside what the series show.
-    pub fn choose(channels: &[Channel], told: usize, seasons: &[usize], shares: &[f32]) -> Self {
+    /// are tried beside what the series show, and waves of the year where it is known how many points four have.
+    pub fn choose(channels: &[Channel], told: usize, seasons: &[usize], four_years: usize, shares: &[f32]) -> Self {
         let cuts = |(n, one): (usize, &Channel)| {
             (one.first.max(1)..(one.values.len() + 1).saturating_sub(told)).map(move |cut| (n, cut))
         };
@@ -455,13 +479,15 @@ impl Smoothing {
             false => &[Effect::None, Effect::Linear, Effect::Squared],
         };
         let forms = [Form::Repeated, Form::Damped, Form::Mean, Form::Regression, Form::Combined];
+        let options: Vec<(&bool, &Effect)> =
+            logs.iter().flat_map(|log| effects.iter().map(move |effect| (log, effect))).collect();
         let mut ways: Vec<Self> = Vec::new();
         for (&season, form) in seasons.iter().flat_map(|season| forms.map(|form| (season, form))) {
-            for (&log, &known) in logs.iter().flat_map(|log| effects.iter().map(move |known| (log, known))) {
-                ways.push(Self {
-                    way: Way { form, season, log, bounded: true, known },
-                    ..Self::new(form, season, log)
-                });
+            // A season that is about a year leaves no wave of it.
+            let years = [0, four_years].into_iter().take(if 8 * season < four_years { 2 } else { 1 });
+            for (four_years, (&log, &known)) in years.flat_map(|years| options.iter().map(move |one| (years, *one))) {
+                let way = Way { known, four_years, ..Self::new(form, season, log).way };
+                ways.push(Self { way, ..Self::new(form, season, log) });
             }
         }
         ways.retain(|one| one.way.form != Form::Repeated || !one.way.log);
@@ -634,7 +660,7 @@ mod tests {
             // A quarter of how far values go from their mean.
             assert!((told - 1e6 - last).abs() < 0.9, "{told} {last}");
         }
-        let found = Smoothing::choose(&[alone(values, 1500)], 6, &[7], &[0.1, 0.5, 0.9]);
+        let found = Smoothing::choose(&[alone(values, 1500)], 6, &[7], 0, &[0.1, 0.5, 0.9]);
         assert_eq!(found.way.form, Form::Regression, "{found:?}");
         // Weeks of 7 days of 6 points, of which days are alike but for the last.
         let at = |n: usize| [3.0, 9.0, 20.0, 14.0, 8.0, 4.0][n % 6] * if n / 6 % 7 == 6 { 0.5 } else { 1.0 };
@@ -664,15 +690,35 @@ mod tests {
         let mut hole = offers.clone();
         hole[8] = f64::NAN;
         assert_eq!(errors(Effect::Squared, &[&warmth, &[f64::NAN; 76], &hole]), found[2]);
-        assert!(effect(&values[..8], &[&warmth[..9]], 4, false).is_none(), "too few");
+        assert!(effect(&values[..8], &[&warmth[..9]], Vec::new(), 4, false).is_none(), "too few");
         // A square goes on straight beyond what was seen, from 4 with a slope of 4.
         let line: Vec<f64> = (0..=40).map(|n| f64::from(n) / 10.0 - 2.0).chain([3.0]).collect();
         let square: Vec<f64> = line[..41].iter().map(|x| x * x).collect();
-        let told = effect(&square, &[&line], 1, true).unwrap();
+        let told = effect(&square, &[&line], Vec::new(), 1, true).unwrap();
         assert!((told[41] - told[40] - 4.0).abs() < 0.05, "{} {}", told[40], told[41]);
         let column = Channel { values: (0..72).map(|n| values[n] + noise()).collect(), known: vec![offers], first: 36 };
-        let chosen = Smoothing::choose(&[column], 4, &[], &[0.1, 0.5, 0.9]);
+        let chosen = Smoothing::choose(&[column], 4, &[], 0, &[0.1, 0.5, 0.9]);
         assert!(chosen.way.known != Effect::None && chosen.way.words().ends_with("known ahead"), "{chosen:?}");
+    }
+
+    #[test]
+    fn a_year_that_was_seen_twice_is_told_beside_a_week() {
+        let mut normal = normal(8);
+        let year =
+            |n: usize| 20.0 * (n as f64 * TAU / 365.25 + 1.0).cos() + 8.0 * (n as f64 * TAU * 3.0 / 365.25).sin();
+        let at = |n: usize| 100.0 + year(n) + if n % 7 < 5 { 9.0 } else { 0.0 };
+        let values: Vec<f64> = (0..1300).map(|n| at(n) + normal()).collect();
+        let found = Smoothing::choose(&[alone(values.clone(), 800)], 60, &[7, 365], 1461, &[0.1, 0.5, 0.9]);
+        assert_eq!((found.way.season, found.way.four_years), (7, 1461), "{found:?}");
+        assert!(found.way.words().ends_with("a season of 7 points, with waves of the year"), "{}", found.way.words());
+        // Two points ahead alone are the same as among others.
+        let ahead: Vec<usize> = (1..=90).collect();
+        let ends = found.ends(&values, &[], &ahead);
+        ends.iter().zip(1300..).for_each(|(end, n)| assert!((end.value(0.0) - at(n)).abs() < 4.0, "{n}: {end:?}"));
+        let two = found.ends(&values, &[], &[30, 90]);
+        assert!((two[0].centre - ends[29].centre).abs() < 1e-9 && (two[1].centre - ends[89].centre).abs() < 1e-9);
+        let without = Way { four_years: 0, ..found.way };
+        assert_eq!(found.way.ends(&values[..700], &[], &[9]), without.ends(&values[..700], &[], &[9]), "one year");
     }
 
     #[test]
@@ -684,16 +730,16 @@ mod tests {
                 (3.0 + 0.01 * n as f64 + 0.5 * (n as f64 * std::f64::consts::TAU / 12.0).sin() + 0.03 * normal()).exp()
             })
             .collect();
-        let found = Smoothing::choose(&[alone(grown.clone(), 30)], 12, &[], &shares);
+        let found = Smoothing::choose(&[alone(grown.clone(), 30)], 12, &[], 0, &shares);
         assert_eq!((found.way.season, found.way.log), (12, true), "{found:?}");
         let complete = found;
         // Of quarters alone 8 points would have done better than 4 on these; with weekends 14 do better than 2.
         let quarters = (0..96).map(|n| [90.0, 40.0, 10.0, 60.0][n % 4] + 3.0 * normal()).collect();
-        let found = Smoothing::choose(&[alone(quarters, 48)], 8, &[], &shares);
+        let found = Smoothing::choose(&[alone(quarters, 48)], 8, &[], 0, &shares);
         assert_eq!(found.way.season, 4, "{found:?}");
         let halves = |n: usize| [10.0, 20.0][n % 2] + if n / 2 % 7 < 5 { 9.0 } else { 0.0 };
         let days = (0..140).map(|n| halves(n) + normal()).collect();
-        let found = Smoothing::choose(&[alone(days, 70)], 14, &[], &shares);
+        let found = Smoothing::choose(&[alone(days, 70)], 14, &[], 0, &shares);
         assert_eq!(found.way.season, 14, "{found:?}");
         let mut level = 0.0;
         let walk: Vec<f64> = (0..400)
@@ -702,7 +748,7 @@ mod tests {
                 level
             })
             .collect();
-        let found = Smoothing::choose(&[alone(walk[..200].to_vec(), 20)], 5, &[], &shares);
+        let found = Smoothing::choose(&[alone(walk[..200].to_vec(), 20)], 5, &[], 0, &shares);
         assert!(!found.way.log && found.way.season == 1, "{found:?}");
         let mut held = 0;
         for cut in 200..390 {
@@ -713,9 +759,9 @@ mod tests {
         assert!((665..875).contains(&held), "{held} of 950 in the interval that should hold 760");
         let mut holes = grown;
         holes[100] = f64::NAN;
-        let with_holes = Smoothing::choose(&[alone(holes, 30)], 12, &[], &shares);
+        let with_holes = Smoothing::choose(&[alone(holes, 30)], 12, &[], 0, &shares);
         assert!(with_holes.way.log && with_holes.growth[0] < 1.2 * complete.growth[0], "{with_holes:?}, {complete:?}");
-        let few = Smoothing::choose(&[alone(vec![5.0; 9], 2)], 3, &[], &shares);
+        let few = Smoothing::choose(&[alone(vec![5.0; 9], 2)], 3, &[], 0, &shares);
         assert!(few.ends(&[5.0; 9], &[], &[1, 3]).iter().all(|end| (end.value(0.0) - 5.0).abs() < 1e-9), "{few:?}");
         assert!(few.ends(&[f64::NAN, 7.0], &[], &[1])[0].centre.is_finite() && few.ends(&[], &[], &[1])[0].unit == 1.0);
     }
