@@ -442,6 +442,21 @@ fn what_is_unlike_training_or_cannot_be_is_said() {
     let below = rows(1440).replace(",101\n", ",-1\n");
     place.write("below.csv", below.as_bytes());
     assert_eq!(place.said(&["predict", "run", "below.csv"]).1, "");
+    // What was 0 before, and never less, goes no lower; a series that did goes on so.
+    let level = |n: u32, low: i64| (i64::from(n) - 50).abs().max(0).min(60 - i64::from(n)).max(low);
+    let shop = |low: i64| {
+        let dates = (0..70).map(|n| format!("2024-{:02}-{:02},{}\n", 1 + n / 28, 1 + n % 28, level(n, low)));
+        format!("date,sold\n{}", dates.collect::<String>())
+    };
+    place.write("sold.csv", shop(0).as_bytes());
+    place.write("returned.csv", shop(-20).as_bytes());
+    place.ok(&train("sold.csv", "shop", "3", &[]));
+    let lowest = |file: &str| -> f64 {
+        let table = place.ok(&["predict", "shop", file]);
+        let numbers = table.lines().skip(1).map(|line| line.split('\t').nth(2).unwrap().parse().unwrap());
+        numbers.fold(f64::INFINITY, f64::min)
+    };
+    assert!(lowest("sold.csv") == 0.0 && lowest("returned.csv") < -1.0);
     for verb in ["predict", "eval"] {
         let notes = place.said(&[verb, "run", "hours.csv"]).1;
         let part = "hours.csv: the usual distance of times is 3600 seconds, and 86400 seconds in training";

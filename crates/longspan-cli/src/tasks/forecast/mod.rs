@@ -132,6 +132,7 @@ impl Task for Forecast {
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
         let mut scaling = Scaling::of(&learned, None);
         scaling.known = known;
+        scaling.floors = scaling.floors(&learned);
         if config.task.stack.base {
             scaling.base = task_base(&scaling, &parts.train, told);
         }

@@ -176,9 +176,19 @@ fn ends(scaling: &Scaling, one: &Series, cut: usize, ahead: &[Point], measures: 
         Vec::new()
     };
     let known: Vec<&[f64]> = known.iter().map(|column| &column[..]).collect();
-    let of = |channel: usize| match scaling.base.get(channel) {
-        Some(base) if !scaling.is_known(channel) => base.ends(&values(channel), &known, &far),
-        _ => vec![End { centre: measures[channel].0, unit: measures[channel].1, log: false }; far.len()],
+    let of = |channel: usize| {
+        let mut ends = match scaling.base.get(channel) {
+            Some(base) if !scaling.is_known(channel) => base.ends(&values(channel), &known, &far),
+            _ => {
+                let (centre, unit) = measures[channel];
+                vec![End { centre, unit, log: false, floor: false }; far.len()]
+            }
+        };
+        // A series that goes lower than any to learn from may go on so.
+        let mut own = one.values[..cut * one.width].iter().skip(channel).step_by(one.width);
+        let floor = scaling.floors.get(channel) == Some(&true) && !own.any(|value| *value < 0.0);
+        ends.iter_mut().for_each(|end| end.floor = floor);
+        ends
     };
     let all: Vec<Vec<End>> = (0..scaling.channels()).map(of).collect();
     (0..far.len()).flat_map(|n| all.iter().map(move |ends| ends[n])).collect()

@@ -45,6 +45,9 @@ pub struct Scaling {
     /// Which channels are known at the times to predict; none where none is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub known: Vec<bool>,
+    /// Which channels end at 0, as counts do: forecasts of them go no lower.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub floors: Vec<bool>,
 }
 
 /// Distances of times, in usual ones, up to which they count as they are.
@@ -129,6 +132,16 @@ impl Scaling {
             [] => (1..=count).map(|n| format!("channel {n}")).collect(),
             names => names.to_vec(),
         }
+    }
+
+    /// Which channels were never below 0 in series to learn from, and 0 at one point in a hundred or more.
+    pub fn floors(&self, train: &[Series]) -> Vec<bool> {
+        let ends = |channel: usize| {
+            let values = || train.iter().flat_map(|one| one.values.iter().skip(channel).step_by(one.width));
+            let zeros = values().filter(|value| **value == 0.0).count();
+            zeros > 0 && 100 * zeros >= values().count() && !values().any(|value| *value < 0.0)
+        };
+        (0..self.channels()).map(ends).collect()
     }
 
     pub fn is_known(&self, channel: usize) -> bool {

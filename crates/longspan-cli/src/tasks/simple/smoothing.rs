@@ -76,6 +76,8 @@ pub struct End {
     pub centre: f64,
     pub unit: f64,
     pub log: bool,
+    /// Whether no value is below 0.
+    pub floor: bool,
 }
 
 impl End {
@@ -92,7 +94,11 @@ impl End {
     /// The value of a number in this measure.
     pub fn value(&self, number: f64) -> f64 {
         let value = self.centre + self.unit * number;
-        if self.log { value.exp() } else { value }
+        match self.log {
+            true => value.exp(),
+            false if self.floor => value.max(0.0),
+            false => value,
+        }
     }
 }
 
@@ -380,7 +386,7 @@ impl Way {
         let latest = |most: usize| &values[values.len().saturating_sub(most)..];
         let smoothed = latest(POINTS.max(SEASONS * season));
         let Some(last) = smoothed.last() else {
-            return vec![End { centre: 0.0, unit: 1.0, log: false }; ahead.len()];
+            return vec![End { centre: 0.0, unit: 1.0, log: false, floor: false }; ahead.len()];
         };
         let fit = |&(trend, damped): &(bool, bool)| {
             let found = fitted(smoothed, season, trend, damped);
@@ -412,7 +418,7 @@ impl Way {
         let (low, high) = range(smoothed);
         let least = if self.bounded { 1e-2 * (high - low) } else { 0.0 };
         let unit = square.sqrt().max(least).max(1e-9 * last.abs()).max(1e-12);
-        centres.map(|centre| End { centre, unit, log }).collect()
+        centres.map(|centre| End { centre, unit, log, floor: false }).collect()
     }
 
     pub fn words(self) -> String {
