@@ -281,6 +281,9 @@ fn a_table_of_months_is_read_by_its_names_and_what_is_known_ahead_is_seen() {
     let (_, stderr) =
         place.said(&support::train(&source, "begun", "3", &["--channels", "holiday,sales", "--known", "holiday"]));
     assert!(stderr.contains("with the effect of what is known ahead"), "{stderr}");
+    // Of one channel that is predicted the error is one of its values.
+    let errors = &place.info("begun")["held_out"];
+    assert!(number(errors, "mean_absolute_error") < 0.3, "{errors}");
     let begun = place.ok(&["predict", "begun", "next.csv", "--csv"]);
     for (at, expected) in [(1, 30.0), (2, 20.0), (4, 75.0), (5, 50.0)] {
         let median: f64 = begun.lines().nth(at).unwrap().split(',').nth(4).unwrap().parse().unwrap();

@@ -278,7 +278,7 @@ impl Task for Forecast {
             }
             by_series.entry((window.series.key.as_str(), window.series.line)).or_default().push(sums);
         }
-        Ok(Scores::of(&by_series.into_values().collect::<Vec<_>>(), self.scaling.channels() > 1))
+        Ok(Scores::of(&by_series.into_values().collect::<Vec<_>>(), self.predicted().count() > 1))
     }
 
     fn evaluate(&self, model: &SeriesModel, path: &Path, how: &Answering<'_>) -> Result<Scores> {
@@ -619,7 +619,8 @@ impl Forecast {
     /// The values of a window that are known: the place of each, and the unit in which its error counts.
     fn known(&self, window: &Window) -> impl Iterator<Item = (usize, f64, f64)> {
         let channels = self.scaling.channels();
-        let unit = move |n: usize| if channels > 1 { self.scaling.deviations[n % channels] } else { 1.0 };
+        let several = self.predicted().count() > 1;
+        let unit = move |n: usize| if several { self.scaling.deviations[n % channels] } else { 1.0 };
         let truth = window.truth(&self.scaling).into_iter().enumerate().filter(|(_, y)| !y.is_nan());
         truth.map(move |(n, y)| (n, y, unit(n)))
     }
