@@ -3,16 +3,12 @@
 import copy
 from contextlib import nullcontext
 
+import longspan
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import learned, padding, steps  # noqa: E402
-from torch import nn  # noqa: E402
-
-import longspan  # noqa: E402
-from longspan import _calls, ops  # noqa: E402
-from longspan.torch import (  # noqa: E402
+import torch
+from agreement import learned, padding, steps
+from longspan import _calls, ops
+from longspan.torch import (
     GatedRMSNorm,
     KernelizedAttention,
     MultiheadAttention,
@@ -20,6 +16,7 @@ from longspan.torch import (  # noqa: E402
     TransformerDecoderLayer,
     TransformerEncoderLayer,
 )
+from torch import nn
 
 ATTENTIONS = pytest.mark.parametrize("options", [{}, {"attention": "shaw", "radius": 3}], ids=["kernelized", "shaw"])
 

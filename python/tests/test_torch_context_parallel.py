@@ -5,15 +5,10 @@ import re
 import socket
 
 import pytest
-
-torch = pytest.importorskip("torch")
-if not torch.distributed.is_available():
-    pytest.skip("this torch has no distributed package", allow_module_level=True)
-
-import torch.distributed as dist  # noqa: E402
-
-from longspan import ops  # noqa: E402
-from longspan.torch import distributed  # noqa: E402
+import torch
+import torch.distributed as dist
+from longspan import ops
+from longspan.torch import distributed
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 2, 90, 8
 # One rank has nothing, one less than the reach of windows.

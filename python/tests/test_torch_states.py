@@ -5,15 +5,12 @@ import pickle
 from contextlib import nullcontext
 from functools import partial
 
+import longspan
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import draw, elsewhere, leaves, same_gradients, steps  # noqa: E402
-
-import longspan  # noqa: E402
-from longspan import ops  # noqa: E402
-from longspan.torch import (  # noqa: E402
+import torch
+from agreement import draw, elsewhere, leaves, same_gradients, steps
+from longspan import ops
+from longspan.torch import (
     AftSimple,
     FourierAttention,
     KernelizedAttention,
