@@ -1,7 +1,5 @@
 """What a call on arrays and a call on tensors have in common: the compiled mechanism, names, states, boundaries."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence

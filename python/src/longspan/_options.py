@@ -3,8 +3,6 @@
 Text, because a torch operator can take it and a cache can look it up.
 """
 
-from __future__ import annotations
-
 import sys
 from numbers import Integral, Real
 from typing import Any

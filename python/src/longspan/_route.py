@@ -1,7 +1,5 @@
 """Whether a call goes to the kernels on NumPy arrays, from here, or on tensors, by `longspan.torch`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ the type of ``q``. What these kernels do not do is refused by name; tensors on o
 The formulas are in the kernels' ``gated/README.md``; ``longspan.transformers.accelerate`` brings them to models of `transformers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The attention-free transformer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Short convolutions, with gates and without: what looks at neighbours, between layers of attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .. import _calls, _options

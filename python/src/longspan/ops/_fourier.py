@@ -1,7 +1,5 @@
 """Fourier positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .. import _calls, _options

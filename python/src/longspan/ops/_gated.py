@@ -1,7 +1,5 @@
 """Gated linear attention and the delta rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .. import _calls, _options

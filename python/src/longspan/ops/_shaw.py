@@ -1,7 +1,5 @@
 """Shaw's relative positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .. import _calls, _options

@@ -1,7 +1,5 @@
 """A weight for every distance."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

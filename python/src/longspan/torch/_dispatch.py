@@ -1,7 +1,5 @@
 """The path of a call on torch tensors: straight to the kernels, through an operator, or through torch's own operations."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """What ranks tell each other: what each is about to compute, then its stretch's numbers, and in the backward their gradients."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn

@@ -3,8 +3,6 @@
 One operator serves every mechanism: its name and its options (JSON) are text, its parameters a list of tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Optional
 

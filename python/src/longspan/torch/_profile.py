@@ -1,7 +1,5 @@
 """Names of the kernels in torch's profiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

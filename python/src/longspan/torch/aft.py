@@ -1,7 +1,5 @@
 """The modules of the attention-free transformer (Zhai et al. 2021): see `mechanisms`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

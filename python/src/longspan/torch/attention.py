@@ -1,7 +1,5 @@
 """What all mechanisms have in common as modules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Gated linear attention and the delta rule as modules: their gates come with the keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

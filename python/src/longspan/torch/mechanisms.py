@@ -5,8 +5,6 @@ All are made from ``(num_heads, head_dim)`` and options by name, and called with
 and steps. Projections are `MultiheadAttention`'s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, cast

@@ -5,8 +5,6 @@ AFT over images, which take O(L^2) time in bounded memory; states and tokens one
 the same memory once, in O(L^2) twice. Sums are taken in float32 for half precision. `longspan.torch._check` holds it to the kernels.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

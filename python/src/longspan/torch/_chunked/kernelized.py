@@ -1,7 +1,5 @@
 """Kernelized attention with Shaw's or Fourier positions, in O(L) time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
