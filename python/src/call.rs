@@ -523,7 +523,8 @@ impl Mechanism {
 
     /// Names and shapes of the parameters for a call of these sizes.
     fn parameter_shapes(&self, sizes: [usize; 7]) -> Vec<(&'static str, Vec<usize>)> {
-        self.kernel.parameters(&dims_of(sizes)).into_iter().map(|p| (p.name, p.shape.to_vec())).collect()
+        let parameters = self.kernel.parameters(&dims_of(sizes));
+        parameters.into_iter().map(|p| (error::in_python(p.name), p.shape.to_vec())).collect()
     }
 
     /// Which algorithm a call of these sizes runs, and why.

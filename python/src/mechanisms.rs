@@ -24,8 +24,6 @@ pub struct Entry {
     pub name: &'static str,
     /// One line on it.
     pub summary: &'static str,
-    /// Names of its kernels' states.
-    states: &'static [&'static str],
     /// Options with which it can be asked what algorithms it has.
     example: &'static str,
     build: fn(&mut Options) -> Built,
@@ -36,84 +34,72 @@ pub const TABLE: &[Entry] = &[
     Entry {
         name: "kernelized",
         summary: "out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j)",
-        states: &["kernelized"],
         example: "{}",
         build: kernelized,
     },
     Entry {
         name: "shaw",
         summary: "Shaw's relative positions, φ(q_i)·(φ(k_j) + ρ(rel[clip(j−i, −R, R) + R])), content term optional",
-        states: &["shaw", "shaw-relative"],
         example: r#"{"radius": 1}"#,
         build: shaw,
     },
     Entry {
         name: "fourier",
         summary: "Fourier or rotary positions, Σ_k φ(q_i)_k φ(k_j)_k (β_k + c_k cos(b_k + a_k·(p_i − p_j)))",
-        states: &["fourier"],
         example: "{}",
         build: fourier,
     },
     Entry {
         name: "toeplitz",
         summary: "a learned weight for every distance, φ(q_i)·φ(k_j) e^{bias[j − i]}",
-        states: &["toeplitz"],
         example: r#"{"shape": [1]}"#,
         build: toeplitz,
     },
     Entry {
         name: "gated",
         summary: "gated linear attention, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ, out_t = scale S_tᵀ q_t",
-        states: &["gated"],
         example: "{}",
         build: |options| gated_attention(options, Update::Sum),
     },
     Entry {
         name: "delta",
         summary: "the (gated) delta rule, S_t = e^{g_t} S_{t-1} + β_t k_t (v_t − (e^{g_t} S_{t-1})ᵀ k_t)ᵀ, out_t = scale S_tᵀ q_t",
-        states: &["delta"],
         example: "{}",
         build: |options| gated_attention(options, Update::Delta),
     },
     Entry {
         name: "aft-full",
         summary: "σ(q_i) ⊙ Σ_j e^{k_j + w_ij} ⊙ v_j / Σ_j e^{k_j + w_ij}, w learned for every pair, dense or u·zᵀ",
-        states: &["aft-full"],
         example: r#"{"length": 1}"#,
         build: aft_full,
     },
     Entry {
         name: "aft-local",
         summary: "as aft-full with w learned inside a window and 0 beyond",
-        states: &["aft-local"],
         example: r#"{"window": 1}"#,
         build: aft_local,
     },
     Entry {
         name: "aft-simple",
         summary: "σ(q_i) ⊙ Σ_j e^{k_j} ⊙ v_j / Σ_j e^{k_j}",
-        states: &["aft-simple"],
         example: "{}",
         build: |_| Ok(Arc::new(Aft::new(Variant::Simple))),
     },
     Entry {
         name: "aft-conv",
         summary: "as aft-local with one key and one kernel of taps for each head, over sequences or images",
-        states: &["aft-conv"],
         example: r#"{"taps": 1}"#,
         build: aft_conv,
     },
     Entry {
         name: "short-convolution",
         summary: "q_i ⊙ SiLU(Σ_t c_t ⊙ k_{i−t} ⊙ v_{i−t}), a few learned taps over the latest tokens; without gates q = k = 1",
-        states: &["short-convolution", "depthwise-convolution"],
         example: r#"{"width": 1}"#,
         build: short_convolution,
     },
     Entry {
         name: "softmax",
         summary: "softmax attention, the baseline: quadratic in the number of tokens; with a window, linear",
-        states: &["softmax", "softmax-window"],
         example: "{}",
         build: softmax,
     },
@@ -148,7 +134,8 @@ pub fn feature_map(name: &str) -> PyResult<FeatureMap> {
 
 /// `name` as a static string, if a mechanism's states have it.
 pub fn state_name(name: &str) -> Option<&'static str> {
-    TABLE.iter().flat_map(|entry| entry.states).copied().find(|known| *known == name)
+    let others = ["shaw-relative", "depthwise-convolution", "softmax-window"];
+    TABLE.iter().map(|entry| entry.name).chain(others).find(|known| *known == name)
 }
 
 /// A mechanism, or which option is wrong and why.

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from test_mechanisms import called
-from test_ops import inputs
+from test_ops import in_threads, inputs
 
 import longspan
 from longspan import ops
@@ -31,7 +31,7 @@ def zeros(*shape):
 
 WRONG = [
     (TypeError, "q: expected", lambda: attend([1.0], K, V)),
-    (TypeError, "k: expected a numpy.ndarray, got NoneType", lambda: attend(Q, None, V)),
+    (TypeError, "k: expected a numpy.ndarray or a torch.Tensor, all of one kind, got builtins.NoneType", lambda: attend(Q, None, V)),
     (TypeError, "q: expected float32, float64, float16 or bfloat16, got int64", lambda: attend(Q.astype(int), K, V)),
     (TypeError, "q: expected float32, float64, float16 or bfloat16, got object", lambda: attend(Q.astype(object), K, V)),
     (TypeError, "q: expected float32, float64, float16 or bfloat16, got complex", lambda: attend(Q + 1j, K, V)),
@@ -185,12 +185,7 @@ def test_many_threads_at_once():
             if not np.array_equal(ops.kernelized_attention(*long_inputs(seed), is_causal=True), expected[seed]):
                 failures.append(seed)
 
-    threads = [threading.Thread(target=work, args=(i % 4,)) for i in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    in_threads(work, [i % 4 for i in range(12)])
     assert not failures
 
 
@@ -198,9 +193,7 @@ def test_more_threads_than_may_have_pools():
     expected = ops.kernelized_attention(Q, K, V)
     for _ in range(300):
         results = []
-        thread = threading.Thread(target=lambda: results.append(ops.kernelized_attention(Q, K, V)))
-        thread.start()
-        thread.join(60)
+        in_threads(lambda _: results.append(ops.kernelized_attention(Q, K, V)), [0])
         np.testing.assert_array_equal(results[0], expected)
 
 
@@ -299,7 +292,7 @@ def test_one_state_in_two_threads_is_an_error_or_right():
     _, state = ops.kernelized_attention_step(q, k, v)
     outcomes = []
 
-    def work():
+    def work(_):
         for _ in range(50):
             try:
                 ops.kernelized_attention_step(q, k, v, state)
@@ -307,11 +300,7 @@ def test_one_state_in_two_threads_is_an_error_or_right():
             except RuntimeError as error:
                 outcomes.append(str(error))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(3))
     assert "done" in outcomes
     assert all(o == "done" or "no other thread is using" in o for o in outcomes)
 

@@ -175,6 +175,4 @@ def _no_columns(operation: str, x: Any, least: int) -> Any:
     return (x.detach() if hasattr(x, "detach") else x)[..., :0]
 
 
-_calls.declare(
-    "short-convolution", short_convolution, lambda *_: ["taps", "bias"], lambda q, offset, taps, *_: {"width": taps.shape[1]}, width=4
-)
+_calls.declare("short-convolution", short_convolution, lambda q, offset, taps, *_: {"width": taps.shape[1]}, width=4)

@@ -106,5 +106,5 @@ def shaw_attention_step(
 
 
 _calls.declare(
-    "shaw", shaw_attention, lambda *_: ["rel"], lambda q, offset, rel, *_: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2}, radius=16
+    "shaw", shaw_attention, lambda q, offset, rel, *_: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2}, radius=16
 )

@@ -21,6 +21,7 @@ from .. import __version__, _calls
 from .. import ops as _ops
 from .._calls import Request
 from . import _dispatch
+from ._chunked import check_shapes
 from ._exchange import Exchange, agree, refuse
 from ._stretches import Attention, Sums, Tokens, WindowsBetween
 from .attention import Attention as AttentionModule
@@ -97,7 +98,7 @@ class _Stretch:
     """One rank's call: checked when it is made, then computed over all ranks."""
 
     def __init__(self, call: Request, tensors: Sequence[Any], key_padding_mask: Any, cu_seqlens: Any) -> None:
-        mechanism, options, operation, is_causal, offset = call
+        mechanism, options, operation, is_causal, _ = call
         if mechanism not in _FORMS:
             raise ValueError(f"{operation}: expected a mechanism whose stretches add up, got {mechanism}: {_REFUSED[mechanism]}")
         if _calls.settings(options).get("gate") is True:
@@ -106,7 +107,7 @@ class _Stretch:
         self.is_causal = is_causal
         self.cuts = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
         q, k, v = tensors[:3]
-        self._check(mechanism, options, q, k, v, offset, key_padding_mask)
+        self._check(call, q, k, v, key_padding_mask)
         self.facts = dict(zip(_FACTS, (
             __version__, mechanism, options, is_causal, self.cuts, (q.shape[:2], q.shape[3], k.shape[1], k.shape[3], v.shape[3]),
             (q.dtype, k.dtype, v.dtype), [(p.shape, p.dtype) for p in tensors[3:]] if not _positioned(options) else None,
@@ -129,28 +130,21 @@ class _Stretch:
         self.keys = Tokens(k, v, key_padding_mask, at)
         self.between = _FORMS[mechanism](attention, self.q, self.keys, is_causal)
 
-    def _check(self, mechanism: str, options: str, q: Tensor, k: Tensor, v: Tensor, offset: int, mask: Any) -> None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dim() != 4:
-                raise ValueError(f"{self.operation}: {name}: expected four axes, got shape {tuple(x.shape)}")
-        if offset != 0 or isinstance(offset, bool):
-            raise ValueError(f"{self.operation}: offset: expected 0 over several processes, got {offset!r}")
-        chosen = _calls.settings(options)
+    def _check(self, call: Request, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
+        check_shapes(call, q, k, v, mask)
+        if call.offset != 0 or isinstance(call.offset, bool):
+            raise ValueError(f"{self.operation}: offset: expected 0 over several processes, got {call.offset!r}")
+        chosen = _calls.settings(call.options)
         if chosen.get("image") is not None:
             raise ValueError(f"{self.operation}: image: expected None over several processes: an image's rows reach over stretches")
         if not self.is_causal and chosen.get("decay") is not None:
             raise ValueError(f"{self.operation}: decay: expected None without is_causal=True, got {chosen['decay']}")
-        crossed = not self.is_causal and self.cuts is None and mechanism in ("kernelized", "aft-simple")
+        crossed = not self.is_causal and self.cuts is None and call.mechanism in ("kernelized", "aft-simple")
         if q.shape[2] != k.shape[2] and not crossed:
             raise ValueError(f"{self.operation}: q: expected as many tokens as k, {k.shape[2]}, got {q.shape[2]}: a stretch of one "
                              "sequence")  # fmt: skip
-        if v.shape[2] != k.shape[2]:
-            raise ValueError(f"{self.operation}: v: expected as many tokens as k, {k.shape[2]}, got {v.shape[2]}")
         if 0 in (q.shape[1], k.shape[1]):
             raise ValueError(f"{self.operation}: q: expected at least one head, got shape {tuple(q.shape)}")
-        if mask is not None and tuple(mask.shape) != (k.shape[0], k.shape[2]):
-            raise ValueError(f"{self.operation}: key_padding_mask: expected shape {(k.shape[0], k.shape[2])}, this rank's keys, "
-                             f"got shape {tuple(mask.shape)}")  # fmt: skip
         if self.cuts is None:
             return
         if self.cuts[0] != self.cuts[1]:
