@@ -1,7 +1,5 @@
 """Softmax attention, the baseline."""
 
-from typing import Any
-
 from .. import _calls, _options
 from .._route import attend, step
 

@@ -62,7 +62,8 @@ def combine(
                          "gradients, got a TensorState; give state.detach(), or for gradients the earlier state as "
                          "initial_state")  # fmt: skip
     first, second = (TensorState.of(state) if isinstance(state, State) else state for state in (earlier, later))
-    formula = _formula(earlier.mechanism)
+    # Of a mechanism whose kernel has no gradients of sums.
+    formula: Any = {"softmax": _softmax, "toeplitz": _toeplitz}.get(earlier.mechanism, _aft if earlier.mechanism.startswith("aft-") else None)
     shape = (first.mechanism, first.options, tuple(first.parts))
     given = [x if isinstance(x, Tensor) else torch.from_numpy(np.ascontiguousarray(x)) for x in parameters]
     if formula is None and shape == (second.mechanism, second.options, tuple(second.parts)):
@@ -77,11 +78,6 @@ def combine(
     # Of what is infinite, the key of an ignored token, there is no gradient.
     gradients = torch.where(gradients.isfinite(), gradients, 0)
     return TensorState(summed.mechanism, summed.options, summed.parts, summed.numbers + (gradients - gradients.detach()))
-
-
-def _formula(mechanism: str) -> Any:
-    """Of a mechanism whose kernel has no gradients of sums; ``None`` for the others."""
-    return {"softmax": _softmax, "toeplitz": _toeplitz}.get(mechanism, _aft if mechanism.startswith("aft-") else None)
 
 
 def _scaled(own: Tensor, to: Tensor) -> Tensor:

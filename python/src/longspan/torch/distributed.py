@@ -108,9 +108,11 @@ class _Stretch:
         self.cuts = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
         q, k, v = tensors[:3]
         self._check(call, q, k, v, key_padding_mask)
+        # Those may be positions, of which ranks have different numbers.
+        same = tensors[3:] if _calls.settings(options).get("axes") is None else ()
         self.facts = dict(zip(_FACTS, (
             __version__, mechanism, options, is_causal, self.cuts, (q.shape[:2], q.shape[3], k.shape[1], k.shape[3], v.shape[3]),
-            (q.dtype, k.dtype, v.dtype), [(p.shape, p.dtype) for p in tensors[3:]] if not _positioned(options) else None,
+            (q.dtype, k.dtype, v.dtype), [(p.shape, p.dtype) for p in same],
             # The second: whether this rank has a backward of its states, in which the others wait for it.
             torch.is_grad_enabled() and [any(t.requires_grad for t in some) for some in (tensors, tensors[1:])],
         )))  # fmt: skip
@@ -169,7 +171,10 @@ class _Stretch:
         if cuts[-1] != total:
             raise ValueError(f"{self.operation}: cu_seqlens: expected the last to be {total}, the tokens of all ranks, "
                              f"got {cuts[-1]}")  # fmt: skip
-        self._check_table(max([b - a for a, b in zip(cuts, cuts[1:])], default=0))
+        longest = max([b - a for a, b in zip(cuts, cuts[1:])], default=0)
+        if self.table is not None and longest > self.table.shape[0]:
+            raise ValueError(f"{self.operation}: expected positions in 0..{self.table.shape[0]}, the length of the table of "
+                             f"biases, got a sequence of {longest} tokens over all ranks")  # fmt: skip
         # Where a sequence begins after another.
         cuts = sorted({cut for cut in cuts if 0 < cut < total})
         within = [cut - start for cut in cuts if start < cut < end]
@@ -203,11 +208,6 @@ class _Stretch:
         before, *after = Exchange.apply(self.operation, group, scan, torch.cat(sent, 2)).split(sizes, 2)
         return self._read(before, after[0] if after else None, [0, *within, keys.count])
 
-    def _check_table(self, longest: int) -> None:
-        if self.table is not None and longest > self.table.shape[0]:
-            raise ValueError(f"{self.operation}: expected positions in 0..{self.table.shape[0]}, the length of the table of "
-                             f"biases, got a sequence of {longest} tokens over all ranks")  # fmt: skip
-
     def _place(self, start: int, total: int, begin: int) -> None:
         """Positions over the whole sequence, which begins at ``begin``."""
         if self.counted:
@@ -240,11 +240,6 @@ class _Stretch:
         positions = None if self.q_positions is None else self.q_positions[:, a:b]
         out: Tensor = self.between.read(q, self.keys.part(a, b), before, after, positions, self.passed if a == 0 else 0)
         return out
-
-
-def _positioned(options: str) -> bool:
-    """Whether positions, as many as tokens, are among the parameters."""
-    return _calls.settings(options).get("axes") is not None
 
 
 def _running(side: Any, stretches: Sequence[Tensor], broken: Sequence[bool]) -> list[Tensor]:
