@@ -1,15 +1,16 @@
 //! NumPy arrays as the kernels read them: in place if rows are contiguous, otherwise as a copy.
 
 use longspan_kernels::half::{self, Half, bf16, f16};
-use longspan_kernels::{Real, View, ViewMut};
+use longspan_kernels::{View, ViewMut};
 use numpy::npyffi::NPY_TYPES;
-use numpy::{Element, PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, dtype};
+use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, dtype};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::IntoPyDict;
 
 use crate::buffer_pool::Buffer;
 use crate::error;
+use crate::precise::Precise;
 use crate::threads;
 
 /// The two number types of the kernels.
@@ -153,12 +154,15 @@ impl Wide {
             .expect("as many numbers as the array has");
     }
 
-    fn numbers(&self) -> &[f32] {
+    /// They are of single precision, whatever a call asks for.
+    pub fn numbers<T: Precise>(&self) -> &[T] {
+        assert!(T::PRECISION == Precision::F32, "half-precision numbers are computed in single precision");
         // SAFETY: as below.
         unsafe { std::slice::from_raw_parts(self.buffer.start().cast(), self.len) }
     }
 
-    pub fn numbers_mut(&mut self) -> &mut [f32] {
+    pub fn numbers_mut<T: Precise>(&mut self) -> &mut [T] {
+        assert!(T::PRECISION == Precision::F32, "half-precision numbers are computed in single precision");
         // SAFETY: there is room for so many from a cache line on, any bits are a number, and nobody else refers to them.
         unsafe { std::slice::from_raw_parts_mut(self.buffer.start().cast(), self.len) }
     }
@@ -166,35 +170,6 @@ impl Wide {
     /// Estimated time of a conversion on one thread.
     fn seconds(&self) -> f64 {
         self.len as f64 * 0.5e-9
-    }
-}
-
-/// A number type of both NumPy and the kernels.
-pub trait Number: Real + Element {
-    const PRECISION: Precision;
-    /// Numbers of single precision, if this is it.
-    fn from_singles(numbers: &[f32]) -> Option<&[Self]>;
-    /// The same to write.
-    fn from_singles_mut(numbers: &mut [f32]) -> Option<&mut [Self]>;
-}
-
-impl Number for f32 {
-    const PRECISION: Precision = Precision::F32;
-    fn from_singles(numbers: &[f32]) -> Option<&[Self]> {
-        Some(numbers)
-    }
-    fn from_singles_mut(numbers: &mut [f32]) -> Option<&mut [Self]> {
-        Some(numbers)
-    }
-}
-
-impl Number for f64 {
-    const PRECISION: Precision = Precision::F64;
-    fn from_singles(_: &[f32]) -> Option<&[Self]> {
-        None
-    }
-    fn from_singles_mut(_: &mut [f32]) -> Option<&mut [Self]> {
-        None
     }
 }
 
@@ -286,22 +261,13 @@ impl<'py> Tensor<'py> {
         self.array.shape()
     }
 
-    /// The shape, if it has four axes.
-    pub fn shape4(&self, operation: &str, argument: &str, axes: &str) -> PyResult<[usize; 4]> {
-        self.shape().try_into().map_err(|_| error::value(operation, argument, axes, Shape(self.shape())))
-    }
-
     /// The numbers that the kernels see, from the first to the last.
-    pub fn numbers<T: Number>(&self) -> &[T] {
-        match &self.wide {
-            Some(wide) => {
-                T::from_singles(wide.numbers()).expect("half-precision numbers are computed in single precision")
-            }
-            None => {
-                assert!(T::PRECISION == self.dtype.precision(), "the precision of a call is that of all its arrays");
-                self.elements()
-            }
+    pub fn numbers<T: Precise>(&self) -> &[T] {
+        if let Some(wide) = &self.wide {
+            return wide.numbers();
         }
+        assert!(T::PRECISION == self.dtype.precision(), "the precision of a call is that of all its arrays");
+        self.elements()
     }
 
     /// The array's own elements, of type `E`, from the first to the last.
@@ -338,7 +304,7 @@ impl<'py> Tensor<'py> {
     }
 
     /// The kernels' view of an array of four axes.
-    pub fn view<T: Number>(&self) -> View<'_, T> {
+    pub fn view<T: Precise>(&self) -> View<'_, T> {
         match (&self.wide, <[usize; 4]>::try_from(self.shape())) {
             (Some(_), Ok(shape)) => View::contiguous(self.numbers(), shape),
             _ => View::strided(self.numbers(), self.four_axes(size_of::<T>()).1),

@@ -61,16 +61,45 @@ impl Mechanism {
         &*self.kernel
     }
 
-    pub fn operation(&self) -> &str {
-        &self.operation
-    }
-
     fn wrong(&self, argument: &str, expected: impl std::fmt::Display, got: impl std::fmt::Display) -> PyErr {
         error::value(&self.operation, argument, expected, got)
     }
 
     pub fn failed(&self, error: kernels::Error) -> PyErr {
         error::kernel(&self.operation, error)
+    }
+
+    /// Checks sizes of queries, keys and values, of which a step has one each without an axis for it. Also tells how many heads of
+    /// values share one of queries and keys.
+    fn sizes(&self, [q, k, v]: [&Tensor<'_>; 3], step: bool) -> PyResult<(Dims, usize)> {
+        let axes = if step { "three axes [batch, head, feature]" } else { "four axes [batch, head, token, feature]" };
+        let four = |argument, tensor: &Tensor<'_>| match *tensor.shape() {
+            [batch, heads, tokens, width] if !step => Ok([batch, heads, tokens, width]),
+            [batch, heads, width] if step => Ok([batch, heads, 1, width]),
+            _ => Err(self.wrong(argument, axes, Shape(tensor.shape()))),
+        };
+        let [batch, query_heads, queries, head_dim] = four("q", q)?;
+        let [_, key_heads, keys, _] = four("k", k)?;
+        let [_, value_heads, _, value_dim] = four("v", v)?;
+        // A number that does not divide counts as 1.
+        let shares = self.kernel.shares_keys() && key_heads > 0 && value_heads.is_multiple_of(key_heads);
+        let sharing = if shares { (value_heads / key_heads).max(1) } else { 1 };
+        let [heads, kv_heads] = [query_heads, key_heads].map(|heads| heads * sharing);
+        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
+        // Without features weights have no value under some maps.
+        if self.kernel.compares() && head_dim == 0 && value_dim > 0 {
+            return Err(self.wrong("q", "heads of 1 feature or more", 0));
+        }
+        let shapes = [[batch, key_heads, keys, self.kernel.key_dim(&dims)], [batch, kv_heads, keys, value_dim]];
+        for ((argument, tensor), shape) in [("k", k), ("v", v)].into_iter().zip(shapes) {
+            let of_token = [shape[0], shape[1], shape[3]];
+            self.expect_shape(argument, tensor, if step { &of_token } else { &shape })?;
+        }
+        if query_heads == key_heads || (key_heads > 0 && query_heads.is_multiple_of(key_heads)) {
+            return Ok((dims, sharing));
+        }
+        let expected = format!("a number of query heads that is a multiple of the {key_heads} key/value heads");
+        Err(self.wrong("q", expected, format_args!("{query_heads} heads")))
     }
 
     /// Checks arrays and mask of a call.
@@ -81,25 +110,15 @@ impl Mechanism {
         let dtype = q.dtype();
         let k = Tensor::like(operation, "k", &k, dtype)?;
         let v = Tensor::like(operation, "v", &v, dtype)?;
-        let axes = "four axes [batch, head, token, feature]";
-        let [batch, query_heads, queries, head_dim] = q.shape4(operation, "q", axes)?;
-        let [_, key_heads, keys, _] = k.shape4(operation, "k", axes)?;
-        let [_, value_heads, _, value_dim] = v.shape4(operation, "v", axes)?;
-        let sharing = self.sharing(key_heads, value_heads);
-        let [heads, kv_heads] = [query_heads, key_heads].map(|heads| heads * sharing);
-        let dims = Dims { batch, heads, kv_heads, queries, keys, head_dim, value_dim };
-        self.expect_features(&dims)?;
-        self.expect_shape("k", &k, &[batch, key_heads, keys, self.key_dim(&dims, dtype.precision())])?;
-        self.expect_shape("v", &v, &[batch, kv_heads, keys, value_dim])?;
-        self.expect_groups(query_heads, key_heads)?;
-        let parameters = self.parameters(&dims, dtype, &parameters)?;
+        let (dims, sharing) = self.sizes([&q, &k, &v], false)?;
+        let (parameters, positions) = self.parameters(&dims, dtype, &parameters)?;
         let truth = offset.is_instance_of::<PyBool>();
         let offset = offset
             .extract::<isize>()
             .ok()
             .filter(|_| !truth)
             .ok_or_else(|| error::kind(operation, "offset", "an integer that fits 64 bits", offset.to_string()))?;
-        let ignored = key_padding_mask.map(|mask| key_padding(operation, &mask, batch, keys)).transpose()?;
+        let ignored = key_padding_mask.map(|mask| key_padding(operation, &mask, dims.batch, dims.keys)).transpose()?;
         if ignored.is_some() && cu_seqlens.is_some() {
             return Err(self.wrong(
                 "cu_seqlens",
@@ -109,45 +128,17 @@ impl Mechanism {
         }
         let order = if is_causal { Order::Causal } else { Order::Bidirectional };
         let mask = OwnedMask { order, offset, ignored, packed: cu_seqlens };
-        let known = with_precision!(dtype.precision(), T => T::kernel(&*self.kernel).parameters(&dims));
-        let positions = known.iter().position(is_position);
         Ok(Inputs { dims, sharing, q, k, v, parameters, positions, mask })
     }
 
-    /// Heads of values that share one of queries and keys; a number that does not divide counts as 1.
-    fn sharing(&self, key_heads: usize, value_heads: usize) -> usize {
-        let shares = f32::kernel(&*self.kernel).shares_keys();
-        if shares && key_heads > 0 && value_heads.is_multiple_of(key_heads) {
-            (value_heads / key_heads).max(1)
-        } else {
-            1
-        }
-    }
-
-    /// Without features weights have no value under some maps.
-    fn expect_features(&self, dims: &Dims) -> PyResult<()> {
-        let compares = f32::kernel(&*self.kernel).compares();
-        if compares && dims.head_dim == 0 && dims.value_dim > 0 {
-            Err(self.wrong("q", "heads of 1 feature or more", 0))
-        } else {
-            Ok(())
-        }
-    }
-
-    fn expect_groups(&self, heads: usize, kv_heads: usize) -> PyResult<()> {
-        if (heads == 0 && kv_heads == 0) || (kv_heads > 0 && heads.is_multiple_of(kv_heads)) {
-            return Ok(());
-        }
-        let expected = format!("a number of query heads that is a multiple of the {kv_heads} key/value heads");
-        Err(self.wrong("q", expected, format_args!("{heads} heads")))
-    }
-
-    fn key_dim(&self, dims: &Dims, precision: Precision) -> usize {
-        with_precision!(precision, T => T::kernel(&*self.kernel).key_dim(dims))
-    }
-
-    fn parameters<'py>(&self, dims: &Dims, dtype: Dtype, given: &Bound<'py, PyTuple>) -> PyResult<Vec<Tensor<'py>>> {
-        let expected = with_precision!(dtype.precision(), T => T::kernel(&*self.kernel).parameters(dims));
+    /// What the mechanism learns, and which of it are the queries' positions, if any.
+    fn parameters<'py>(
+        &self,
+        dims: &Dims,
+        dtype: Dtype,
+        given: &Bound<'py, PyTuple>,
+    ) -> PyResult<(Vec<Tensor<'py>>, Option<usize>)> {
+        let expected = self.kernel.parameters(dims);
         if expected.len() != given.len() {
             let names: Vec<&str> = expected.iter().map(|p| p.name).collect();
             let expected = format!("{} ({})", names.len(), names.join(", "));
@@ -165,7 +156,8 @@ impl Mechanism {
             self.expect_shape(name, &tensor, &parameter.shape)?;
             Ok(tensor)
         };
-        expected.iter().zip(given.iter()).map(check).collect()
+        let tensors = expected.iter().zip(given.iter()).map(check).collect::<PyResult<_>>()?;
+        Ok((tensors, expected.iter().position(is_position)))
     }
 
     fn expect_shape(&self, argument: &str, tensor: &Tensor<'_>, expected: &[usize]) -> PyResult<()> {
@@ -230,7 +222,7 @@ impl Mechanism {
         let wanted = initial_state.map(|_| kernel.empty_state(&dims)).transpose();
         let mut d_initial = wanted.map_err(|e| self.failed(e))?;
         let [batch, kv_heads, keys, _] = dims.k();
-        let key_dim = self.key_dim(&dims, T::PRECISION);
+        let key_dim = self.kernel.key_dim(&dims);
         let dtype = inputs.q.dtype();
         let mut dq = FreshTensor::new(py, dims.q(), dtype, token_major[0])?;
         let mut dk = FreshTensor::new(py, [batch, kv_heads, keys, key_dim], dtype, token_major[1])?;
@@ -467,27 +459,14 @@ impl Mechanism {
         let (dtype, precision) = (q.dtype(), q.dtype().precision());
         let k = Tensor::like(operation, "k", k, dtype)?.row_major()?;
         let v = Tensor::like(operation, "v", v, dtype)?.row_major()?;
-        let three = |argument: &str, tensor: &Tensor<'_>| -> PyResult<[usize; 3]> {
-            let shape = tensor.shape();
-            shape.try_into().map_err(|_| self.wrong(argument, "three axes [batch, head, feature]", Shape(shape)))
-        };
-        let [batch, query_heads, head_dim] = three("q", &q)?;
-        let [_, key_heads, _] = three("k", &k)?;
-        let [_, value_heads, value_dim] = three("v", &v)?;
-        let sharing = self.sharing(key_heads, value_heads);
-        let [heads, kv_heads] = [query_heads, key_heads].map(|heads| heads * sharing);
-        let dims = Dims { batch, heads, kv_heads, queries: 1, keys: 1, head_dim, value_dim };
-        self.expect_features(&dims)?;
-        self.expect_shape("k", &k, &[batch, key_heads, self.key_dim(&dims, dtype.precision())])?;
-        self.expect_shape("v", &v, &[batch, kv_heads, value_dim])?;
-        self.expect_groups(query_heads, key_heads)?;
-        let parameters = self.parameters(&dims, dtype, parameters)?;
+        let (dims, sharing) = self.sizes([&q, &k, &v], true)?;
+        let (parameters, _) = self.parameters(&dims, dtype, parameters)?;
         let empty = || with_precision!(precision, T => T::kernel(&*self.kernel).empty_state(&dims).map(T::wrap));
         let state = state.map_or_else(|| Bound::new(py, empty().map_err(|e| self.failed(e))?), Ok)?;
         let out = {
-            let mut held = self.held(&state, batch, kv_heads)?;
+            let mut held = self.held(&state, dims.batch, dims.kv_heads)?;
             let token = [&q, &k, &v];
-            let shape = [batch, heads, value_dim];
+            let shape = [dims.batch, dims.heads, dims.value_dim];
             with_precision!(precision, T => self.step_as::<T>(py, token, &parameters, &shape, &mut held, sharing)?)
         };
         Ok((out, state))
@@ -544,7 +523,8 @@ impl Mechanism {
 
     /// Names and shapes of the parameters for a call of these sizes.
     fn parameter_shapes(&self, sizes: [usize; 7]) -> Vec<(&'static str, Vec<usize>)> {
-        f32::kernel(&*self.kernel).parameters(&dims_of(sizes)).into_iter().map(|p| (p.name, p.shape.to_vec())).collect()
+        let parameters = self.kernel.parameters(&dims_of(sizes));
+        parameters.into_iter().map(|p| (error::in_python(p.name), p.shape.to_vec())).collect()
     }
 
     /// Which algorithm a call of these sizes runs, and why.
@@ -558,7 +538,7 @@ impl Mechanism {
     ) -> PyResult<(&'static str, String, Bound<'py, PyList>)> {
         let dims = dims_of(sizes);
         let mask = if is_causal { Mask::causal() } else { Mask::bidirectional() }.with_offset(offset);
-        let plan = f32::kernel(&*self.kernel).plan(&dims, &mask).map_err(|error| self.failed(error))?;
+        let plan = self.kernel.plan(&dims, &mask).map_err(|error| self.failed(error))?;
         let purpose = if with_backward { Purpose::Training } else { Purpose::Inference };
         let (algorithm, reason) = (plan.algorithm(purpose), plan.reason(purpose));
         let estimates = PyList::empty(py);

@@ -1,6 +1,6 @@
 //! Every mechanism by name, made from options in JSON.
 //!
-//! A mechanism is one [`Entry`] of [`TABLE`] and one function that reads its options.
+//! A mechanism is one [`Entry`] of [`TABLE`] and one function that takes its options.
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -8,14 +8,13 @@ use std::sync::Arc;
 
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{
-    Aft, Algorithm, AnyKernel, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, Gate, GatedAttention,
-    KernelizedAttention, LearnedGates, Positions, RelativeMap, Score, Shaw, ShortConvolution, SoftmaxAttention,
-    Toeplitz, Update, Wave,
+    Aft, AnyKernel, Beyond, Bias, FeatureMap, Fourier, FourierNormalizer, Gate, GatedAttention, KernelizedAttention,
+    LearnedGates, Positions, RelativeMap, Score, Shaw, ShortConvolution, SoftmaxAttention, Toeplitz, Update, Wave,
 };
 use pyo3::PyResult;
 use pyo3::exceptions::PyValueError;
-use serde::de::{DeserializeOwned, Error as _};
-use serde::{Deserialize, Deserializer};
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
 
 use crate::error::in_words;
 
@@ -25,11 +24,9 @@ pub struct Entry {
     pub name: &'static str,
     /// One line on it.
     pub summary: &'static str,
-    /// Names of its kernels' states.
-    states: &'static [&'static str],
     /// Options with which it can be asked what algorithms it has.
     example: &'static str,
-    build: fn(&str) -> Result<Arc<dyn AnyKernel>, serde_json::Error>,
+    build: fn(&mut Options) -> Built,
 }
 
 /// All of them.
@@ -37,84 +34,72 @@ pub const TABLE: &[Entry] = &[
     Entry {
         name: "kernelized",
         summary: "out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j)",
-        states: &["kernelized"],
         example: "{}",
         build: kernelized,
     },
     Entry {
         name: "shaw",
         summary: "Shaw's relative positions, φ(q_i)·(φ(k_j) + ρ(rel[clip(j−i, −R, R) + R])), content term optional",
-        states: &["shaw", "shaw-relative"],
         example: r#"{"radius": 1}"#,
         build: shaw,
     },
     Entry {
         name: "fourier",
         summary: "Fourier or rotary positions, Σ_k φ(q_i)_k φ(k_j)_k (β_k + c_k cos(b_k + a_k·(p_i − p_j)))",
-        states: &["fourier"],
         example: "{}",
         build: fourier,
     },
     Entry {
         name: "toeplitz",
         summary: "a learned weight for every distance, φ(q_i)·φ(k_j) e^{bias[j − i]}",
-        states: &["toeplitz"],
         example: r#"{"shape": [1]}"#,
         build: toeplitz,
     },
     Entry {
         name: "gated",
         summary: "gated linear attention, S_t = e^{g_t} S_{t-1} + k_t v_tᵀ, out_t = scale S_tᵀ q_t",
-        states: &["gated"],
         example: "{}",
-        build: |options| gated_attention(Update::Sum, options),
+        build: |options| gated_attention(options, Update::Sum),
     },
     Entry {
         name: "delta",
         summary: "the (gated) delta rule, S_t = e^{g_t} S_{t-1} + β_t k_t (v_t − (e^{g_t} S_{t-1})ᵀ k_t)ᵀ, out_t = scale S_tᵀ q_t",
-        states: &["delta"],
         example: "{}",
-        build: |options| gated_attention(Update::Delta, options),
+        build: |options| gated_attention(options, Update::Delta),
     },
     Entry {
         name: "aft-full",
         summary: "σ(q_i) ⊙ Σ_j e^{k_j + w_ij} ⊙ v_j / Σ_j e^{k_j + w_ij}, w learned for every pair, dense or u·zᵀ",
-        states: &["aft-full"],
         example: r#"{"length": 1}"#,
         build: aft_full,
     },
     Entry {
         name: "aft-local",
         summary: "as aft-full with w learned inside a window and 0 beyond",
-        states: &["aft-local"],
         example: r#"{"window": 1}"#,
         build: aft_local,
     },
     Entry {
         name: "aft-simple",
         summary: "σ(q_i) ⊙ Σ_j e^{k_j} ⊙ v_j / Σ_j e^{k_j}",
-        states: &["aft-simple"],
         example: "{}",
-        build: aft_simple,
+        build: |_| Ok(Arc::new(Aft::new(Variant::Simple))),
     },
     Entry {
         name: "aft-conv",
         summary: "as aft-local with one key and one kernel of taps for each head, over sequences or images",
-        states: &["aft-conv"],
         example: r#"{"taps": 1}"#,
         build: aft_conv,
     },
     Entry {
         name: "short-convolution",
         summary: "q_i ⊙ SiLU(Σ_t c_t ⊙ k_{i−t} ⊙ v_{i−t}), a few learned taps over the latest tokens; without gates q = k = 1",
-        states: &["short-convolution", "depthwise-convolution"],
         example: r#"{"width": 1}"#,
         build: short_convolution,
     },
     Entry {
         name: "softmax",
         summary: "softmax attention, the baseline: quadratic in the number of tokens; with a window, linear",
-        states: &["softmax", "softmax-window"],
         example: "{}",
         build: softmax,
     },
@@ -123,27 +108,23 @@ pub const TABLE: &[Entry] = &[
 impl Entry {
     /// Names of the algorithms that can be forced.
     pub fn algorithms(&self) -> Vec<&'static str> {
-        let kernel = (self.build)(self.example).ok();
+        let kernel = Options::read(self.example).and_then(|mut options| (self.build)(&mut options)).ok();
         kernel.map_or(Vec::new(), |k| k.algorithms().iter().map(|a| a.name()).collect())
     }
 }
 
 /// The mechanism `name` with `options`, a JSON object, for `operation`.
 pub fn build(name: &str, options: &str, operation: &str) -> PyResult<Arc<dyn AnyKernel>> {
+    let wrong = |message: String| PyValueError::new_err(format!("{operation}: {message}"));
     let Some(entry) = TABLE.iter().find(|entry| entry.name == name) else {
         let known: Vec<&str> = TABLE.iter().map(|entry| entry.name).collect();
-        let message = format!("{operation}: unknown mechanism {name:?}; known are {}", known.join(", "));
-        return Err(PyValueError::new_err(message));
+        return Err(wrong(format!("unknown mechanism {name:?}; known are {}", known.join(", "))));
     };
-    (entry.build)(options).map_err(|e| {
-        // Without serde's line and column, which refer to a text that the user never saw.
-        let message = e.to_string();
-        let message = message.split(" at line ").next().unwrap_or_default();
-        if let Some(option) = message.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`')) {
-            return PyValueError::new_err(format!("{operation}: {option}: expected a value, got none"));
-        }
-        PyValueError::new_err(format!("{operation}: options: {}", in_words(message)))
-    })
+    let mut options = Options::read(options).map_err(wrong)?;
+    let kernel = (entry.build)(&mut options).map_err(wrong)?;
+    let Some(name) = options.given.keys().next() else { return Ok(kernel) };
+    let known = options.known.join(", ");
+    Err(wrong(format!("{name}: expected an option of {} ({known}), got an unknown field", entry.name)))
 }
 
 /// The feature map of this name.
@@ -153,337 +134,193 @@ pub fn feature_map(name: &str) -> PyResult<FeatureMap> {
 
 /// `name` as a static string, if a mechanism's states have it.
 pub fn state_name(name: &str) -> Option<&'static str> {
-    TABLE.iter().flat_map(|entry| entry.states).copied().find(|known| *known == name)
+    let others = ["shaw-relative", "depthwise-convolution", "softmax-window"];
+    TABLE.iter().map(|entry| entry.name).chain(others).find(|known| *known == name)
 }
 
-fn read<T: DeserializeOwned>(options: &str) -> Result<T, serde_json::Error> {
-    serde_json::from_str(options)
+/// A mechanism, or which option is wrong and why.
+type Built = Result<Arc<dyn AnyKernel>, String>;
+
+/// Options that are taken by their names; what is left is none.
+struct Options {
+    given: Map<String, Value>,
+    known: Vec<&'static str>,
 }
 
-/// A kernel's enum, by its name.
-fn by_name<'de, T: FromStr<Err: Display>, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
-    String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
-}
-
-fn yes() -> bool {
-    true
-}
-
-/// Options that all mechanisms with a kernel share.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct KernelizedOptions {
-    #[serde(default, deserialize_with = "by_name")]
-    feature_map: FeatureMap,
-    decay: Option<Vec<f64>>,
-    #[serde(default)]
-    gate: bool,
-    #[serde(default = "yes")]
-    normalize: bool,
-    #[serde(default, deserialize_with = "by_name")]
-    algorithm: Algorithm,
-}
-
-fn kernelized(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let KernelizedOptions { feature_map, decay, gate, normalize, algorithm } = read(options)?;
-    Ok(Arc::new(KernelizedAttention { feature_map, score: Score::Content, decay, gate, normalize, algorithm }))
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ShawOptions {
-    radius: usize,
-    #[serde(default)]
-    shared: bool,
-    #[serde(default = "yes")]
-    kernelized: bool,
-    #[serde(default, deserialize_with = "RelativeName::deserialize")]
-    rel_feature_map: RelativeMap,
-    #[serde(default, deserialize_with = "by_name")]
-    feature_map: FeatureMap,
-    decay: Option<Vec<f64>>,
-    #[serde(default)]
-    gate: bool,
-    #[serde(default = "yes")]
-    normalize: bool,
-    #[serde(default, deserialize_with = "by_name")]
-    algorithm: Algorithm,
-}
-
-#[derive(Deserialize)]
-#[serde(remote = "RelativeMap", rename_all = "lowercase")]
-enum RelativeName {
-    Same,
-    Identity,
-}
-
-fn shaw(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let options: ShawOptions = read(options)?;
-    // `2R + 1` rows must be a number; no table of an eighth of the address space exists.
-    if options.radius > usize::MAX / 8 {
-        return Err(serde_json::Error::custom(format!(
-            "radius: expected a table that fits memory, got {}",
-            options.radius
-        )));
+impl Options {
+    fn read(text: &str) -> Result<Self, String> {
+        let given = serde_json::from_str(text).map_err(|e| format!("options: {e}"))?;
+        Ok(Self { given, known: Vec::new() })
     }
-    let shaw = Shaw { radius: options.radius, map: options.rel_feature_map, shared: options.shared };
+
+    /// An option, or what stands for it where it is not given.
+    fn or<T: DeserializeOwned>(&mut self, name: &'static str, default: T) -> Result<T, String> {
+        self.known.push(name);
+        let Some(value) = self.given.remove(name) else { return Ok(default) };
+        serde_json::from_value(value).map_err(|e| format!("{name}: {}", in_words(&e.to_string())))
+    }
+
+    fn maybe<T: DeserializeOwned>(&mut self, name: &'static str) -> Result<Option<T>, String> {
+        self.or(name, None)
+    }
+
+    fn need<T: DeserializeOwned>(&mut self, name: &'static str) -> Result<T, String> {
+        self.maybe(name)?.ok_or_else(|| format!("{name}: expected a value, got none"))
+    }
+
+    /// What the kernels have by a name, or their default.
+    fn named<T: FromStr<Err: Display> + Default>(&mut self, name: &'static str) -> Result<T, String> {
+        let Some(text) = self.maybe::<String>(name)? else { return Ok(T::default()) };
+        text.parse().map_err(|e: T::Err| format!("{name}: {e}"))
+    }
+
+    /// One of these, by default the first.
+    fn one_of<T: Copy>(&mut self, name: &'static str, all: &[(&str, T)]) -> Result<T, String> {
+        let text = self.or(name, all[0].0.to_owned())?;
+        let known = || all.iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
+        let found = all.iter().find(|(known, _)| *known == text);
+        found.map(|(_, one)| *one).ok_or_else(|| format!("{name}: expected one of {}, got {text:?}", known()))
+    }
+}
+
+/// Attention with a feature map, by this score.
+fn with_score(options: &mut Options, score: Score, normalize: bool) -> Built {
     Ok(Arc::new(KernelizedAttention {
-        feature_map: options.feature_map,
-        score: if options.kernelized { Score::Combined(shaw) } else { Score::Relative(shaw) },
-        decay: options.decay,
-        gate: options.gate,
-        normalize: options.normalize,
-        algorithm: options.algorithm,
+        feature_map: options.named("feature_map")?,
+        score,
+        decay: options.maybe("decay")?,
+        gate: options.or("gate", false)?,
+        normalize,
+        algorithm: options.named("algorithm")?,
     }))
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct FourierOptions {
-    #[serde(default, deserialize_with = "WaveName::deserialize")]
-    wave: Wave,
-    #[serde(default, deserialize_with = "NormalizerName::deserialize")]
-    normalizer: FourierNormalizer,
-    /// Axes of given positions; counted ones if there are none.
-    axes: Option<usize>,
-    #[serde(default, deserialize_with = "by_name")]
-    feature_map: FeatureMap,
-    decay: Option<Vec<f64>>,
-    #[serde(default)]
-    gate: bool,
-    #[serde(default, deserialize_with = "by_name")]
-    algorithm: Algorithm,
+fn kernelized(options: &mut Options) -> Built {
+    let normalize = options.or("normalize", true)?;
+    with_score(options, Score::Content, normalize)
 }
 
-#[derive(Deserialize)]
-#[serde(remote = "Wave", rename_all = "snake_case")]
-enum WaveName {
-    Each,
-    Pairs,
-}
-
-#[derive(Deserialize)]
-#[serde(remote = "FourierNormalizer", rename_all = "snake_case")]
-enum NormalizerName {
-    Literal,
-    OnePlus,
-    Dominant,
-    Unrotated,
-    None,
-}
-
-fn fourier(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let options: FourierOptions = read(options)?;
-    let fourier = Fourier {
-        wave: options.wave,
-        normalizer: options.normalizer,
-        positions: options.axes.map_or(Positions::Counted, |axes| Positions::Given { axes }),
+fn shaw(options: &mut Options) -> Built {
+    let shaw = Shaw {
+        radius: options.need("radius")?,
+        map: options.one_of("rel_feature_map", &[("same", RelativeMap::Same), ("identity", RelativeMap::Identity)])?,
+        shared: options.or("shared", false)?,
     };
-    Ok(Arc::new(KernelizedAttention {
-        feature_map: options.feature_map,
-        score: Score::Fourier(fourier),
-        decay: options.decay,
-        gate: options.gate,
-        normalize: true,
-        algorithm: options.algorithm,
-    }))
+    // `2R + 1` rows must be a number; no table of an eighth of the address space exists.
+    if shaw.radius > usize::MAX / 8 {
+        return Err(format!("radius: expected a table that fits memory, got {}", shaw.radius));
+    }
+    let score = if options.or("kernelized", true)? { Score::Combined(shaw) } else { Score::Relative(shaw) };
+    let normalize = options.or("normalize", true)?;
+    with_score(options, score, normalize)
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ToeplitzOptions {
-    /// Which distances a table has entries for.
-    #[serde(default)]
-    kind: BiasKind,
-    /// A head's table.
-    shape: Vec<usize>,
-    /// The distance of the first entry of a table of all distances; by default that of the middle one is 0.
-    first: Option<isize>,
-    /// Have distance 0 in the middle whatever `first` says: one table for calls of any length.
-    #[serde(default)]
-    centred: bool,
-    /// Of buckets.
-    #[serde(default = "far")]
-    max_distance: usize,
-    #[serde(default = "yes")]
-    bidirectional: bool,
-    #[serde(default, deserialize_with = "by_name")]
-    feature_map: FeatureMap,
-    #[serde(default = "yes")]
-    normalize: bool,
-    #[serde(default, deserialize_with = "by_name")]
-    algorithm: Algorithm,
+fn fourier(options: &mut Options) -> Built {
+    let normalizers = [
+        ("one_plus", FourierNormalizer::OnePlus),
+        ("dominant", FourierNormalizer::Dominant),
+        ("unrotated", FourierNormalizer::Unrotated),
+        ("none", FourierNormalizer::None),
+        ("literal", FourierNormalizer::Literal),
+    ];
+    let fourier = Fourier {
+        wave: options.one_of("wave", &[("each", Wave::Each), ("pairs", Wave::Pairs)])?,
+        normalizer: options.one_of("normalizer", &normalizers)?,
+        // Of given positions.
+        positions: options.maybe("axes")?.map_or(Positions::Counted, |axes| Positions::Given { axes }),
+    };
+    with_score(options, Score::Fourier(fourier), true)
 }
 
-#[derive(Deserialize, Default, Clone, Copy, PartialEq)]
-#[serde(rename_all = "lowercase")]
-enum BiasKind {
-    #[default]
-    Table,
-    Clipped,
-    Buckets,
-    Grid,
-}
-
-/// As in T5.
-fn far() -> usize {
-    128
-}
-
-fn toeplitz(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let options: ToeplitzOptions = read(options)?;
+fn toeplitz(options: &mut Options) -> Built {
+    let kind: String = options.or("kind", "table".to_owned())?;
+    // A head's table.
+    let shape: Vec<usize> = options.need("shape")?;
+    // The distance of the first entry of a table; by default, and if it is centred, that of the middle one is 0.
+    let (first, centred) = (options.maybe("first")?, options.or("centred", false)?);
+    // As in T5.
+    let (max_distance, bidirectional) = (options.or("max_distance", 128)?, options.or("bidirectional", true)?);
     let odd = |n: usize| n % 2 == 1;
-    let bias = match (options.kind, &*options.shape) {
-        (BiasKind::Table, &[count]) => {
+    let bias = match (&*kind, &*shape) {
+        ("table", &[count]) => {
             let middle = isize::try_from(count / 2).unwrap_or(isize::MAX);
-            let first = options.first.filter(|_| !options.centred).unwrap_or(-middle);
+            let first = first.filter(|_| !centred).unwrap_or(-middle);
             Bias::Table { first, count, beyond: Beyond::Error }
         }
-        (BiasKind::Clipped, &[rows]) if odd(rows) => Bias::clipped(rows / 2),
-        (BiasKind::Buckets, &[buckets]) => {
-            Bias::Buckets { buckets, max_distance: options.max_distance, bidirectional: options.bidirectional }
-        }
-        (BiasKind::Grid, &[rows, columns]) if odd(rows) && odd(columns) => {
+        ("clipped", &[rows]) if odd(rows) => Bias::clipped(rows / 2),
+        ("buckets", &[buckets]) => Bias::Buckets { buckets, max_distance, bidirectional },
+        ("grid", &[rows, columns]) if odd(rows) && odd(columns) => {
             Bias::Grid { height: rows / 2 + 1, width: columns / 2 + 1 }
         }
-        (_, shape) => {
-            return Err(serde_json::Error::custom(format!(
+        ("table" | "clipped" | "buckets" | "grid", shape) => {
+            return Err(format!(
                 "bias: expected [distances] for a head, 2R + 1 of them if clipped, or [2·height − 1, 2·width − 1] for a \
                  grid, got {shape:?}"
-            )));
+            ));
         }
+        _ => return Err(format!("kind: expected one of table, clipped, buckets, grid, got {kind:?}")),
     };
-    let (feature_map, normalize, algorithm) = (options.feature_map, options.normalize, options.algorithm);
-    Ok(Arc::new(Toeplitz { feature_map, bias, normalize, algorithm }))
+    Ok(Arc::new(Toeplitz {
+        feature_map: options.named("feature_map")?,
+        bias,
+        normalize: options.or("normalize", true)?,
+        algorithm: options.named("algorithm")?,
+    }))
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct AftFullOptions {
-    length: usize,
-    rank: Option<usize>,
-}
-
-fn aft_full(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let AftFullOptions { length, rank } = read(options)?;
+fn aft_full(options: &mut Options) -> Built {
+    let (length, rank) = (options.need("length")?, options.maybe("rank")?);
     Ok(Arc::new(Aft::new(Variant::Full { length, rank })))
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct AftLocalOptions {
-    window: usize,
-    /// Rows of a table that is read by position rather than by query.
-    length: Option<usize>,
-    #[serde(default)]
-    by_position: bool,
-}
-
-fn aft_local(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let AftLocalOptions { window, length, by_position } = read(options)?;
+fn aft_local(options: &mut Options) -> Built {
+    // Rows of a table that is read by position rather than by query.
+    let (length, by_position) = (options.maybe("length")?, options.or("by_position", false)?);
+    let window = options.need("window")?;
     Ok(Arc::new(Aft::new(Variant::Local { window, length: length.filter(|_| by_position) })))
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct NoOptions {}
-
-fn aft_simple(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let NoOptions {} = read(options)?;
-    Ok(Arc::new(Aft::new(Variant::Simple)))
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct AftConvOptions {
-    taps: usize,
-    /// Rows of taps of a kernel over an image.
-    tap_rows: Option<usize>,
-    /// Its height and width.
-    image: Option<[usize; 2]>,
-    #[serde(default)]
-    normalized: bool,
-}
-
-fn aft_conv(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let AftConvOptions { taps, tap_rows, image, normalized } = read(options)?;
-    let variant = match (image, tap_rows) {
+fn aft_conv(options: &mut Options) -> Built {
+    let (taps, normalized) = (options.need("taps")?, options.or("normalized", false)?);
+    // Height and width, and rows of taps of a kernel over it.
+    let variant = match (options.maybe("image")?, options.maybe("tap_rows")?) {
         (Some(image), Some(rows)) => Variant::Conv2d { image, taps: [rows, taps], normalized },
         (None, None) => Variant::Conv { taps, normalized },
-        _ => {
-            return Err(serde_json::Error::custom(
-                "image: expected both an image and rows of taps, or neither, got one",
-            ));
-        }
+        _ => return Err("image: expected both an image and rows of taps, or neither, got one".to_owned()),
     };
     Ok(Arc::new(Aft::new(variant)))
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct GatedOptions {
-    #[serde(default)]
-    gate: GateName,
-    #[serde(default)]
-    l2_norm: bool,
-    scale: Option<f64>,
-    /// Whether gates come with the keys, as in modules; the other options are theirs.
-    #[serde(default)]
-    learned: bool,
-    beta_max: Option<f64>,
-    convolution: Option<usize>,
-}
-
-#[derive(Deserialize, Default)]
-#[serde(rename_all = "lowercase")]
-enum GateName {
-    None,
-    #[default]
-    Head,
-    Channel,
-}
-
-fn gated_attention(update: Update, options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let GatedOptions { gate, l2_norm, scale, learned, beta_max, convolution } = read(options)?;
-    let gate = match gate {
-        GateName::None => Gate::None,
-        GateName::Head => Gate::Head,
-        GateName::Channel => Gate::Channel,
+fn gated_attention(options: &mut Options, update: Update) -> Built {
+    let gates = [("head", Gate::Head), ("channel", Gate::Channel), ("none", Gate::None)];
+    let attention = GatedAttention {
+        update,
+        gate: options.one_of("gate", &gates)?,
+        l2_norm: options.or("l2_norm", false)?,
+        scale: options.maybe("scale")?,
     };
-    let attention = GatedAttention { update, gate, l2_norm, scale };
-    if learned {
-        return Ok(Arc::new(LearnedGates { attention, beta_max: beta_max.unwrap_or(1.0), convolution }));
+    // Of modules, where gates come with the keys.
+    let (beta_max, convolution) = (options.maybe("beta_max")?.unwrap_or(1.0), options.maybe("convolution")?);
+    if options.or("learned", false)? {
+        return Ok(Arc::new(LearnedGates { attention, beta_max, convolution }));
     }
     Ok(Arc::new(attention))
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ShortConvolutionOptions {
-    width: usize,
-    #[serde(default = "yes")]
-    silu: bool,
-    #[serde(default = "yes")]
-    gated: bool,
-    #[serde(default)]
-    bias: bool,
+fn short_convolution(options: &mut Options) -> Built {
+    Ok(Arc::new(ShortConvolution {
+        width: options.need("width")?,
+        silu: options.or("silu", true)?,
+        gated: options.or("gated", true)?,
+        bias: options.or("bias", false)?,
+    }))
 }
 
-fn short_convolution(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let ShortConvolutionOptions { width, silu, gated, bias } = read(options)?;
-    Ok(Arc::new(ShortConvolution { width, silu, gated, bias }))
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct SoftmaxOptions {
-    scale: Option<f64>,
-    capacity: Option<usize>,
-    window: Option<usize>,
-}
-
-fn softmax(options: &str) -> Result<Arc<dyn AnyKernel>, serde_json::Error> {
-    let SoftmaxOptions { scale, capacity, window } = read(options)?;
+fn softmax(options: &mut Options) -> Built {
     let default = SoftmaxAttention::default();
-    Ok(Arc::new(SoftmaxAttention { scale, capacity: capacity.unwrap_or(default.capacity), window }))
+    Ok(Arc::new(SoftmaxAttention {
+        scale: options.maybe("scale")?,
+        capacity: options.maybe("capacity")?.unwrap_or(default.capacity),
+        window: options.maybe("window")?,
+    }))
 }

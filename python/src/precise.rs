@@ -2,13 +2,15 @@
 
 use std::cell::Cell;
 
-use longspan_kernels::{self as kernels, AnyKernel, Scratch};
+use longspan_kernels::{self as kernels, AnyKernel, Real, Scratch};
+use numpy::Element;
 
-use crate::arrays::Number;
+use crate::arrays::Precision;
 use crate::state::{Numbers, State};
 
-/// A number type with its states and its scratch memory.
-pub trait Precise: Number {
+/// A number type of both NumPy and the kernels, with its states and its scratch memory.
+pub trait Precise: Real + Element {
+    const PRECISION: Precision;
     fn kernel(kernel: &dyn AnyKernel) -> &dyn kernels::Kernel<Self>;
     fn wrap(state: kernels::State<Self>) -> State;
     fn unwrap(state: &State) -> Option<&kernels::State<Self>>;
@@ -23,6 +25,8 @@ macro_rules! precise {
         }
 
         impl Precise for $t {
+            const PRECISION: Precision = Precision::$variant;
+
             fn kernel(kernel: &dyn AnyKernel) -> &dyn kernels::Kernel<Self> {
                 kernel
             }

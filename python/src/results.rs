@@ -7,8 +7,9 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
-use crate::arrays::{Dtype, Number, Wide};
+use crate::arrays::{Dtype, Wide};
 use crate::buffer_pool;
+use crate::precise::Precise;
 
 /// A new array of any contents. Failure is a `MemoryError`.
 fn empty<'py>(py: Python<'py>, shape: &[usize], dtype: Dtype) -> PyResult<Bound<'py, PyUntypedArray>> {
@@ -35,10 +36,9 @@ impl<'py> Fresh<'py> {
     }
 
     /// What the kernels write.
-    pub fn numbers_mut<T: Number>(&mut self) -> &mut [T] {
+    pub fn numbers_mut<T: Precise>(&mut self) -> &mut [T] {
         if let Some(wide) = &mut self.wide {
-            return T::from_singles_mut(wide.numbers_mut())
-                .expect("half-precision numbers are computed in single precision");
+            return wide.numbers_mut();
         }
         if self.array.is_empty() {
             return &mut [];
@@ -72,7 +72,7 @@ impl<'py> FreshTensor<'py> {
         Ok(Self { fresh: Fresh::new(py, &axes, dtype)?, shape, token_major })
     }
 
-    pub fn view_mut<T: Number>(&mut self) -> ViewMut<'_, T> {
+    pub fn view_mut<T: Precise>(&mut self) -> ViewMut<'_, T> {
         let [_, heads, tokens, width] = self.shape;
         let numbers = self.fresh.numbers_mut();
         if self.token_major {

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 from test_mechanisms import called
-from test_ops import inputs
+from test_ops import in_threads, inputs
 
 import longspan
 from longspan import ops
@@ -31,7 +31,7 @@ def zeros(*shape):
 
 WRONG = [
     (TypeError, "q: expected", lambda: attend([1.0], K, V)),
-    (TypeError, "k: expected a numpy.ndarray, got NoneType", lambda: attend(Q, None, V)),
+    (TypeError, "k: expected a numpy.ndarray or a torch.Tensor, all of one kind, got builtins.NoneType", lambda: attend(Q, None, V)),
     (TypeError, "q: expected float32, float64, float16 or bfloat16, got int64", lambda: attend(Q.astype(int), K, V)),
     (TypeError, "q: expected float32, float64, float16 or bfloat16, got object", lambda: attend(Q.astype(object), K, V)),
     (TypeError, "q: expected float32, float64, float16 or bfloat16, got complex", lambda: attend(Q + 1j, K, V)),
@@ -89,7 +89,10 @@ WRONG = [
     (ValueError, "unknown mechanism", lambda: longspan.explain("magic")),
     (ValueError, "queries: expected an integer from 0 to .*, got -1", lambda: longspan.explain(queries=-1)),
     (TypeError, "queries: expected an integer", lambda: longspan.explain(queries=1.5)),
-    (ValueError, "unknown field", lambda: longspan.explain(magic=1)),
+    (ValueError, r"explain: magic: expected an option of kernelized \(.*, got an unknown field", lambda: longspan.explain(magic=1)),
+    (ValueError, "explain: wave: expected one of each, pairs, got \"x\"", lambda: longspan.explain("fourier", wave="x")),
+    (ValueError, "explain: kind: expected one of table, clipped, buckets, grid, got \"x\"", lambda: longspan.explain("toeplitz", kind="x")),
+    (ValueError, "explain: normalize: invalid type: null, expected a boolean", lambda: longspan.explain(normalize=None)),
     (ValueError, "threads: expected 0 to 4096", lambda: longspan.set_num_threads(10**6)),
     (ValueError, "threads: expected an integer from 0 on, got -1", lambda: longspan.set_num_threads(-1)),
 ]  # fmt: skip
@@ -139,7 +142,7 @@ WRONG += [
      lambda: longspan.State("kernelized", "1.0", 1, 2, [1] * 6, Q)),
     (TypeError, "set_num_threads: threads: expected an integer from 0 on, got 'a'", lambda: longspan.set_num_threads("a")),
     (ValueError, "set_num_threads: threads: expected an integer from 0 on, got 1180591", lambda: longspan.set_num_threads(2**70)),
-    (ValueError, "explain: options: invalid value: integer `-1`, expected an integer from 0 on",
+    (ValueError, "explain: radius: invalid value: integer `-1`, expected an integer from 0 on",
      lambda: longspan.explain("shaw", radius=-1)),
     (TypeError, "explain: is_causal: expected bool, got 1", lambda: longspan.explain(is_causal=1)),
     (ValueError, "explain: offset: expected an integer from", lambda: longspan.explain(offset=2**70)),
@@ -182,12 +185,7 @@ def test_many_threads_at_once():
             if not np.array_equal(ops.kernelized_attention(*long_inputs(seed), is_causal=True), expected[seed]):
                 failures.append(seed)
 
-    threads = [threading.Thread(target=work, args=(i % 4,)) for i in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    in_threads(work, [i % 4 for i in range(12)])
     assert not failures
 
 
@@ -195,9 +193,7 @@ def test_more_threads_than_may_have_pools():
     expected = ops.kernelized_attention(Q, K, V)
     for _ in range(300):
         results = []
-        thread = threading.Thread(target=lambda: results.append(ops.kernelized_attention(Q, K, V)))
-        thread.start()
-        thread.join(60)
+        in_threads(lambda _: results.append(ops.kernelized_attention(Q, K, V)), [0])
         np.testing.assert_array_equal(results[0], expected)
 
 
@@ -296,7 +292,7 @@ def test_one_state_in_two_threads_is_an_error_or_right():
     _, state = ops.kernelized_attention_step(q, k, v)
     outcomes = []
 
-    def work():
+    def work(_):
         for _ in range(50):
             try:
                 ops.kernelized_attention_step(q, k, v, state)
@@ -304,11 +300,7 @@ def test_one_state_in_two_threads_is_an_error_or_right():
             except RuntimeError as error:
                 outcomes.append(str(error))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(3))
     assert "done" in outcomes
     assert all(o == "done" or "no other thread is using" in o for o in outcomes)
 

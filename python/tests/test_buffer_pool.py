@@ -2,10 +2,10 @@
 
 import gc
 import os
-import threading
 
 import numpy as np
 import pytest
+from test_ops import in_threads
 
 import longspan
 from longspan import ops
@@ -66,11 +66,7 @@ def test_threads_get_buffers_of_their_own():
             if not np.array_equal(out, expected[n]):
                 wrong.append(n)
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, range(4))
     assert not wrong
 
 

@@ -1,14 +1,11 @@
 """The list of cases that every back end runs: here the kernels in single precision, and torch's own operations as on another device."""
 
+import longspan
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import elsewhere  # noqa: E402
-
-import longspan  # noqa: E402
-from longspan.torch import _check  # noqa: E402
-from longspan.torch._check import CASES, examine, exactly  # noqa: E402
+import torch
+from agreement import elsewhere
+from longspan.torch import _check
+from longspan.torch._check import CASES, examine, exactly
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -5,9 +5,11 @@ from functools import partial
 import definition
 import numpy as np
 import pytest
-from test_ops import close, inputs, streamed
-
+import torch
+from agreement import elsewhere, padding, same_gradients, steps
 from longspan import _calls, _native, ops
+from longspan.torch import MultiheadAttention
+from test_ops import close, inputs, streamed
 
 NAMES = ["prf", "prf:7:seed=3", "nprf:6", "dpfp", "dpfp:2", "taylor2", "hedgehog", "hedgehog:3", "hedgehog:exp"]
 EVERY = pytest.mark.parametrize("name", NAMES)
@@ -104,13 +106,6 @@ WRONG = [
 def test_wrong_calls(kind, message, call):
     with pytest.raises(kind, match=message):
         call()
-
-
-torch = pytest.importorskip("torch")
-
-from agreement import elsewhere, padding, same_gradients, steps  # noqa: E402
-
-from longspan.torch import MultiheadAttention  # noqa: E402
 
 
 def tensors(name, mechanism):

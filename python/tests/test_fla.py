@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers", minversion="5.17")
 
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi  # noqa: E402

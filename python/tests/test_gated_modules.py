@@ -4,7 +4,7 @@ import pytest
 import torch
 from agreement import elsewhere, same_gradients
 from longspan import ops
-from longspan.torch import DeltaAttention, GatedAttention, GatedDeltaAttention, MultiheadAttention, TensorState
+from longspan.torch import DeltaAttention, GatedAttention, GatedDeltaAttention, MultiheadAttention
 from torch.nn import functional as F
 
 MODULES = {

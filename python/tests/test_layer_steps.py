@@ -1,13 +1,10 @@
 """One token through a layer: all that a module means is kept."""
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import steps  # noqa: E402
-from torch import nn  # noqa: E402
-
-from longspan.torch import KernelizedAttention, MultiheadAttention, TransformerEncoderLayer  # noqa: E402
+import torch
+from agreement import steps
+from longspan.torch import KernelizedAttention, MultiheadAttention, TransformerEncoderLayer
+from torch import nn
 
 
 def attention_by_hand(module, x):

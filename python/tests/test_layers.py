@@ -1,15 +1,12 @@
 """What layers take beyond torch's arguments: states, packed sequences, shared heads, positions; and torch's masks."""
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import steps  # noqa: E402
-from torch import nn  # noqa: E402
-
-from longspan import ops  # noqa: E402
-from longspan.torch import FourierAttention, MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer  # noqa: E402
-from longspan.torch.multi_head import _is_causal  # noqa: E402
+import torch
+from agreement import steps
+from longspan import ops
+from longspan.torch import FourierAttention, MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
+from longspan.torch.multi_head import _is_causal
+from torch import nn
 
 ATTENTIONS = pytest.mark.parametrize(
     "options",

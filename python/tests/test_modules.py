@@ -3,16 +3,12 @@
 import copy
 from contextlib import nullcontext
 
+import longspan
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import learned, padding, steps  # noqa: E402
-from torch import nn  # noqa: E402
-
-import longspan  # noqa: E402
-from longspan import _calls, ops  # noqa: E402
-from longspan.torch import (  # noqa: E402
+import torch
+from agreement import learned, padding, steps
+from longspan import _calls, ops
+from longspan.torch import (
     GatedRMSNorm,
     KernelizedAttention,
     MultiheadAttention,
@@ -20,6 +16,7 @@ from longspan.torch import (  # noqa: E402
     TransformerDecoderLayer,
     TransformerEncoderLayer,
 )
+from torch import nn
 
 ATTENTIONS = pytest.mark.parametrize("options", [{}, {"attention": "shaw", "radius": 3}], ids=["kernelized", "shaw"])
 
@@ -146,10 +143,10 @@ def test_projections_reach_the_kernels_without_a_copy(monkeypatch):
             seen.extend(longspan._native.seen_by_kernels(x)[1] for x in call[:3])
             return forward(self.native, call, *rest)
 
+    modules = [MultiheadAttention(12, 3, batch_first=batch_first) for batch_first in (True, False)]
     cached = _calls.cached
     monkeypatch.setattr(_calls, "cached", lambda *arguments: Watched(cached(*arguments)))
-    for batch_first in (True, False):
-        module = MultiheadAttention(12, 3, batch_first=batch_first)
+    for module in modules:
         x = torch.randn(2, 7, 12)
         module(x, x, x)
         with torch.no_grad():

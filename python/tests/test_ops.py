@@ -1,6 +1,7 @@
 """The functions of longspan.ops against the definition, and how arrays travel."""
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -24,6 +25,16 @@ def close(got, expected, dtype=np.float64, terms=100):
     assert got.shape == expected.shape
     tolerance = 16 * np.finfo(dtype).eps * terms**0.5
     np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def in_threads(work, arguments):
+    """Runs ``work`` with each of these in a thread of its own, all at once."""
+    threads = [threading.Thread(target=work, args=(argument,)) for argument in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def streamed(step, q, k, v):

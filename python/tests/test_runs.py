@@ -7,14 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import learned  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-
-from longspan.torch import models  # noqa: E402
-from longspan.torch.runs import END, START, Run, Seq2Seq, Tokenizer, load_run, load_weights, save_weights  # noqa: E402
+import torch
+from agreement import learned
+from longspan.torch import models
+from longspan.torch.runs import END, START, Run, Seq2Seq, Tokenizer, load_run, load_weights, save_weights
+from safetensors.torch import load_file, save_file
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = os.environ.get("LONGSPAN_COMMAND", str(REPOSITORY / "target/release/longspan"))

@@ -7,13 +7,10 @@ import shutil
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import learned  # noqa: E402
-
-from longspan.torch.runs import Scaling, SeriesModel, SeriesRun, load_run, load_weights, save_weights  # noqa: E402
-from test_runs import run_command as command, settings_of  # noqa: E402
+import torch
+from agreement import learned
+from longspan.torch.runs import Scaling, SeriesModel, SeriesRun, load_run, load_weights, save_weights
+from test_runs import run_command as command, settings_of
 
 GATED, FORM = "gated_attention=true", ["norm_kind=rms", "activation=silu", "gated=true"]
 #: Target, channels, whether values are missing, and settings.

@@ -1,17 +1,14 @@
 """Torch tensors: the operators, their gradients, the compiler, and the formulation for other devices."""
 
+import longspan
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import padding as ignoring  # noqa: E402
-from agreement import same_gradients  # noqa: E402
-from definition import shaw as definition  # noqa: E402
-
-import longspan  # noqa: E402
-from longspan import ops  # noqa: E402
-from longspan.torch import TensorState  # noqa: E402
+import torch
+from agreement import padding as ignoring
+from agreement import same_gradients
+from definition import shaw as definition
+from longspan import ops
+from longspan.torch import TensorState
 
 
 def draw(*shape, dtype=torch.float64, seed=0, requires_grad=False):

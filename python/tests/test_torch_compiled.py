@@ -3,23 +3,20 @@
 from contextlib import nullcontext
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-import test_torch_mechanisms as mechanisms  # noqa: E402
-from agreement import elsewhere, leaves, padding, same_gradients  # noqa: E402
-from test_torch_mechanisms import CASES as MECHANISMS  # noqa: E402
-from test_torch_states import CASES, inputs  # noqa: E402
-
-from longspan import ops  # noqa: E402
-from longspan.torch import (  # noqa: E402
+import test_torch_mechanisms as mechanisms
+import torch
+from agreement import elsewhere, leaves, padding, same_gradients
+from longspan import ops
+from longspan.torch import (
     MultiheadAttention,
     TensorState,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
 )
-from longspan.torch.attention import WITHOUT_ORDER  # noqa: E402
-from longspan.torch.mechanisms import MODULES  # noqa: E402
+from longspan.torch.attention import WITHOUT_ORDER
+from longspan.torch.mechanisms import MODULES
+from test_torch_mechanisms import CASES as MECHANISMS
+from test_torch_states import CASES, inputs
 
 
 @pytest.fixture(autouse=True)

@@ -11,17 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-if not torch.distributed.is_available():
-    pytest.skip("this torch has no distributed package", allow_module_level=True)
-
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from test_torch_context_parallel import on  # noqa: E402
-from torch import nn  # noqa: E402
-
-from longspan.torch import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, distributed, models  # noqa: E402
-from longspan.torch.distributed import context_parallel, mean_loss, one_process, stretch  # noqa: E402
+import torch
+import torch.distributed.checkpoint as dcp
+from longspan.torch import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, distributed, models
+from longspan.torch.distributed import context_parallel, mean_loss, one_process, stretch
+from test_torch_context_parallel import on
+from torch import nn
 
 BATCH, LENGTH, WIDTH = 4, 21, 16
 ATTENTIONS = {"kernelized": {}, "shaw": {"radius": 3}, "fourier": {}, "aft-local": {"length": LENGTH, "window": 3}, "aft-conv": {}}

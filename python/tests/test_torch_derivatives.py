@@ -1,17 +1,14 @@
 """Second derivatives, forward mode and batches of gradients: those of the definition, or an error, and never silently zero."""
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import draw, elsewhere, same_gradients  # noqa: E402
-from test_torch_mechanisms import CASES, inputs  # noqa: E402
-from test_torch_states import CASES as STATES  # noqa: E402
-from test_torch_states import inputs as inputs_of_states  # noqa: E402
-from torch.autograd import forward_ad, functional, gradcheck, gradgradcheck  # noqa: E402
-
-from longspan import ops  # noqa: E402
-from longspan.torch import TensorState, TransformerEncoderLayer  # noqa: E402
+import torch
+from agreement import draw, elsewhere, same_gradients
+from longspan import ops
+from longspan.torch import TensorState, TransformerEncoderLayer
+from test_torch_mechanisms import CASES, inputs
+from test_torch_states import CASES as STATES
+from test_torch_states import inputs as inputs_of_states
+from torch.autograd import forward_ad, functional, gradcheck, gradgradcheck
 
 EVERY = pytest.mark.parametrize("name", CASES)
 

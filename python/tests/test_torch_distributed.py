@@ -3,16 +3,11 @@
 import copy
 
 import pytest
-
-torch = pytest.importorskip("torch")
-if not torch.distributed.is_available():
-    pytest.skip("this torch has no distributed package", allow_module_level=True)
-
-from test_torch_context_parallel import on  # noqa: E402
-from test_torch_context_parallel_models import full, learning, sharded  # noqa: E402
-from torch import nn  # noqa: E402
-
-from longspan.torch import TransformerEncoderLayer  # noqa: E402
+import torch
+from longspan.torch import TransformerEncoderLayer
+from test_torch_context_parallel import on
+from test_torch_context_parallel_models import full, learning, sharded
+from torch import nn
 
 BATCH, LENGTH, WIDTH = 4, 20, 16
 ATTENTIONS = {

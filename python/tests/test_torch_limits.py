@@ -2,14 +2,12 @@
 
 import json
 
+import longspan
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
-import longspan  # noqa: E402
-from longspan import ops  # noqa: E402
-from longspan.torch import (  # noqa: E402
+import torch
+from longspan import ops
+from longspan.torch import (
     KernelizedAttention,
     MultiheadAttention,
     ShawAttention,
@@ -18,7 +16,7 @@ from longspan.torch import (  # noqa: E402
     TransformerEncoderLayer,
     chunked_attention,
 )
-from longspan.torch.runs import Tokenizer  # noqa: E402
+from longspan.torch.runs import Tokenizer
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

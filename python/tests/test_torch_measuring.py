@@ -3,16 +3,13 @@
 import subprocess
 import sys
 
+import longspan
+import longspan.torch.flops
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-import longspan  # noqa: E402
-import longspan.torch.flops  # noqa: E402
-from longspan import ops  # noqa: E402
-from longspan.torch import MultiheadAttention, TransformerEncoderLayer  # noqa: E402
+import torch
+from longspan import ops
+from longspan.torch import MultiheadAttention, TransformerEncoderLayer
+from torch.utils.flop_counter import FlopCounterMode
 
 
 def qkv(tokens, requires_grad=False):

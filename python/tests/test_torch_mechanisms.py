@@ -4,17 +4,14 @@ import json
 from contextlib import nullcontext
 from functools import partial
 
+import definition
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch")
-
-import definition  # noqa: E402
-from agreement import draw, elsewhere, leaves, same_gradients, steps  # noqa: E402
-
-from longspan import ops  # noqa: E402
-from longspan.torch import MultiheadAttention, TensorState, chunked_attention  # noqa: E402
-from longspan.torch._check import FUNCTIONS  # noqa: E402
+import torch
+from agreement import draw, elsewhere, leaves, same_gradients, steps
+from longspan import ops
+from longspan.torch import MultiheadAttention, TensorState, chunked_attention
+from longspan.torch._check import FUNCTIONS
 
 LENGTH = 9
 

@@ -1,14 +1,13 @@
 """Export to ONNX: what is refused, and what is not, in ONNX Runtime."""
 
 import pytest
+import torch
+from longspan import ops
+from longspan.torch import MultiheadAttention, chunked_attention
+from longspan.torch._chunked import RECURRENCE
+from longspan.torch.onnx import export as linear_export
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
-
-from longspan import ops  # noqa: E402
-from longspan.torch import MultiheadAttention, chunked_attention  # noqa: E402
-from longspan.torch._chunked import RECURRENCE  # noqa: E402
-from longspan.torch.onnx import export as linear_export  # noqa: E402
 
 
 class Call(torch.nn.Module):

@@ -3,18 +3,15 @@
 from contextlib import contextmanager, nullcontext
 
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.autograd import forward_ad  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from longspan import ops  # noqa: E402
-from longspan._calls import Request  # noqa: E402
-from longspan.torch import TensorState, _dispatch, _triton  # noqa: E402
-from longspan.torch._chunked import RECURRENCE  # noqa: E402
-from longspan.torch._dispatch import Route, route  # noqa: E402
+import torch
+from longspan import ops
+from longspan._calls import Request
+from longspan.torch import TensorState, _dispatch, _triton
+from longspan.torch._chunked import RECURRENCE
+from longspan.torch._dispatch import Route, route
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 KERNELS, AUTOGRAD, OPERATOR, TORCH = Route
 

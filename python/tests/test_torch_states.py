@@ -5,15 +5,12 @@ import pickle
 from contextlib import nullcontext
 from functools import partial
 
+import longspan
 import pytest
-
-torch = pytest.importorskip("torch")
-
-from agreement import draw, elsewhere, leaves, same_gradients, steps  # noqa: E402
-
-import longspan  # noqa: E402
-from longspan import ops  # noqa: E402
-from longspan.torch import (  # noqa: E402
+import torch
+from agreement import draw, elsewhere, leaves, same_gradients, steps
+from longspan import _calls, ops
+from longspan.torch import (
     AftSimple,
     FourierAttention,
     KernelizedAttention,
@@ -310,21 +307,8 @@ def test_a_decay_that_would_learn_is_refused():
             differentiate(torch.tensor([0.5, 0.9], dtype=torch.float64))
 
 
-COMBINED = {
-    "kernelized": ("kernelized", {}), "kernelized, decay": ("kernelized", {"decay": [0.5, 0.9]}),
-    "kernelized, exp": ("kernelized", {"feature_map": "exp"}), "shaw": ("shaw", {"radius": 3}),
-    "shaw, positions alone": ("shaw", {"radius": 3, "kernelized": False}), "fourier": ("fourier", {}),
-    "fourier, dominant": ("fourier", {"normalizer": "dominant"}),
-    "rotary": ("fourier", {"wave": "pairs", "normalizer": "unrotated"}), "softmax": ("softmax", {"capacity": 64}),
-    "toeplitz": ("toeplitz", {"kind": "clipped", "shape": [7]}),
-    "toeplitz, exp": ("toeplitz", {"kind": "clipped", "shape": [7], "feature_map": "exp"}),
-    "toeplitz, table": ("toeplitz", {"shape": [2 * LENGTH - 1]}),
-    "toeplitz, buckets": ("toeplitz", {"kind": "buckets", "shape": [6], "max_distance": 7}),
-    "toeplitz, radius 0": ("toeplitz", {"kind": "clipped", "shape": [1]}), "aft-simple": ("aft-simple", {}),
-    "aft-conv": ("aft-conv", {"taps": 4}), "short-convolution": ("short-convolution", {"width": 4}),
-    "aft-local": ("aft-local", {"window": 3, "length": LENGTH, "by_position": True}),
-    "aft-full": ("aft-full", {"length": LENGTH}),
-}  # fmt: skip
+#: Without those whose states have no sum with gradients, and what only differs in its gates.
+COMBINED = [name for name in CASES if name not in ("softmax, window", "depthwise-convolution")]
 
 
 @pytest.mark.parametrize("cuts", [(5, 9), (1, 2), (4, 6), (0, 6)])
@@ -336,7 +320,9 @@ def test_gradients_through_combine(name, cuts, padded):
     ignored = torch.zeros(2, LENGTH, dtype=torch.bool)
     # Not the last of a stretch: a state ends at the last key that counts.
     ignored[0, 2] = ignored[1, 7] = padded
-    mechanism, options = COMBINED[name]
+    mechanism = "fourier" if name == "rotary" else name.split(",")[0]
+    options = {**getattr(function, "keywords", {}), **dict(_calls.shaped(mechanism, parameters))}
+    options |= {"by_position": True} if mechanism == "aft-local" else {}
     first, second = cuts
 
     def state(q, k, v, *parameters, a, b):

@@ -4,13 +4,10 @@ import copy
 import pickle
 
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from agreement import learned  # noqa: E402
-
-from longspan.transformers import StateCache, register  # noqa: E402
+import torch
+import transformers
+from agreement import learned
+from longspan.transformers import StateCache, register
 
 register("longspan")
 register("longspan-decay", decay=0.9, feature_map="softplus")

@@ -6,24 +6,21 @@ from copy import deepcopy
 from functools import partial
 
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from agreement import learned  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from test_runs import WORDS, run_command as run, settings_of  # noqa: E402
-
-from longspan.torch.runs import END, START, Tokenizer  # noqa: E402
-from longspan.transformers import (  # noqa: E402
+import torch
+import transformers
+from agreement import learned
+from longspan.torch.runs import END, START, Tokenizer
+from longspan.transformers import (
     LongspanConfig,
     LongspanForCausalLM,
     LongspanForSeq2SeqLM,
     LongspanForSequenceClassification,
     StateCache,
 )
-from longspan.transformers._config import SETTINGS  # noqa: E402
-from longspan.transformers._models import _CACHE as CACHE  # noqa: E402
+from longspan.transformers._config import SETTINGS
+from longspan.transformers._models import _CACHE as CACHE
+from safetensors.torch import load_file, save_file
+from test_runs import WORDS, run_command as run, settings_of
 
 SIZES = {"d_model": 16, "heads": 2, "d_ff": 32, "layers": 2, "encoder_layers": 1, "decoder_layers": 2, "radius": 3}
 MODELS = [LongspanForCausalLM, LongspanForSequenceClassification, LongspanForSeq2SeqLM]

@@ -247,9 +247,9 @@ def test_wrong_calls_are_refused():
         ops.kernelized_attention(q[:1], k[:1], v[:1], cu_seqlens=[0, 8], key_padding_mask=torch.zeros(1, 8, dtype=torch.bool, device=DEVICE))
     with refused(match="states: expected a causal mask"):
         ops.kernelized_attention(q, k, v, output_final_state=True)
-    with refused(match="gated: is_causal: expected a causal mask"):
+    with refused(match="gated_attention: is_causal: expected a causal mask"):
         ops.gated_attention(q, k, v, k[..., 0], is_causal=False)
-    with refused(match="gated: parameters: expected shape"):
+    with refused(match="gated_attention: parameters: expected shape"):
         ops.gated_attention(q, k, v, k[:, :1, :, 0])
     _, state = ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)
     with refused(match="another feature map, decay or table"):

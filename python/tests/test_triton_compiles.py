@@ -8,14 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
-
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
-from longspan.torch._triton import band, channels, gated, kernelized, shaw, solve, taps  # noqa: E402
+import torch
+import triton
+from longspan.torch._triton import band, channels, gated, kernelized, shaw, solve, taps
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 if kernelized.INTERPRETED:
     pytest.skip("an interpreted kernel is not compiled", allow_module_level=True)

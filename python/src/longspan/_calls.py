@@ -1,7 +1,5 @@
 """What a call on arrays and a call on tensors have in common: the compiled mechanism, names, states, boundaries."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -19,8 +17,6 @@ class Declared(NamedTuple):
 
     #: The function of `longspan.ops` that calls it.
     function: Callable[..., Any]
-    #: Names of its parameters before those of feature maps and gates, of a call with these options and so many parameters.
-    names: Callable[[dict[str, Any], int], list[str]]
     #: Options that follow from the shapes of its parameters. An operator's options, a text, cannot hold them: under torch.compile a
     #: size may be a symbol.
     shaped: Callable[..., dict[str, Any]] | None
@@ -33,10 +29,9 @@ DECLARED: dict[str, Declared] = {}
 
 
 def declare(
-    name: str, function: Callable[..., Any], names: Callable[[dict[str, Any], int], list[str]] = lambda *_: [],
-    shaped: Callable[..., dict[str, Any]] | None = None, **explained: Any,
-) -> None:  # fmt: skip
-    DECLARED[name] = Declared(function, names, shaped, explained)
+    name: str, function: Callable[..., Any], shaped: Callable[..., dict[str, Any]] | None = None, **explained: Any
+) -> None:
+    DECLARED[name] = Declared(function, shaped, explained)
 
 
 def shaped(name: str, parameters: Sequence[Any], q: Any = None, offset: int = 0) -> tuple[tuple[str, Any], ...]:
@@ -105,12 +100,6 @@ def features(feature_map: str, head_dim: int) -> int:
     return _features(feature_map, head_dim)
 
 
-# What `torch.compiler.assume_constant_result` does, without torch: a compiler can trace neither json nor the compiled half.
-_CONSTANT: tuple[Any, ...] = (_settings, features)
-for _function in _CONSTANT:
-    _function._dynamo_marked_constant = True
-
-
 def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]]:
     """Boundaries of packed sequences on the query and the key axis."""
     pair = isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 and all(hasattr(c, "__len__") for c in cu_seqlens)
@@ -133,13 +122,19 @@ def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]]:
 BFLOAT16 = np.dtype("V2")
 
 
-def names(mechanism: str, options: str, parameters: Sequence[Any]) -> list[str]:
-    """Names of a call's arrays. More names than arrays do no harm: zip stops at the shorter."""
-    given = settings(options)
-    learned = str(given.get("feature_map", "")).startswith("hedgehog")
-    others = [*(["maps", "maps"] if learned or not given.get("gate") else []), "log_decay"]
-    own = DECLARED[mechanism].names(given, len(parameters)) if mechanism in DECLARED else []
-    return ["q", "k", "v", *own, *others]
+def _names(mechanism: str, options: str, more: tuple[tuple[str, Any], ...]) -> tuple[str, ...]:
+    return ("q", "k", "v", *(name for name, _ in cached(mechanism, options, "names", more).parameter_shapes((1,) * 7)))
+
+
+def names(mechanism: str, options: str, parameters: Sequence[Any]) -> tuple[str, ...]:
+    """Names of a call's arrays."""
+    return _names(mechanism, options, shaped(mechanism, parameters))
+
+
+# What `torch.compiler.assume_constant_result` does, without torch: a compiler can trace neither json nor the compiled half.
+_CONSTANT: tuple[Any, ...] = (_settings, features, _names)
+for _function in _CONSTANT:
+    _function._dynamo_marked_constant = True
 
 
 def plain_state(operation: str, name: str, state: Any) -> State | None:

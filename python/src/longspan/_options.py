@@ -3,8 +3,6 @@
 Text, because a torch operator can take it and a cache can look it up.
 """
 
-from __future__ import annotations
-
 import sys
 from numbers import Integral, Real
 from typing import Any
@@ -94,7 +92,7 @@ def kernel(
     expect_type(operation, "algorithm", algorithm, str)
     expect_type(operation, "normalize", normalize, bool)
     if not more and decay is None and log_decay is None:
-        return _plain(feature_map, normalize, algorithm)
+        return f'{{"feature_map": {as_json(feature_map)}, "normalize": {as_json(normalize)}, "algorithm": {as_json(algorithm)}}}'
     options = falling(operation, k, decay, log_decay)
     return as_object(feature_map=feature_map, normalize=normalize, algorithm=algorithm, **options, **more)
 
@@ -124,10 +122,6 @@ def gates(log_decay: Any) -> tuple[Any, ...]:
     if log_decay is None:
         return ()
     return (log_decay[:, :, None] if log_decay.ndim == 2 else log_decay,)
-
-
-def _plain(feature_map: str, normalize: bool, algorithm: str) -> str:
-    return f'{{"feature_map": {as_json(feature_map)}, "normalize": {as_json(normalize)}, "algorithm": {as_json(algorithm)}}}'
 
 
 def expect_axes(operation: str, name: str, value: Any, axes: int, shape: str) -> None:

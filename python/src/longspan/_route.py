@@ -1,7 +1,5 @@
 """Whether a call goes to the kernels on NumPy arrays, from here, or on tensors, by `longspan.torch`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -30,14 +28,11 @@ def _numpy_arrays(
     operation: str, name: str, options: str, q: Any, k: Any, v: Any, parameters: tuple[Any, ...]
 ) -> tuple[Any, Any, Any, tuple[Any, ...], Any]:
     """NumPy arrays as the kernels take them, and the bfloat16 of another package that they came in, if any."""
-    if type(q) is np.ndarray and q.dtype in _NATIVE_DTYPES:
-        arrays = (q, k, v, *parameters)
-        # Names take as long as all else here, and few calls need them.
-        if not all([type(array) is np.ndarray for array in arrays]):
-            for given, array in zip(_calls.names(name, options, parameters), arrays):
-                _expect_unmasked(operation, given, array)
+    arrays = (q, k, v, *parameters)
+    # Names take as long as all else here, and few calls need them.
+    if all([type(array) is np.ndarray for array in arrays]) and q.dtype in _NATIVE_DTYPES:
         return q, k, v, parameters, None
-    (q, k, v, *rest), other = _as_two_bytes(operation, (q, k, v, *parameters), _calls.names(name, options, parameters))
+    (q, k, v, *rest), other = _as_two_bytes(operation, arrays, _calls.names(name, options, parameters))
     return q, k, v, tuple(rest), other
 
 

@@ -7,8 +7,6 @@ the type of ``q``. What these kernels do not do is refused by name; tensors on o
 The formulas are in the kernels' ``gated/README.md``; ``longspan.transformers.accelerate`` brings them to models of `transformers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -423,9 +421,16 @@ def _run(
     several = batch if cu_seqlens is None or initial_state is None else len(cu_seqlens) - 1
     _expect_shape(operation, "initial_state", initial_state, (several, value_heads, width, columns))
     if cu_seqlens is not None and (initial_state is not None or output_final_state):
-        return _packed_with_states(
-            operation, mechanism, q, k, v, g, beta, scale, initial_state, output_final_state, l2_norm, cu_seqlens
-        )  # fmt: skip
+        # Each sequence with a state of its own.
+        bounds, others = _calls.boundaries(operation, cu_seqlens)
+        check_packed(operation, (bounds, others), q.transpose(1, 2), k.transpose(1, 2))
+        found = []
+        for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
+            pieces: Any = [None if x is None else x[:, start:end] for x in (q, k, v, g, beta)]
+            before = None if initial_state is None else initial_state[n : n + 1]
+            found.append(_run(operation, mechanism, *pieces, scale, before, True, l2_norm, None))  # type: ignore[call-arg]
+        outs, states = zip(*found)
+        return torch.cat(outs, dim=1), torch.cat(states) if output_final_state else None
     dtype = q.dtype
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     q, k, v = (x.to(wide).transpose(1, 2) for x in (q, k, v))
@@ -448,19 +453,3 @@ def _run(
     out, after = result
     numbers = _dispatch.as_tensors(operation, after).numbers
     return out.transpose(1, 2).to(dtype), numbers[..., : width * columns].unflatten(2, (width, columns))
-
-
-def _packed_with_states(
-    operation: str, mechanism: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float | None,
-    initial_state: Tensor | None, output_final_state: bool, l2_norm: bool, cu_seqlens: Tensor,
-) -> Result:  # fmt: skip
-    """Each sequence with a state of its own."""
-    bounds, others = _calls.boundaries(operation, cu_seqlens)
-    check_packed(operation, (bounds, others), q.transpose(1, 2), k.transpose(1, 2))
-    found = []
-    for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        pieces: Any = [None if x is None else x[:, start:end] for x in (q, k, v, g, beta)]
-        before = None if initial_state is None else initial_state[n : n + 1]
-        found.append(_run(operation, mechanism, *pieces, scale, before, True, l2_norm, None))  # type: ignore[call-arg]
-    outs, states = zip(*found)
-    return torch.cat(outs, dim=1), torch.cat(states) if output_final_state else None

@@ -77,32 +77,4 @@ from ._shaw import shaw_attention, shaw_attention_step
 from ._softmax import softmax_attention, softmax_attention_step
 from ._toeplitz import toeplitz_attention, toeplitz_attention_step
 
-__all__ = [
-    "State",
-    "aft_conv",
-    "aft_conv_step",
-    "aft_full",
-    "aft_full_step",
-    "aft_local",
-    "aft_local_step",
-    "aft_simple",
-    "aft_simple_step",
-    "delta_attention",
-    "delta_attention_step",
-    "depthwise_convolution",
-    "depthwise_convolution_step",
-    "fourier_attention",
-    "fourier_attention_step",
-    "gated_attention",
-    "gated_attention_step",
-    "kernelized_attention",
-    "kernelized_attention_step",
-    "shaw_attention",
-    "shaw_attention_step",
-    "short_convolution",
-    "short_convolution_step",
-    "softmax_attention",
-    "softmax_attention_step",
-    "toeplitz_attention",
-    "toeplitz_attention_step",
-]
+__all__ = sorted(name for name in globals() if not name.startswith("_"))

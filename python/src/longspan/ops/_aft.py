@@ -1,7 +1,5 @@
 """The attention-free transformer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -258,13 +256,7 @@ def aft_full(
         operation, "aft-full", "{}", q, k, v, biases,
         is_causal, offset, key_padding_mask, None, initial_state, output_final_state,
     )  # fmt: skip
-    if missing is None:
-        return out
-    if is_tensor(out):
-        import torch
-
-        return torch.cat([out.new_zeros((*out.shape[:2], missing, out.shape[3])), out], 2)
-    return np.concatenate([np.zeros((*out.shape[:2], missing, out.shape[3]), out.dtype), out], 2)
+    return out if missing is None else _padded(out, missing, (missing + out.shape[2], out.shape[3]))
 
 
 def aft_full_step(q, k, v, w=None, u=None, z=None, state=None):
@@ -317,26 +309,22 @@ def _by_position(
 
 
 def _padded(table: Any, first: int, shape: tuple[int, int]) -> Any:
-    """``table`` as rows ``first ..`` of one of zeros."""
-    after = (shape[0] - first - table.shape[0], shape[1] - table.shape[1])
+    """``table`` as rows ``first ..`` of one of zeros, in its last two axes."""
+    after = (shape[0] - first - table.shape[-2], shape[1] - table.shape[-1])
     if not first and after == (0, 0):
         return table
     if is_tensor(table):
         import torch
 
         return torch.nn.functional.pad(table, (0, after[1], first, after[0]))
-    return np.pad(table, ((first, after[0]), (0, after[1])))
+    return np.pad(table, [(0, 0)] * (table.ndim - 2) + [(first, after[0]), (0, after[1])])
 
 
 _calls.declare(
-    "aft-full", aft_full, lambda _, count: ["w"] if count == 1 else ["u", "z"],
-    lambda q, offset, w, z=None: {"length": w.shape[0], "rank": None if z is None else w.shape[1]},
-)  # fmt: skip
-_calls.declare(
-    "aft-local", aft_local, lambda *_: ["w"], lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]}, window=32
+    "aft-full", aft_full, lambda q, offset, w, z=None: {"length": w.shape[0], "rank": None if z is None else w.shape[1]}
 )
+_calls.declare("aft-local", aft_local, lambda q, offset, w: {"window": (w.shape[-1] + 1) // 2, "length": w.shape[0]}, window=32)
 _calls.declare("aft-simple", aft_simple)
 _calls.declare(
-    "aft-conv", aft_conv, lambda *_: ["w", "gamma", "beta"],
-    lambda q, offset, w, *_: {"taps": w.shape[-1], "tap_rows": w.shape[1] if w.ndim == 3 else None}, taps=33,
-)  # fmt: skip
+    "aft-conv", aft_conv, lambda q, offset, w, *_: {"taps": w.shape[-1], "tap_rows": w.shape[1] if w.ndim == 3 else None}, taps=33
+)

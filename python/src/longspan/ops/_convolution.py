@@ -1,7 +1,5 @@
 """Short convolutions, with gates and without: what looks at neighbours, between layers of attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .. import _calls, _options
@@ -177,6 +175,4 @@ def _no_columns(operation: str, x: Any, least: int) -> Any:
     return (x.detach() if hasattr(x, "detach") else x)[..., :0]
 
 
-_calls.declare(
-    "short-convolution", short_convolution, lambda *_: ["taps", "bias"], lambda q, offset, taps, *_: {"width": taps.shape[1]}, width=4
-)
+_calls.declare("short-convolution", short_convolution, lambda q, offset, taps, *_: {"width": taps.shape[1]}, width=4)

@@ -1,7 +1,5 @@
 """Fourier positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .. import _calls, _options
@@ -152,9 +150,4 @@ def fourier_attention_step(
     return step(operation, "fourier", options, q, k, v, parameters, state)
 
 
-def _names(options: dict[str, Any], _count: int) -> list[str]:
-    free = () if options.get("wave") == "pairs" else ("b", *FREE[options.get("normalizer", "one_plus")])
-    return ["a", *free, *(() if options.get("axes") is None else ("q_positions", "k_positions"))]
-
-
-_calls.declare("fourier", fourier_attention, _names)
+_calls.declare("fourier", fourier_attention)

@@ -1,7 +1,5 @@
 """Gated linear attention and the delta rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .. import _calls, _options
@@ -170,11 +168,5 @@ def delta_attention_step(q, k, v, beta, log_decay=None, state=None, *, l2_norm=T
     return step(operation, "delta", options, q, k, v, gates, state)
 
 
-def _names(options: dict[str, Any], count: int) -> list[str]:
-    if not options.get("learned"):
-        return ["log_decay", "beta"] if options["gate"] != "none" else ["beta"]
-    return [*(["rate", "bias"] if options["gate"] != "none" else []), "query_taps", "key_taps", "value_taps"]
-
-
-_calls.declare("gated", gated_attention, _names)
-_calls.declare("delta", delta_attention, _names)
+_calls.declare("gated", gated_attention)
+_calls.declare("delta", delta_attention)

@@ -1,7 +1,5 @@
 """Linear attention."""
 
-from __future__ import annotations
-
 from .. import _calls, _options
 from .._route import attend, step
 

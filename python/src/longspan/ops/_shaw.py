@@ -1,7 +1,5 @@
 """Shaw's relative positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .. import _calls, _options
@@ -108,5 +106,5 @@ def shaw_attention_step(
 
 
 _calls.declare(
-    "shaw", shaw_attention, lambda *_: ["rel"], lambda q, offset, rel, *_: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2}, radius=16
+    "shaw", shaw_attention, lambda q, offset, rel, *_: {"radius": rel.shape[-2] // 2, "shared": rel.ndim == 2}, radius=16
 )

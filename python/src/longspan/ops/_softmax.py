@@ -1,9 +1,5 @@
 """Softmax attention, the baseline."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from .. import _calls, _options
 from .._route import attend, step
 

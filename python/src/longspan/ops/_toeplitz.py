@@ -1,7 +1,5 @@
 """A weight for every distance."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 
@@ -146,6 +144,6 @@ def _first_distance(q: Any, offset: Any) -> int | None:
 
 
 _calls.declare(
-    "toeplitz", toeplitz_attention, lambda *_: ["bias"],
+    "toeplitz", toeplitz_attention,
     lambda q, offset, bias, *_: {"first": _first_distance(q, offset), "shape": tuple(bias.shape[1:])},
 )  # fmt: skip

@@ -1,7 +1,5 @@
 """One list of cases for all devices, and what holds a device to the CPU's kernels in doubles by it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -4,8 +4,6 @@ places and counts as constants.
 What each part of a state means, and how two become one, is in ``state.rs`` of each mechanism in ``crates/longspan-kernels/src``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +15,10 @@ from torch.autograd.function import once_differentiable
 from .. import _calls, _native
 from .._native import State
 from . import _operators
+from ._chunked.aft import Aft
 from ._chunked.call import Call
-from ._chunked.pairs import softmax_state
-from ._chunked.rings import rows_at
+from ._chunked.pairs import near_rows, softmax_state, toeplitz_state
+from ._chunked.rings import ordered
 from ._states import TensorState
 
 Parts = Sequence[Tensor]
@@ -63,7 +62,8 @@ def combine(
                          "gradients, got a TensorState; give state.detach(), or for gradients the earlier state as "
                          "initial_state")  # fmt: skip
     first, second = (TensorState.of(state) if isinstance(state, State) else state for state in (earlier, later))
-    formula = _formula(earlier.mechanism)
+    # Of a mechanism whose kernel has no gradients of sums.
+    formula: Any = {"softmax": _softmax, "toeplitz": _toeplitz}.get(earlier.mechanism, _aft if earlier.mechanism.startswith("aft-") else None)
     shape = (first.mechanism, first.options, tuple(first.parts))
     given = [x if isinstance(x, Tensor) else torch.from_numpy(np.ascontiguousarray(x)) for x in parameters]
     if formula is None and shape == (second.mechanism, second.options, tuple(second.parts)):
@@ -80,83 +80,46 @@ def combine(
     return TensorState(summed.mechanism, summed.options, summed.parts, summed.numbers + (gradients - gradients.detach()))
 
 
-def _formula(mechanism: str) -> Any:
-    """Of a mechanism whose kernel has no gradients of sums; ``None`` for the others."""
-    return {"softmax": _softmax, "toeplitz": _toeplitz}.get(mechanism, _aft if mechanism.startswith("aft-") else None)
-
-
-def _rows(part: Tensor, places: Tensor, count: int) -> Tensor:
-    """Of a part that holds ``count`` rows, those at ``places``, ``[batch, kv_heads, rows]``."""
-    return rows_at(part.unflatten(-1, (count, part.shape[-1] // max(count, 1))), places.long())
-
-
-def _scaled(own: Tensor, to: Tensor, counts: Tensor | None = None) -> Tensor:
-    """``exp(own - to)``, or 0 where there is nothing to scale."""
+def _scaled(own: Tensor, to: Tensor) -> Tensor:
+    """``exp(own - to)``, or 0 where there is nothing to scale. The exponent of a sum is no smaller than those of its parts, but for the
+    rounding of what stands for none."""
+    own, to = own.detach(), to.detach()
     there = own.isfinite() & to.isfinite()
-    there = there if counts is None else there & counts
-    return torch.where(there, torch.where(there, own - to, 0).exp(), 0)
+    return torch.where(there, torch.where(there, own - to, 0).clamp(max=0).exp(), 0)
 
 
 def _toeplitz(first: Parts, second: Parts, summed: Parts, chosen: dict[str, Any]) -> Parts:
-    """The later ring after the earlier one; what no longer fits becomes far."""
-    near = _near(first, chosen["shape"], None if chosen.get("centred") else chosen.get("first"))
-    marks, later_marks, new_marks = (part[2].detach() for part in (first, second, summed))
-    exponents = [own[..., 2] for own in (marks, later_marks, new_marks)]
-    before, since = (_scaled(own, exponents[2])[..., None] for own in exponents[:2])
-    sums, keys = (before * a + since * b for a, b in zip(first[:2], second[:2]))
-    if not near:
-        return sums, keys, torch.zeros_like(marks), *first[3:]
-    back = torch.arange(near, 0, -1, dtype=marks.dtype, device=marks.device)
-    held, later_held = marks[..., 1, None], later_marks[..., 1, None]
-    slot = [own[..., 0, None] for own in (marks, later_marks, new_marks)]
-    if keys.shape[-1]:
-        gone = (back <= held) & (back + later_held > near)
-        places = ((slot[0] - back) % near).expand_as(gone)
-        k, row = _rows(first[3], places, near), _rows(first[5], places, near)
-        own = _rows(first[4].detach(), places, near)[..., 0] if first[4].shape[-1] else torch.zeros_like(row[..., 0])
-        k = k * _scaled(own, exponents[2][..., None], gone & (row[..., -1].detach() == 1))[..., None]
-        keys = keys + k.sum(2)
-        sums = sums + (k.mT @ row[..., :-1]).flatten(2)
-    # By the place in the new ring: how many tokens ago its row came.
-    back = (slot[2] - torch.arange(near, dtype=marks.dtype, device=marks.device) - 1) % near + 1
-    kept, own = (slot[0] - (back - later_held)) % near, (slot[1] - back) % near
-    k, row = (torch.where((back <= later_held)[..., None], _rows(b, own, near), _rows(a, kept, near))
-              for a, b in ((first[3], second[3]), (first[5], second[5])))  # fmt: skip
-    return sums, keys, torch.zeros_like(marks), k, torch.zeros_like(first[4]), row
-
-
-def _near(parts: Parts, shape: Sequence[int], first: int | None) -> int:
-    """Rows of a Toeplitz state's ring. Without far sums, whose keys are as wide as the ring's, a table or a grid says it."""
-    if parts[1].shape[-1]:
-        return parts[3].shape[-1] // parts[1].shape[-1]
-    if len(shape) == 1 and first is not None:
-        return max(1 - first, 0)
-    near = 1
-    for entries in shape:
-        near *= entries // 2 + 1
-    return near
+    """The later ring's rows after the earlier state, and what the later one holds no longer as rows."""
+    table = torch.empty((1, *chosen["shape"]), device="meta")
+    settings = {**chosen, "feature_map": "identity", "centred": chosen.get("centred") or chosen.get("first") is None}
+    count, after, ring = near_rows(table, settings), first, first[3:]
+    if count:
+        oldest = second[2][..., :1] - second[2][..., 1:2]
+        k, v = (ordered(second[part], oldest, count) for part in (3, 5))
+        exponents = ordered(second[4], oldest, count).detach() if second[4].shape[-1] else torch.zeros_like(k[..., :1])
+        after = toeplitz_state(Call(
+            k[:, :, :0], k, v[..., :-1], [table], (None, None), settings, True, key_padding_mask=v.detach()[:, 0, :, -1] != 1,
+            initial=first, exponents=exponents,
+        ))  # fmt: skip
+        turn = after[2][..., :1] - summed[2][..., :1]
+        ring = [ordered(after[3], turn, count).flatten(2), torch.zeros_like(first[4]), ordered(after[5], turn, count).flatten(2)]
+    before, since = (_scaled(own[2][..., 2:3], summed[2][..., 2:3]) for own in (after, second))
+    sums, keys = (before * a + since * b for a, b in zip(after[:2], second[:2]))
+    return sums, keys, torch.zeros_like(summed[2]), *ring
 
 
 def _aft(first: Parts, second: Parts, summed: Parts, _chosen: dict[str, Any]) -> Parts:
-    """Means relative to their exponents; the earlier ring's oldest rows leave, and the later ones take their places."""
-    marks, later_marks, new_marks = (part[5].detach() for part in (first, second, summed))
-    exponents = [part[2].detach() for part in (first, second, summed)]
-    before, since = (_scaled(own, exponents[2]) for own in exponents[:2])
-    numerator, denominator = (before * a + since * b for a, b in zip(first[:2], second[:2]))
-    width, key_dim = numerator.shape[-1], denominator.shape[-1]
-    rows = first[4].shape[-1] // max(width, 1)
-    if not rows:
-        return numerator, denominator, torch.zeros_like(exponents[0]), first[3], first[4], torch.zeros_like(marks)
-    held = later_marks[..., 1, None]
-    place = torch.arange(rows, dtype=marks.dtype, device=marks.device)
-    gone = ((place - marks[..., 0, None]) % rows < held)[..., None]
-    k, v = first[3].unflatten(-1, (rows, key_dim)), first[4].unflatten(-1, (rows, width))
-    weight = _scaled(k, exponents[2][..., None, :], gone)
-    numerator, denominator = numerator + (weight * v).sum(2), denominator + weight.sum(2)
-    back = (new_marks[..., 0, None] - place - 1) % rows + 1
-    own = (later_marks[..., 0, None] - back) % rows
-    ring = [torch.where((back <= held)[..., None], _rows(b, own, rows), a) for a, b in zip((k, v), second[3:5])]
-    return numerator, denominator, torch.zeros_like(exponents[0]), *ring, torch.zeros_like(marks)
+    """The same of AFT, whose sums and their exponents have a number for each channel."""
+    count, after, ring = second[4].shape[-1] // max(second[0].shape[-1], 1), first, first[3:5]
+    if count:
+        held = second[5].detach()[..., 1:2]
+        k, v = (ordered(part, second[5][..., :1] - held, count) for part in second[3:5])
+        absent = torch.arange(count, device=k.device) >= held[:, 0]
+        after = Aft().state_after(Call(k[:, :, :0], k, v, (), (None, None), {}, True, key_padding_mask=absent, initial=first))
+        ring = [ordered(part, after[5][..., :1] - summed[5][..., :1], count).flatten(2) for part in after[3:5]]
+    before, since = (_scaled(own[2], summed[2]) for own in (after, second))
+    sums, weights = (before * a + since * b for a, b in zip(after[:2], second[:2]))
+    return sums, weights, torch.zeros_like(summed[2]), *ring, torch.zeros_like(summed[5])
 
 
 def _softmax(first: Parts, second: Parts, _summed: Parts, chosen: dict[str, Any]) -> Parts:

@@ -1,7 +1,5 @@
 """The path of a call on torch tensors: straight to the kernels, through an operator, or through torch's own operations."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -20,8 +18,7 @@ from . import _operators, _triton
 from ._chunked import check_packed, check_shapes, in_torch, in_torch_with_states, of_every_head, recurrence
 from ._chunked.call import autocasts
 from ._chunked.call import interpreter as _interpreter
-from ._operators import as_array
-from ._profile import named
+from ._operators import as_array, named
 from ._states import TensorState
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -106,7 +103,7 @@ def attend(
         q, k = of_every_head(mechanism, *tensors[:3])
         v = tensors[2]
         tensors = (q, k, *tensors[2:])
-        check_shapes(mechanism, q, k, v, key_padding_mask)
+        check_shapes(call, q, k, v, key_padding_mask)
         if cu_seqlens is not None:
             check_packed(operation, _calls.boundaries(operation, cu_seqlens), q, k, key_padding_mask)
     if with_state and where is not Route.KERNELS:
@@ -302,7 +299,10 @@ def check(call: Request, tensors: Sequence[Any], key_padding_mask: Any) -> None:
         if type(tensor) in _PLAIN_TYPES and tensor.is_cpu and tensor.dtype is dtype and dtype in _FLOATS and q.is_cpu:
             if tensor.layout is torch.strided and not tensor.is_nested:
                 continue
-        name = _calls.names(call.mechanism, call.options, tensors[3:])[place]
+        if isinstance(tensor, Tensor) and tensor.device == q.device and tensor.layout is torch.strided and not tensor.is_nested:
+            if tensor.dtype in _FLOATS and (tensor.dtype == dtype or _autocast(q.device)):
+                continue
+        name = _calls.names(call.mechanism, call.options, tensors[3:])[place] if place > 2 else "qkv"[place]
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
         if tensor.device != q.device:

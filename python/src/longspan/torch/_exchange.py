@@ -1,7 +1,5 @@
 """What ranks tell each other: what each is about to compute, then its stretch's numbers, and in the backward their gradients."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -22,13 +20,10 @@ def gather(operation: str, tensor: Tensor, group: Any) -> list[Tensor]:
         try:
             dist.all_gather_into_tensor(gathered.flatten(), tensor.contiguous().flatten(), group=group)
         except RuntimeError as error:
+            said = str(error).strip().split("\n")[0]
             raise RuntimeError(f"{operation}: rank {dist.get_rank()}: expected an answer from all {ranks} ranks, got none: one "
-                               f"of them has ended, is late, or is in another call ({_first_line(error)})") from error  # fmt: skip
+                               f"of them has ended, is late, or is in another call ({said})") from error  # fmt: skip
     return list(gathered)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def _number(fact: Any) -> int:

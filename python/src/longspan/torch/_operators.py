@@ -3,9 +3,7 @@
 One operator serves every mechanism: its name and its options (JSON) are text, its parameters a list of tensors.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -18,7 +16,6 @@ from .._calls import Request
 from .._native import State
 from . import _triton
 from ._chunked import in_torch, in_torch_with_states
-from ._profile import named
 from ._states import TensorState
 
 #: Mechanism, options and parts of a state.
@@ -27,6 +24,21 @@ Shape = tuple[str, str, tuple[int, ...]]
 Packed = Optional[tuple[list[int], list[int]]]
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+_profiling = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+
+
+def named(mechanism: str, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, with a name for it where a profiler is at work."""
+    if not _profiling():
+        return call
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        with torch.profiler.record_function(f"longspan::{mechanism} {part}"):
+            return call(*arguments, **options)
+
+    return recorded
 
 
 class _Exported:

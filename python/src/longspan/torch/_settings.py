@@ -1,7 +1,5 @@
 """Mechanisms as the settings of a run name them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

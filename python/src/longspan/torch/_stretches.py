@@ -197,12 +197,17 @@ class Windows:
         self.widths = (keys.k.shape[3], keys.v.shape[3], 1)
         self.blank = keys.k.new_zeros((*keys.k.shape[:2], (1 + reach) * sum(self.widths)))
 
-    def form(self, keys: Tokens) -> Tensor:
-        """The numbers of a stretch of its own."""
+    @staticmethod
+    def marked(keys: Tokens) -> Tensor:
+        """The row of each token."""
         marks = torch.ones_like(keys.v[..., :1])
         if keys.ignored is not None:
             marks = marks + keys.ignored[:, None, :, None].to(marks.dtype)
-        rows = torch.cat([keys.k, keys.v, marks], 3)
+        return torch.cat([keys.k, keys.v, marks], 3)
+
+    def form(self, keys: Tokens) -> Tensor:
+        """The numbers of a stretch of its own."""
+        rows = self.marked(keys)
         cut = max(keys.count - self.reach, 0)
         missing = rows.new_zeros((*rows.shape[:2], max(self.reach - keys.count, 0), rows.shape[3]))
         return torch.cat([self._one(rows[:, :, :cut]), missing, rows[:, :, cut:]], 2).flatten(2)
@@ -255,10 +260,7 @@ class WindowsBetween:
         self, q: Tensor, keys: Tokens, before: Tensor, after: Tensor | None, positions: Tensor | None, start: int
     ) -> Tensor:
         """Outputs of queries from position ``start`` on."""
-        own = [keys.k, keys.v, torch.ones_like(keys.v[..., :1])]
-        if keys.ignored is not None:
-            own[2] = own[2] + keys.ignored[:, None, :, None].to(own[2].dtype)
-        rows = [self.sides[0].rows(before), torch.cat(own, 3)]
+        rows = [self.sides[0].rows(before), Windows.marked(keys)]
         if after is not None:
             rows.append(self.sides[1].rows(after).flip(2))
         k, v, marks = torch.cat(rows, 2).split(self.sides[0].widths, 3)

@@ -1,7 +1,5 @@
 """Weights in files as the command writes them, and the seal of a run's folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

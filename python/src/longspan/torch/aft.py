@@ -1,14 +1,12 @@
 """The modules of the attention-free transformer (Zhai et al. 2021): see `mechanisms`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _options
-from ..ops._aft import aft_conv_options, aft_local_options
+from ..ops._aft import aft_conv_options
 from .attention import Attention
 
 
@@ -37,9 +35,7 @@ class AftFull(Attention):
         super().__init__(num_heads, head_dim, "{}", num_kv_heads)
         _options.expect_integer("AftFull", "length", length, 1, _options.MOST)
         _options.expect_integer("AftFull", "rank", 1 if rank is None else rank, 1, _options.MOST)
-        place = {"device": device, "dtype": dtype}
-        names = ("w",) if rank is None else ("u", "z")
-        self._learn({name: torch.empty((length, length if rank is None else rank), **place) for name in names}, place)
+        self._learn({"device": device, "dtype": dtype}, length=length, rank=rank)
 
     def _draw(self) -> None:
         for table in self._learned():
@@ -70,10 +66,8 @@ class AftLocal(Attention):
     ) -> None:  # fmt: skip
         _options.expect_integer("AftLocal", "window", window, 1, _options.MOST)
         _options.expect_integer("AftLocal", "length", length, 1, _options.MOST)
-        place = {"device": device, "dtype": dtype}
-        w = torch.empty((length, 2 * window - 1), **place)
-        super().__init__(num_heads, head_dim, aft_local_options("AftLocal", w, True), num_kv_heads)
-        self._learn({"w": w}, place)
+        super().__init__(num_heads, head_dim, _options.as_object(by_position=True), num_kv_heads)
+        self._learn({"device": device, "dtype": dtype}, window=window, length=length)
 
     def _draw(self) -> None:
         nn.init.normal_(self.w, std=0.01)
@@ -95,7 +89,7 @@ class AftSimple(Attention):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(num_heads, head_dim, "{}", num_kv_heads)
-        self._learn({}, {})
+        self._learn({})
 
 
 class AftConv(Attention):
@@ -140,13 +134,10 @@ class AftConv(Attention):
         _options.expect_integer("AftConv", "taps", taps, 1, _options.MOST)
         tap_rows = taps if tap_rows is None else tap_rows
         _options.expect_integer("AftConv", "tap_rows", tap_rows, 1, _options.MOST)
-        place = {"device": device, "dtype": dtype}
-        w = torch.empty((num_heads, taps) if image is None else (num_heads, tap_rows, taps), **place)
-        scale = torch.empty(num_heads) if normalized else None
+        w, scale = torch.empty((1, 1) if image is None else (1, 1, 1)), torch.empty(1) if normalized else None
         _, _, options = aft_conv_options("AftConv", torch.empty(1, 1, 1), w, scale, scale, 3, image)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
-        names = ("gamma", "beta") if normalized else ()
-        self._learn({"w": w, **{name: torch.empty(num_heads, **place) for name in names}}, place)
+        self._learn({"device": device, "dtype": dtype}, taps=taps, tap_rows=None if image is None else tap_rows)
 
     def _draw(self) -> None:
         _, *scale = self._learned()

@@ -1,7 +1,5 @@
 """What all mechanisms have in common as modules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -138,22 +136,24 @@ class Attention(nn.Module):
             return tuple([parameter.float() for parameter in parameters])
         return parameters
 
-    def _learn(self, own: dict[str, Tensor], place: dict[str, Any], feature_map: str = "") -> None:
-        """Makes and draws what is learned: ``own``, in the kernels' order, and the matrices of a feature map that learns. Refuses
-        wrong options now rather than when the module is first called."""
-        self._own = tuple(own)
-        for name, tensor in own.items():
-            self.register_parameter(name, nn.Parameter(tensor))
-        if feature_map.startswith("hedgehog"):
-            self._maps = ("map_queries", "map_keys")
-            width = _calls.features(feature_map, self.head_dim) // 2
-            for name, heads in zip(self._maps, (self.num_heads, self.num_kv_heads)):
-                self.register_parameter(name, nn.Parameter(torch.empty((heads, width, self.head_dim), **place)))
+    def _learn(self, place: dict[str, Any], **shaped: Any) -> None:
+        """Makes and draws what is learned, as the compiled mechanism lists it; so wrong options are refused now rather than when the module
+        is first called. ``shaped`` are the options that follow from the shapes of what is learned."""
+        native = _calls.cached(self.mechanism, self._options, type(self).__name__, tuple(shaped.items()))
+        for name, shape in native.parameter_shapes((1, self.num_heads, self.num_kv_heads, 1, 1, self.head_dim, self.head_dim)):
+            if name.startswith("map_"):
+                self._maps += (name,)
+            elif name != "log_decay" and not name.endswith("_positions"):
+                self._own += (name,)
+            else:
+                continue
+            # A gate of one number a head has an axis of numbers here.
+            shape = [*shape, 1] if name == "bias" and len(shape) == 1 else shape
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)))
         if self._gate:
             self.rate = nn.Parameter(torch.empty(self.num_kv_heads, **place))
             self.bias = nn.Parameter(torch.empty(self.num_kv_heads, 1, **place))
         self.reset_parameters()
-        _calls.mechanism(self.mechanism, self._options, type(self).__name__, self._learned())
 
     def reset_parameters(self) -> None:
         """Draws what is learned anew."""

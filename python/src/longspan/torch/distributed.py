@@ -21,6 +21,7 @@ from .. import __version__, _calls
 from .. import ops as _ops
 from .._calls import Request
 from . import _dispatch
+from ._chunked import check_shapes
 from ._exchange import Exchange, agree, refuse
 from ._stretches import Attention, Sums, Tokens, WindowsBetween
 from .attention import Attention as AttentionModule
@@ -97,7 +98,7 @@ class _Stretch:
     """One rank's call: checked when it is made, then computed over all ranks."""
 
     def __init__(self, call: Request, tensors: Sequence[Any], key_padding_mask: Any, cu_seqlens: Any) -> None:
-        mechanism, options, operation, is_causal, offset = call
+        mechanism, options, operation, is_causal, _ = call
         if mechanism not in _FORMS:
             raise ValueError(f"{operation}: expected a mechanism whose stretches add up, got {mechanism}: {_REFUSED[mechanism]}")
         if _calls.settings(options).get("gate") is True:
@@ -106,10 +107,12 @@ class _Stretch:
         self.is_causal = is_causal
         self.cuts = None if cu_seqlens is None else _calls.boundaries(operation, cu_seqlens)
         q, k, v = tensors[:3]
-        self._check(mechanism, options, q, k, v, offset, key_padding_mask)
+        self._check(call, q, k, v, key_padding_mask)
+        # Those may be positions, of which ranks have different numbers.
+        same = tensors[3:] if _calls.settings(options).get("axes") is None else ()
         self.facts = dict(zip(_FACTS, (
             __version__, mechanism, options, is_causal, self.cuts, (q.shape[:2], q.shape[3], k.shape[1], k.shape[3], v.shape[3]),
-            (q.dtype, k.dtype, v.dtype), [(p.shape, p.dtype) for p in tensors[3:]] if not _positioned(options) else None,
+            (q.dtype, k.dtype, v.dtype), [(p.shape, p.dtype) for p in same],
             # The second: whether this rank has a backward of its states, in which the others wait for it.
             torch.is_grad_enabled() and [any(t.requires_grad for t in some) for some in (tensors, tensors[1:])],
         )))  # fmt: skip
@@ -129,28 +132,21 @@ class _Stretch:
         self.keys = Tokens(k, v, key_padding_mask, at)
         self.between = _FORMS[mechanism](attention, self.q, self.keys, is_causal)
 
-    def _check(self, mechanism: str, options: str, q: Tensor, k: Tensor, v: Tensor, offset: int, mask: Any) -> None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dim() != 4:
-                raise ValueError(f"{self.operation}: {name}: expected four axes, got shape {tuple(x.shape)}")
-        if offset != 0 or isinstance(offset, bool):
-            raise ValueError(f"{self.operation}: offset: expected 0 over several processes, got {offset!r}")
-        chosen = _calls.settings(options)
+    def _check(self, call: Request, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> None:
+        check_shapes(call, q, k, v, mask)
+        if call.offset != 0 or isinstance(call.offset, bool):
+            raise ValueError(f"{self.operation}: offset: expected 0 over several processes, got {call.offset!r}")
+        chosen = _calls.settings(call.options)
         if chosen.get("image") is not None:
             raise ValueError(f"{self.operation}: image: expected None over several processes: an image's rows reach over stretches")
         if not self.is_causal and chosen.get("decay") is not None:
             raise ValueError(f"{self.operation}: decay: expected None without is_causal=True, got {chosen['decay']}")
-        crossed = not self.is_causal and self.cuts is None and mechanism in ("kernelized", "aft-simple")
+        crossed = not self.is_causal and self.cuts is None and call.mechanism in ("kernelized", "aft-simple")
         if q.shape[2] != k.shape[2] and not crossed:
             raise ValueError(f"{self.operation}: q: expected as many tokens as k, {k.shape[2]}, got {q.shape[2]}: a stretch of one "
                              "sequence")  # fmt: skip
-        if v.shape[2] != k.shape[2]:
-            raise ValueError(f"{self.operation}: v: expected as many tokens as k, {k.shape[2]}, got {v.shape[2]}")
         if 0 in (q.shape[1], k.shape[1]):
             raise ValueError(f"{self.operation}: q: expected at least one head, got shape {tuple(q.shape)}")
-        if mask is not None and tuple(mask.shape) != (k.shape[0], k.shape[2]):
-            raise ValueError(f"{self.operation}: key_padding_mask: expected shape {(k.shape[0], k.shape[2])}, this rank's keys, "
-                             f"got shape {tuple(mask.shape)}")  # fmt: skip
         if self.cuts is None:
             return
         if self.cuts[0] != self.cuts[1]:
@@ -175,7 +171,10 @@ class _Stretch:
         if cuts[-1] != total:
             raise ValueError(f"{self.operation}: cu_seqlens: expected the last to be {total}, the tokens of all ranks, "
                              f"got {cuts[-1]}")  # fmt: skip
-        self._check_table(max([b - a for a, b in zip(cuts, cuts[1:])], default=0))
+        longest = max([b - a for a, b in zip(cuts, cuts[1:])], default=0)
+        if self.table is not None and longest > self.table.shape[0]:
+            raise ValueError(f"{self.operation}: expected positions in 0..{self.table.shape[0]}, the length of the table of "
+                             f"biases, got a sequence of {longest} tokens over all ranks")  # fmt: skip
         # Where a sequence begins after another.
         cuts = sorted({cut for cut in cuts if 0 < cut < total})
         within = [cut - start for cut in cuts if start < cut < end]
@@ -209,11 +208,6 @@ class _Stretch:
         before, *after = Exchange.apply(self.operation, group, scan, torch.cat(sent, 2)).split(sizes, 2)
         return self._read(before, after[0] if after else None, [0, *within, keys.count])
 
-    def _check_table(self, longest: int) -> None:
-        if self.table is not None and longest > self.table.shape[0]:
-            raise ValueError(f"{self.operation}: expected positions in 0..{self.table.shape[0]}, the length of the table of "
-                             f"biases, got a sequence of {longest} tokens over all ranks")  # fmt: skip
-
     def _place(self, start: int, total: int, begin: int) -> None:
         """Positions over the whole sequence, which begins at ``begin``."""
         if self.counted:
@@ -246,11 +240,6 @@ class _Stretch:
         positions = None if self.q_positions is None else self.q_positions[:, a:b]
         out: Tensor = self.between.read(q, self.keys.part(a, b), before, after, positions, self.passed if a == 0 else 0)
         return out
-
-
-def _positioned(options: str) -> bool:
-    """Whether positions, as many as tokens, are among the parameters."""
-    return _calls.settings(options).get("axes") is not None
 
 
 def _running(side: Any, stretches: Sequence[Tensor], broken: Sequence[bool]) -> list[Tensor]:

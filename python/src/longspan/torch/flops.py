@@ -3,8 +3,6 @@
 Not part of ``import longspan.torch``, because torch's counter takes longer to import than all of that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

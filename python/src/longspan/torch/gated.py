@@ -1,7 +1,5 @@
 """Gated linear attention and the delta rule as modules: their gates come with the keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -40,13 +38,7 @@ class _Gated(Attention):
         self.gate = gate
         self.beta_max = beta_max
         self.convolution = convolution
-        numbers = _GATES.get(gate, head_dim)
-        learned = {"rate": torch.empty(self.num_kv_heads, **place), "bias": torch.empty(self.num_kv_heads, numbers, **place)}
-        learned = learned if numbers else {}
-        for taps, heads in zip(_TAPS, (num_heads, self.num_kv_heads, self.num_kv_heads)):
-            if convolution is not None:
-                learned[taps] = torch.empty(heads, convolution, head_dim, **place)
-        self._learn(learned, place)
+        self._learn(place)
 
     def _draw(self) -> None:
         if "rate" in self._own:
@@ -228,15 +220,6 @@ class DeltaAttention(_Gated):
         As in `GatedAttention`.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import DeltaAttention
-    >>> attention = DeltaAttention(4, 8)
-    >>> q, v = torch.randn(2, 2, 4, 100, 8)
-    >>> attention(q, torch.randn(2, 4, 100, 9), v, is_causal=True).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "delta"
@@ -265,16 +248,6 @@ class GatedDeltaAttention(_Gated):
         As in `GatedAttention`.
     num_heads, head_dim, num_kv_heads, device, dtype
         As in `Attention`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from longspan.torch import GatedDeltaAttention
-    >>> attention = GatedDeltaAttention(4, 8, gate="channel")
-    >>> q, v = torch.randn(2, 2, 4, 100, 8)
-    >>> k = torch.randn(2, 4, 100, attention.key_dim)
-    >>> attention(q, k, v).shape
-    torch.Size([2, 4, 100, 8])
     """
 
     mechanism = "delta"

@@ -1,7 +1,5 @@
 """The gated RMS norm of attention's heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

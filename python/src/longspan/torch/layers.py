@@ -5,8 +5,6 @@ They are not subclasses of torch's layers, which switch to a fused softmax atten
 because torch's stacks ask for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 

@@ -5,8 +5,6 @@ All are made from ``(num_heads, head_dim)`` and options by name, and called with
 and steps. Projections are `MultiheadAttention`'s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, cast
@@ -14,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .. import _calls, _options
+from .. import _options
 from ..ops._convolution import short_convolution_options
 from ..ops._fourier import FREE, fourier_options
 from ..ops._shaw import shaw_options
@@ -58,7 +56,7 @@ class KernelizedAttention(Attention):
         more = _options.gate(name, gate, decay)
         options = _options.kernel(name, None, feature_map, decay, normalize, algorithm, **more)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
-        self._learn({}, {"device": device, "dtype": dtype}, feature_map)
+        self._learn({"device": device, "dtype": dtype})
 
 
 class ShawAttention(Attention):
@@ -93,14 +91,12 @@ class ShawAttention(Attention):
         name = type(self).__name__
         _options.expect_integer(name, "radius", radius, 0, _options.MOST)
         decay = _of_heads(decay, num_kv_heads or num_heads)
-        width = head_dim if rel_feature_map == "same" else _calls.features(feature_map, head_dim)
-        place = {"device": device, "dtype": dtype}
-        rel = torch.empty((2 * radius + 1, width) if shared else (num_heads, 2 * radius + 1, width), **place)
         options = shaw_options(
-            name, None, rel, kernelized, feature_map, rel_feature_map, decay, normalize, algorithm, **_options.gate(name, gate, decay)
+            name, None, torch.empty(1, 0), kernelized, feature_map, rel_feature_map, decay, normalize, algorithm,
+            **_options.gate(name, gate, decay),
         )  # fmt: skip
         super().__init__(num_heads, head_dim, options, num_kv_heads)
-        self._learn({"rel": rel}, place, feature_map)
+        self._learn({"device": device, "dtype": dtype}, radius=radius, shared=shared)
 
     def _draw(self) -> None:
         nn.init.normal_(self.rel, std=0.5)
@@ -148,15 +144,11 @@ class FourierAttention(Attention):
         axes: int | None = None, feature_map: str = "elu+1", decay: float | Sequence[float] | None = None, gate: bool = False,
         algorithm: str = "auto", num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        place = {"device": device, "dtype": dtype}
-        names = () if wave == "pairs" else ("b", *FREE.get(normalizer, ()))
-        features = _calls.features(feature_map, head_dim)
-        angles = features // 2 if wave == "pairs" else features
-        each = {name: torch.empty((num_heads, features), **place) for name in names}
         if axes is not None:
             _options.expect_integer(type(self).__name__, "axes", axes, 1, _options.MOST)
-        a = torch.empty((num_kv_heads or num_heads, angles, axes or 1), **place)
-        # Any positions: what they are does not matter to the options.
+        # Any numbers: what they are does not matter to the options.
+        a = torch.empty(1, 0, axes or 1)
+        each = dict.fromkeys(() if wave == "pairs" else ("b", *FREE.get(normalizer, ())), a)
         at = None if axes is None else a
         options, _ = fourier_options(
             type(self).__name__, None, a, each.get("b"), each.get("c"), each.get("beta"), at, at, normalizer, wave,
@@ -165,7 +157,7 @@ class FourierAttention(Attention):
         super().__init__(num_heads, head_dim, options, num_kv_heads)
         self.longest = longest
         self.axes = axes
-        self._learn({"a": a, **each}, place, feature_map)
+        self._learn({"device": device, "dtype": dtype})
 
     def _draw(self) -> None:
         with torch.no_grad():
@@ -227,11 +219,11 @@ class ToeplitzAttention(Attention):
             _options.expect_integer(name, argument, size, 1, _options.MOST)
         shapes = {"clipped": (2 * radius + 1,), "table": (2 * reach - 1,), "buckets": (buckets,),
                   "grid": (2 * height - 1, 2 * width - 1)}  # fmt: skip
-        place = {"device": device, "dtype": dtype}
-        bias = torch.empty((num_heads, *shapes.get(kind, (1,))), **place)
+        shape = shapes.get(kind, (1,))
+        bias = torch.empty((1, *shape), device="meta")
         options = toeplitz_options(name, bias, kind, max_distance, bidirectional, feature_map, normalize, algorithm, True)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
-        self._learn({"bias": bias}, place, feature_map)
+        self._learn({"device": device, "dtype": dtype}, shape=shape)
 
     def _draw(self) -> None:
         nn.init.normal_(self.bias, std=0.02)
@@ -258,10 +250,9 @@ class ShortConvolution(Attention):
         device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         _options.expect_integer("ShortConvolution", "width", width, 1, 64)
-        place = {"device": device, "dtype": dtype}
-        taps = torch.empty((num_heads if num_kv_heads is None else num_kv_heads, width, head_dim), **place)
-        super().__init__(num_heads, head_dim, short_convolution_options("ShortConvolution", taps, silu), num_kv_heads)
-        self._learn({"taps": taps}, place)
+        options = short_convolution_options("ShortConvolution", torch.empty(1, 1, 0), silu)
+        super().__init__(num_heads, head_dim, options, num_kv_heads)
+        self._learn({"device": device, "dtype": dtype}, width=width)
 
     def _draw(self) -> None:
         most = self.taps.shape[1] ** -0.5
@@ -287,7 +278,7 @@ class SoftmaxAttention(Attention):
     ) -> None:  # fmt: skip
         options = softmax_options("SoftmaxAttention", scale, capacity, window)
         super().__init__(num_heads, head_dim, options, num_kv_heads)
-        self._learn({}, {})
+        self._learn({})
 
 
 #: What ``attention="..."`` of `MultiheadAttention` may be.

@@ -6,8 +6,6 @@ Each is made from the settings of a run (its ``config.json``, as a dictionary) a
 of Hugging Face's `transformers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A drop-in for `torch.nn.MultiheadAttention` around any mechanism."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

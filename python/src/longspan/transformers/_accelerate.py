@@ -1,7 +1,5 @@
 """The linear layers of `transformers`' models on the kernels of `longspan.fla`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

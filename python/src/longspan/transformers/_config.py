@@ -1,7 +1,5 @@
 """The configuration of Longspan's own models: the settings of a run of the command."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

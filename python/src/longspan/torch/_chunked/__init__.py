@@ -5,8 +5,6 @@ AFT over images, which take O(L^2) time in bounded memory; states and tokens one
 the same memory once, in O(L^2) twice. Sums are taken in float32 for half precision. `longspan.torch._check` holds it to the kernels.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -103,35 +101,36 @@ def chunked_attention(
     >>> out = chunked_attention(q, k, v, is_causal=True)
     >>> torch.testing.assert_close(out, ops.kernelized_attention(q, k, v, is_causal=True), rtol=1e-4, atol=1e-4)
     """
-    out: Tensor = _run(q, k, v, parameters, mechanism, options, is_causal, offset, key_padding_mask, cu_seqlens)[0]
-    return out
+    asked = Request(mechanism, options, "chunked_attention", is_causal, offset)
+    return in_torch(asked, (q, k, v, *parameters), key_padding_mask, cu_seqlens)
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], mechanism: str, options: str, is_causal: bool, offset: int,
-    key_padding_mask: Tensor | None, cu_seqlens: tuple[list[int], list[int]] | None, initial: Sequence[Tensor] | None = None,
-    with_state: bool = False,
+    asked: Request, tensors: Sequence[Tensor], key_padding_mask: Tensor | None, cu_seqlens: tuple[list[int], list[int]] | None,
+    initial: Sequence[Tensor] | None = None, with_state: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """The output and, where it is wanted, the parts of the final state."""
+    mechanism, options, operation, is_causal, offset = asked
+    q, k, v, *parameters = tensors
     if mechanism not in _FORMULATIONS:
-        raise NotImplementedError(f"{mechanism}: no formulation for {q.device}; move the tensors to the cpu")
+        raise NotImplementedError(f"{operation}: no formulation of {mechanism} for {q.device}; move the tensors to the cpu")
     settings = _calls.settings(options)
     q, k = of_every_head(mechanism, q, k, v)
-    check_shapes(mechanism, q, k, v, key_padding_mask)
+    check_shapes(asked, q, k, v, key_padding_mask)
     dtype = q.dtype
     # Without autocast, which would compute sums in half precision.
     with torch.autocast(q.device.type if autocasts(q.device.type) else "cpu", enabled=False):
         wide = torch.promote_types(torch.float32, dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         call = _call(q, k, v, [parameter.to(wide) for parameter in parameters], settings, is_causal, offset, key_padding_mask, initial)
-        _check_parameters(mechanism, call)
+        _check_parameters(asked, call)
         if mechanism == "toeplitz":
             # Of the whole call, because packed sequences share its table.
             settings["first"] = 1 - q.shape[2] - offset
         if cu_seqlens is None:
             out, parts = _attend(mechanism, call, with_state)
             return out.to(dtype), parts
-        check_packed(mechanism, cu_seqlens, q, k, key_padding_mask)
+        check_packed(operation, cu_seqlens, q, k, key_padding_mask)
         queries, keys = cu_seqlens
         pieces = [
             _attend(mechanism, replace(_slices(mechanism, call, a, b, c, d), q=q[:, :, a:b], k=k[:, :, c:d], v=v[:, :, c:d]))[0]
@@ -161,19 +160,15 @@ def in_torch(
     call: Request, tensors: Sequence[Tensor], key_padding_mask: Tensor | None, packed: tuple[list[int], list[int]] | None
 ) -> Tensor:
     """`chunked_attention` of queries, keys, values and what the mechanism learns."""
-    q, k, v, *parameters = tensors
-    return _run(q, k, v, parameters, call.mechanism, call.options, call.is_causal, call.offset, key_padding_mask, packed)[0]
+    return _run(call, tensors, key_padding_mask, packed)[0]
 
 
 def in_torch_with_states(
     call: Request, tensors: Sequence[Tensor], key_padding_mask: Tensor | None, sizes: Sequence[int], initial: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The same, from the numbers of a state with parts of these sizes, or from none, and those of the state after the last key."""
-    q, k, v, *parameters = tensors
     parts = None if initial is None else list(initial.split(list(sizes), -1))
-    out, after = _run(
-        q, k, v, parameters, call.mechanism, call.options, call.is_causal, call.offset, key_padding_mask, None, parts, True
-    )
+    out, after = _run(call, tensors, key_padding_mask, None, parts, True)
     # Parts end in numbers that fill cache lines.
     filled = [F.pad(part, (0, size - part.shape[-1])) for part, size in zip(after, sizes)]
     return out, torch.cat(filled, -1)
@@ -203,25 +198,26 @@ def _call(
     return Call(q, k, v, parameters, (None, None), settings, *others)
 
 
-def check_shapes(mechanism: str, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
+def check_shapes(call: Request, q: Tensor, k: Tensor, v: Tensor, key_padding_mask: Tensor | None) -> None:
+    mechanism, operation = call.mechanism, call.operation
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
-            raise ValueError(f"{mechanism}: {name}: expected four axes [batch, head, token, feature], "
+            raise ValueError(f"{operation}: {name}: expected four axes [batch, head, token, feature], "
                              f"got shape {tuple(tensor.shape)}")  # fmt: skip
     batch, heads, _, head_dim = q.shape
     _, kv_heads, keys, _ = k.shape
     if mechanism != "short-convolution" and head_dim == 0 and v.shape[3] > 0:
-        raise ValueError(f"{mechanism}: q: expected heads of 1 feature or more, got 0")
+        raise ValueError(f"{operation}: q: expected heads of 1 feature or more, got 0")
     key_dim = 1 if mechanism == "aft-conv" else head_dim
     for name, tensor, shape in (("k", k, (batch, kv_heads, keys, key_dim)),
                                 ("v", v, (batch, kv_heads, keys, v.shape[3]))):  # fmt: skip
         if tuple(tensor.shape) != shape:
-            raise ValueError(f"{mechanism}: {name}: expected shape {shape}, got shape {tuple(tensor.shape)}")
+            raise ValueError(f"{operation}: {name}: expected shape {shape}, got shape {tuple(tensor.shape)}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
-        raise ValueError(f"{mechanism}: q: expected a number of query heads that is a multiple of the {kv_heads} "
+        raise ValueError(f"{operation}: q: expected a number of query heads that is a multiple of the {kv_heads} "
                          f"key/value heads, got {heads} heads")  # fmt: skip
     if key_padding_mask is not None and tuple(key_padding_mask.shape) != (batch, keys):
-        raise ValueError(f"{mechanism}: key_padding_mask: expected shape {(batch, keys)}, "
+        raise ValueError(f"{operation}: key_padding_mask: expected shape {(batch, keys)}, "
                          f"got shape {tuple(key_padding_mask.shape)}")  # fmt: skip
 
 
@@ -242,23 +238,23 @@ def check_packed(
             raise ValueError(f"{operation}: cu_seqlens: expected ascending from 0 to {tokens}, got {bounds}")
 
 
-def _check_parameters(mechanism: str, call: Call) -> None:
+def _check_parameters(asked: Request, call: Call) -> None:
     """Checks shapes that broadcasting would accept silently."""
-    parameters, settings = call.parameters, call.settings
+    mechanism, operation, parameters, settings = asked.mechanism, asked.operation, call.parameters, call.settings
     _, heads, queries, head_dim = call.q.shape
     kv_heads, keys = call.k.shape[1], call.k.shape[2]
     wanted: list[tuple[int, ...]]
     token, decay = (call.k.shape[0], kv_heads, keys), settings.get("decay")
     gated = call.log_decay is not None or mechanism in ("gated", "delta")
     if gated and (not call.is_causal or call.offset or queries != keys):
-        raise ValueError(f"{mechanism}: is_causal: expected a causal mask, an offset of 0 and as many queries as keys, got others")
+        raise ValueError(f"{operation}: is_causal: expected a causal mask, an offset of 0 and as many queries as keys, got others")
     if call.log_decay is not None and tuple(call.log_decay.shape) != token:
-        raise ValueError(f"{mechanism}: log_decay: expected shape {token}, got shape {tuple(call.log_decay.shape)}")
+        raise ValueError(f"{operation}: log_decay: expected shape {token}, got shape {tuple(call.log_decay.shape)}")
     if decay is not None and len(decay) != kv_heads:
-        raise ValueError(f"{mechanism}: decay: expected one for each of the {kv_heads} key/value heads, got {len(decay)}")
+        raise ValueError(f"{operation}: decay: expected one for each of the {kv_heads} key/value heads, got {len(decay)}")
     for matrix, of in zip(call.maps, (heads, kv_heads)):
         if matrix is not None and (matrix.shape[0], matrix.shape[-1]) != (of, head_dim):
-            raise ValueError(f"{mechanism}: maps: expected shape ({of}, width, {head_dim}), got shape {tuple(matrix.shape)}")
+            raise ValueError(f"{operation}: maps: expected shape ({of}, width, {head_dim}), got shape {tuple(matrix.shape)}")
     features = _calls.features(settings.get("feature_map", "elu+1"), head_dim)
     if mechanism == "shaw":
         rows = parameters[0].shape[-2]
@@ -280,7 +276,7 @@ def _check_parameters(mechanism: str, call: Call) -> None:
     elif mechanism == "aft-conv":
         wanted = [(heads, *parameters[0].shape[1:]), (heads,), (heads,)]
         if settings.get("image") and (call.is_causal or call.offset or queries != keys or queries != math.prod(settings["image"])):
-            raise ValueError(f"{mechanism}: image: expected as many queries and keys as the image has places, "
+            raise ValueError(f"{operation}: image: expected as many queries and keys as the image has places, "
                              f"{math.prod(settings['image'])}, no mask of order and no offset")  # fmt: skip
     elif mechanism == "fourier":
         axes = settings.get("axes") or 1
@@ -292,7 +288,7 @@ def _check_parameters(mechanism: str, call: Call) -> None:
         wanted = []
     for parameter, shape in zip(parameters, wanted):
         if tuple(parameter.shape) != shape:
-            raise ValueError(f"{mechanism}: parameters: expected shape {shape}, got shape {tuple(parameter.shape)}")
+            raise ValueError(f"{operation}: parameters: expected shape {shape}, got shape {tuple(parameter.shape)}")
 
 
 def _slices(mechanism: str, call: Call, a: int, b: int, c: int, d: int) -> Call:

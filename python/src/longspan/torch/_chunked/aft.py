@@ -97,6 +97,8 @@ class Aft:
 
     def _ring(self, call: Call) -> int:
         """Rows of a state's ring: keys that later rows reach."""
+        if call.initial is not None:
+            return call.initial[4].shape[-1] // max(call.v.shape[3], 1)
         if self.biases is None:
             return 0
         reach = self.reach(replace(call, is_causal=True))

@@ -1,7 +1,5 @@
 """Short convolution, with gates and without."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

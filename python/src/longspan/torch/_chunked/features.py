@@ -1,7 +1,5 @@
 """Feature maps in torch's own operations."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

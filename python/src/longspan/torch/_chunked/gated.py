@@ -1,7 +1,5 @@
 """Gated linear attention and the delta rule, chunk after chunk."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,12 +1,9 @@
 """Kernelized attention with Shaw's or Fourier positions, in O(L) time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F

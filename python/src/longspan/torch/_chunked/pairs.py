@@ -56,7 +56,7 @@ class _Keys:
         if call.initial is None:
             return cls(features, exponents, values, queries, 0, None)
         sums, weights, marks, ring_k, ring_exponents, ring_v = call.initial
-        past, before = _near(call.parameters[0], call.settings), None
+        past, before = near_rows(call.parameters[0], call.settings), None
         if weights.shape[-1]:
             whole = torch.cat([sums.unflatten(-1, (features.shape[3], v.shape[3])), weights[..., None]], -1)
             before = whole, marks[..., _EXPONENT, None, None].detach().clamp(min=lowest(sums))
@@ -81,7 +81,7 @@ def toeplitz(call: Call) -> Tensor:
     settings, (table,) = call.settings, call.parameters
     normalize = settings.get("normalize", True)
     keys = _Keys.of(call, normalize).grouped(call.group)
-    bias, ends, near, buckets = table.flatten(1), _ends(table, settings), _near(table, settings), _buckets(table, settings)
+    bias, ends, near, buckets = table.flatten(1), _ends(table, settings), near_rows(table, settings), _buckets(table, settings)
     if not (call.is_causal and settings.get("kind", "table") == "table") and not _covered(table, settings, call):
         raise ValueError(f"toeplitz: bias: expected an entry for every distance of the call, got shape {tuple(table.shape)}")
     passed = None if call.initial is None else call.initial[2][:, :1, _TOKENS].detach().long()
@@ -138,7 +138,7 @@ def toeplitz(call: Call) -> Tensor:
 def toeplitz_state(call: Call) -> list[Tensor]:
     """The parts of the state after the last key."""
     settings, (table,) = call.settings, call.parameters
-    keys, near, count = _Keys.of(call, True), _near(table, settings), call.lengths[..., None]
+    keys, near, count = _Keys.of(call, True), near_rows(table, settings), call.lengths[..., None]
     features, exponents, values = keys.features, keys.exponents, keys.values
     marks = features.new_zeros((*features.shape[:2], 3)) if call.initial is None else call.initial[2].detach()
     none = marks[..., :0]
@@ -192,7 +192,7 @@ def _first_distance(bias: Tensor, settings: dict[str, Any]) -> int:
     return first
 
 
-def _near(bias: Tensor, settings: dict[str, Any]) -> int:
+def near_rows(bias: Tensor, settings: dict[str, Any]) -> int:
     """How many of the latest tokens have weights of their own: rows of a state's ring."""
     kind = settings.get("kind", "table")
     if kind == "grid":
@@ -205,7 +205,7 @@ def _near(bias: Tensor, settings: dict[str, Any]) -> int:
 
 
 def _ends(bias: Tensor, settings: dict[str, Any]) -> tuple[int, int] | None:
-    """The entries of all keys before the `_near` ones, and as far ahead; ``None`` where each distance has one of its own."""
+    """The entries of all keys before the `near_rows` ones, and as far ahead; ``None`` where each distance has one of its own."""
     kind = settings.get("kind", "table")
     if kind == "clipped":
         return 0, bias.shape[1] - 1

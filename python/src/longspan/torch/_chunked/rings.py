@@ -1,7 +1,5 @@
 """Rows of a state that lie in a circle, and the marks of a state: as ``state.rs`` of each mechanism has them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

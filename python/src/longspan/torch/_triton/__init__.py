@@ -1,7 +1,5 @@
 """The mechanisms by Triton, on tensors of a device that it serves: the `cuda` path of the operators (see README.md)."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

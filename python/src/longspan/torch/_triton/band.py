@@ -1,7 +1,5 @@
 """The kernels of Shaw's relative positions: a band of weights beside the diagonal, and sums of all that is farther (see README.md)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

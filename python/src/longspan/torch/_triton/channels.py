@@ -1,7 +1,5 @@
 """Decays that each channel of the keys has of its own, within a chunk (see README.md)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The short convolution, with gates and without, on tensors of a device: sizes and launches of its kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Elementwise feature maps and their slopes, on tiles of float32, and Fourier's turned features. Columns beyond the head's width are 0."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

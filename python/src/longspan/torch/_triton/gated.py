@@ -1,7 +1,5 @@
 """Gated attention and the delta rule on tensors of a device: launches of the rule's kernels before the scans of gated attention."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """One kernel for kernelized attention and its gradients: each is a scan over chunks of tokens (see README.md)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Shaw's relative positions on tensors of a device: sizes and launches of the band's kernels, beside the scans of kernelized attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The kernels of the delta rule: what each token corrects the state by, from a triangular system for each chunk (see README.md)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

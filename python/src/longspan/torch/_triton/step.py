@@ -1,7 +1,5 @@
 """One token after a state: numbers of the state one by one, without the products of `scan`, whose rows are many."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

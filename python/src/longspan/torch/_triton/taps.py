@@ -1,7 +1,5 @@
 """The kernels of the short convolution: a few taps over the latest products of keys and values (see README.md)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Tiles of rows, and what stands for "no key yet" among exponents."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
