@@ -17,9 +17,10 @@ use crate::run::words::nearest;
 use crate::tasks::lines;
 use crate::tasks::split::composed;
 use crate::tasks::table::columns::{
-    ID, Roles, counts_rows, is_different, is_time, named_id, names, no_time, plain_names, time_text,
+    ID, Roles, counts_excel_days, counts_rows, is_different, is_time, named_id, names, no_time, plain_names, time_text,
 };
-use crate::tasks::table::dates::Dates;
+use crate::tasks::table::dates::{Dates, EXCEL};
+use crate::tasks::table::numbers::is_number;
 use crate::tasks::table::{By, Form, Row, Table, contents, is_missing, json, value};
 use crate::tasks::task::Asked;
 use crate::terminal::notes::{note, note_some};
@@ -429,9 +430,10 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
     Ok(Series { id: text("id")?, dates, ..one })
 }
 
-fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
+fn from_table(mut table: Table, reading: &Reading<'_>) -> Result<Found> {
     let none = Columns::default();
     let columns = reading.columns.unwrap_or(&none);
+    table.name_decimal(columns);
     if columns.wide {
         return from_wide(&table, columns, reading);
     }
@@ -443,19 +445,24 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
             "{name}: the first line has numbers and no names; it is read as a row, and columns are called `column 1`, …"
         ));
     }
-    let melted = if reading.labels { None } else { table.melted(columns) };
-    let table = match melted {
-        Some((melted, said)) => {
-            note(format_args!("{name}: {said}"));
-            melted
-        }
-        None => table,
-    };
+    let (mut table, said) = table.without_units();
+    said.iter().for_each(|said| note(format_args!("{name}, {said}")));
+    if !reading.labels
+        && let Some((melted, said)) = table.melted(columns)
+    {
+        note(format_args!("{name}: {said}"));
+        table = melted;
+    }
     let one_hot = categories(&table, columns, reading)?;
     let (table, columns) = one_hot.as_ref().map_or((&table, columns), |(table, columns)| (table, columns));
     let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
-    let pointed = table.with_points(&[&roles.time[..], roles.label.as_slice()].concat());
-    let table = pointed.as_ref().unwrap_or(table);
+    let decimal = table.settle_numbers(&roles.channels, roles.label)?;
+    let plain = table.with_plain_numbers(&roles.time, roles.label);
+    let table = plain.as_ref().unwrap_or(table);
+    let is_serial = matches!(roles.time[..], [time] if !reading.learned && counts_excel_days(table, time));
+    let dates = columns.dates.clone().or(is_serial.then(|| EXCEL.into()));
+    let columns = &Columns { dates, ..columns.clone() };
+    let reading = &Reading { columns: Some(columns), ..*reading };
     let texts: Vec<Option<String>> = (0..table.rows.len()).map(|row| time_text(table, &roles.time, row)).collect();
     let some: Vec<&str> = texts.iter().flatten().map(String::as_str).filter(|_| !roles.time.is_empty()).collect();
     let dates = dates_of(&some, reading).map_err(|problem| anyhow!("{name}: {problem}"))?;
@@ -463,7 +470,6 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     for &place in &roles.channels {
         numbers.push(table.numbers(place).map_err(|row| no_number(table, &roles, place, row))?);
     }
-    table.say_doubtful(&roles.channels, roles.label);
     let names: Arc<[String]> = roles.channels.iter().map(|&place| table.header[place].clone()).collect();
     if let Some(wanted) =
         columns.known.iter().find(|wanted| !names.iter().any(|name| name.to_lowercase() == wanted.to_lowercase()))
@@ -502,7 +508,9 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
                 ));
             }
             (Some(text), Some(dates)) => dates.number(text).ok_or_else(|| {
-                let others = || format!("no date as the others, such as {:?}", some[0]);
+                let others = || {
+                    format!("no date as the others, such as {:?}; mend it, or take out a row of sums or words", some[0])
+                };
                 let problem = dates.off_calendar(text).map_or_else(others, |why| format!("not on the calendar: {why}"));
                 row.wrong(
                     name,
@@ -541,7 +549,13 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
         }),
     )?;
     say_partly_known(name, &series_found, &known);
-    let columns = (roles.named(table, columns), roles.introduce(table, dates.as_deref()));
+    if !reading.learned {
+        note_some(series_found.iter().map(|one| one.ahead.len()).sum(), |rows| {
+            format!("{name}: {} after the last value, which are not learned from, but predicted", counted(rows, "rows"))
+        });
+    }
+    let named = Columns { decimal: columns.decimal.or(decimal), ..roles.named(table, columns) };
+    let columns = (named, roles.introduce(table, dates.as_deref()));
     Ok(Found { series: series_found, target: None, columns: Some(columns) })
 }
 
@@ -593,8 +607,8 @@ fn categories(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result
     for place in roles.channels {
         let title = &table.header[place];
         let texts: BTreeSet<String> = table.texts(place).flatten().collect();
-        // With a decimal comma, too: a slip in a column of numbers makes no categories.
-        let numbers = texts.iter().filter(|text| value(&text.replace(',', ".")).is_some()).count();
+        // A slip in a column of numbers makes no categories.
+        let numbers = texts.iter().filter(|text| is_number(text)).count();
         let wanted = (reading.labels || columns.has_known(title)) && table.numbers(place).is_err();
         if !wanted || 2 * numbers >= texts.len() || !(2..=CATEGORIES).contains(&texts.len()) {
             named.channels.push(title.clone());
@@ -623,8 +637,7 @@ fn cell(row: &Row, place: usize) -> String {
 
 /// Says that a cell of a channel is no number, and what helps.
 fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::Error {
-    let is_number = |cell: &Option<String>| cell.as_ref().is_none_or(|text| value(text).is_some());
-    let numbers = table.texts(place).filter(is_number).count();
+    let numbers = table.texts(place).filter(|cell| cell.as_ref().is_none_or(|text| is_number(text))).count();
     let title = &table.header[place];
     let text: String = cell(row, place).chars().take(60).collect();
     let is_written_otherwise = text.trim_start_matches(|c: char| !c.is_alphanumeric()).starts_with(char::is_numeric);
@@ -632,10 +645,10 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     if is_written_otherwise || is_nested || 2 * numbers >= table.rows.len() {
         let help = if is_nested {
             "give what is in it columns of its own, as pandas' json_normalize does"
-        } else if value(&text).is_some() {
-            "others of it have decimal commas; write all alike"
+        } else if is_number(&text) {
+            "others of it are written otherwise; write all alike"
         } else if is_written_otherwise {
-            "write numbers such as 1234.5, without commas, spaces or units; if it holds none, name it with --id, or the others with --channels"
+            "write numbers such as 1234.5, all in one way; if it holds none, name it with --id, or the others with --channels"
         } else {
             "leave it empty if it is missing"
         };
@@ -657,24 +670,37 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
 }
 
 /// Numbers that may stand for missing values: the least or the greatest, further off than all others from one another, which come again or
-/// are all nines, such as -999.
+/// are all nines, such as -999; and zeros at the end of a series that has no others.
 fn codes(all: &[Series]) -> Vec<String> {
     let mut found = Vec::new();
     for channel in 0..all.first().map_or(0, |one| one.width) {
-        let values = all.iter().flat_map(|one| one.values.iter().skip(channel).step_by(one.width)).copied();
-        let mut values: Vec<f64> = values.filter(|value| !value.is_nan()).collect();
-        values.sort_by(f64::total_cmp);
-        for code in values.first().into_iter().chain(values.last()).copied() {
-            let mut others: Vec<f64> = values.iter().copied().filter(|value| *value != code).collect();
-            let count = values.len() - others.len();
+        let of = all[0].names.get(channel).map_or(String::new(), |name| format!(" of `{name}`"));
+        let values = |one: &'_ Series| -> Vec<f64> {
+            let values = one.values.iter().skip(channel).step_by(one.width).copied();
+            values.filter(|value| !value.is_nan()).collect()
+        };
+        let before = found.len();
+        let mut sorted: Vec<f64> = all.iter().flat_map(values).collect();
+        sorted.sort_by(f64::total_cmp);
+        for code in sorted.first().into_iter().chain(sorted.last()).copied() {
+            let mut others: Vec<f64> = sorted.iter().copied().filter(|value| *value != code).collect();
+            let count = sorted.len() - others.len();
             others.dedup();
             let (Some(&low), Some(&high)) = (others.first(), others.last()) else { continue };
             let is_nines = code.abs() >= 99.0 && (code.abs() + 1.0).log10().fract() == 0.0;
             let is_code = is_nines || count > 1 && others.len() >= DIFFERENT;
             if is_code && low < high && (low - code).max(code - high) > high - low {
-                let of = all[0].names.get(channel).map_or(String::new(), |name| format!(" of `{name}`"));
                 found.push(format!("{}{of}: {code}, the others from {low} to {high}", counted(count, "values")));
             }
+        }
+        let zeros_at_end = |one: &Series| {
+            let values = values(one);
+            let count = values.iter().rev().take_while(|value| **value == 0.0).count();
+            let others = values.len() - values.iter().filter(|value| **value == 0.0).count();
+            (count > 1 && others >= DIFFERENT && others + count == values.len()).then_some(count)
+        };
+        if let (Some(count), true) = (all.iter().find_map(zeros_at_end), found.len() == before) {
+            found.push(format!("the last {count} points{of} are 0, as no others are"));
         }
     }
     found
@@ -784,7 +810,7 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
     };
     let numbers = values.iter().map(|place| table.numbers(*place).map_err(|row| wrong(row, *place)));
     let numbers = numbers.collect::<Result<Vec<_>>>()?;
-    table.say_doubtful(&values, label);
+    columns.decimal = columns.decimal.or(table.settle_numbers(&values, label)?);
     let found = with_values(
         name,
         table.rows.iter().enumerate().map(|(n, row)| {
@@ -979,6 +1005,31 @@ mod tests {
         assert!(
             parse(counting.as_bytes(), "csv", "f", &labelled).unwrap_err().to_string().contains("no column of values")
         );
+        let each: String =
+            (1..=7).flat_map(|n| ["a", "b"].map(|id| format!("{id},{n},2024-01-{n:02},{}\n", n % 3))).collect();
+        let said = say(&format!("id,visit,date,x\n{each}")).0;
+        assert!(said.contains("ids `id`, channels `x`; not read: `visit` (row numbers)"), "{said}");
+        let (_, _, values, _) = say("time,x,y\n,°C,[%]\n0,20,1\n1,21,2\n");
+        assert_eq!(values, [20.0, 1.0, 21.0, 2.0], "a second line of units");
+        let error = of_table("time,x\n0,cold\n1,21\n2,22\n", none()).unwrap_err().to_string();
+        assert!(error.contains("line 2: \"cold\""), "{error}");
+        // Days that a spreadsheet counts: of months, whose days differ.
+        assert_eq!(say("Date,x\n45292,1\n45323,2\n45352,3\n").3, ["45292", "45323", "45352"]);
+        assert!(say("Date,x\n45292,1\n45323,2\n45352,3\n").0.contains("(dates of the form excel, in months)"));
+        // Hours, and parts of them, in columns of their own.
+        for (first, titles, begin, end) in [
+            (1, "H", "2024-01-01 01:00", "2024-01-02 00:00"),
+            (0, "hour_", "2024-01-01 00:00", "2024-01-01 23:00"),
+            (0, "", "2024-01-01 00:00", "2024-01-01 23:00"),
+        ] {
+            let titles: Vec<String> = (first..first + 24).map(|n| format!("{titles}{n:02}")).collect();
+            let row = |day: usize| (0..24).map(|n| (24 * day + n).to_string()).collect::<Vec<_>>().join(",");
+            let table = format!("date,{}\n2024-01-01,{}\n2024-01-02,{}\n", titles.join(","), row(0), row(1));
+            let (said, _, values, times) = say(&table);
+            assert!(said.contains("times `date` and `clock`"), "{said}");
+            assert_eq!(values, (0..48).map(f64::from).collect::<Vec<_>>());
+            assert_eq!([&times[0], &times[23]], [begin, end]);
+        }
         // Columns that a person names, in any order, and a column without a name or values.
         let columns = Columns { id: Some("store".into()), channels: vec!["y".into(), "x".into()], ..none() };
         let (said, ids, values, _) = of_table("store,time,x,y,\n1,0,1,2,\n2,0,3,4,\n", columns).unwrap();
@@ -1063,11 +1114,7 @@ mod tests {
                 none(),
                 "\"rain\" in the column `kind` is no number; if it says which series a row is of, give --id 'kind', else leave the column out: --channels 'x'",
             ),
-            (
-                "time,x\n0,\"1,101\"\n1,\"1,102\"\n",
-                none(),
-                "\"1,101\" in the column `x` is no number; write numbers such as 1234.5",
-            ),
+            ("time,x\n0,\"1,101\"\n1,\"1,102\"\n", none(), "\"1,101\" in the column `x` may be 1101 or 1.101"),
             (
                 "time,x\n0,1\n",
                 Columns { id: Some("y".into()), ..none() },
@@ -1087,7 +1134,7 @@ mod tests {
             (
                 "time;x\n0;1,5\n1;1.25\n",
                 none(),
-                "f, line 3: \"1.25\" in the column `x` is no number; others of it have decimal commas",
+                "f, line 3: \"1.25\" in the column `x` is no number; others of it are written otherwise; write all alike",
             ),
             (
                 ",Week,x\n1,1991 weeks 6,1\n2,1991 weeks 7,2\n",
@@ -1103,6 +1150,7 @@ mod tests {
                 "line 1: it names the columns, by numbers that do not run on",
             ),
             ("land,Lat,1/22/20,1/23/20,1/24/20\na,5,1,2,3\n", none(), "a column a time, give --wide"),
+            ("date,x\n2024-01-01,1\nTotal,2\n", none(), "mend it, or take out a row of sums or words"),
             (
                 "date,x\n2024-01-01,1\nsoon,2\n",
                 none(),
@@ -1281,6 +1329,11 @@ mod tests {
             assert!(codes(other).is_empty(), "{other}");
         }
         assert!(codes(&rows("10")).is_empty(), "as near as they are wide");
+        let ends = |end: &str| {
+            format!("time,x\n{}20,0\n21,{end}\n", (0..20).map(|n| format!("{n},{}\n", 7 + n % 11)).collect::<String>())
+        };
+        assert_eq!(codes(&ends("0"))[..], ["the last 2 points of `x` are 0, as no others are"]);
+        assert!(codes(&ends("1")).is_empty());
     }
 
     #[test]
@@ -1292,7 +1345,7 @@ mod tests {
                 "f, line 1: the key `values` comes twice; take one out",
             ),
             ("t\0i\0m\0e\0,\0x\0\n\0", "csv", "f: no text, since it has bytes of 0"),
-            ("time,x\n0,−5\n1,3\n", "csv", "\"−5\" in the column `x` is no number; write numbers such as 1234.5"),
+            ("time,x\n0,5.\n1,3/4\n", "csv", "\"3/4\" in the column `x` is no number; write numbers such as 1234.5"),
             ("{\"values\": [1]}\n{\"values\": [\"x\"]}\n", "jsonl", "f, line 2: an entry of `values`"),
             ("{\"values\": [1, 2], \"times\": [1]}\n", "jsonl", "1 time and 2 values"),
             ("{\"values\": [[1, 2], [1]]}\n", "jsonl", "a point has 1 value, those before it 2"),
