@@ -25,10 +25,9 @@ const MINUS: [char; 3] = ['-', '−', '–'];
 struct Notation<'a> {
     /// What stands before and after each, such as `$` or `%`.
     units: [&'a str; 2],
-    decimal: Decimal,
-    /// The same, if a number tells it.
+    /// The decimal mark, if something tells it.
     told: Option<Decimal>,
-    /// A number whose mark, of which three digits follow, is a decimal one or stands between thousands, if no other tells.
+    /// A number whose mark, if nothing else tells, is a decimal one or stands between thousands.
     doubt: Option<&'a str>,
 }
 
@@ -39,59 +38,37 @@ struct Written<'a> {
     digits: &'a str,
 }
 
-enum Mark {
-    None,
-    Decimal(Decimal),
-    /// With three digits after it, and as few before it as where it stands between thousands.
-    Doubtful,
-}
-
 impl<'a> Written<'a> {
     fn of(text: &'a str) -> Option<Self> {
-        let first = text.find(|c: char| c.is_ascii_digit())?;
-        let end = text.rfind(|c: char| c.is_ascii_digit())? + 1;
+        let is_digit = |c: char| c.is_ascii_digit();
+        let (first, end) = (&text[..text.find(is_digit)?], text.rfind(is_digit)? + 1);
         // `.5` begins with its point, `Rs.5` does not.
-        let is_point =
-            |before: &str| before.ends_with(['.', ',']) && !before[..before.len() - 1].ends_with(char::is_alphabetic);
-        let start = if is_point(&text[..first]) { first - 1 } else { first };
-        let (before, after) = (&text[..start], &text[end..]);
+        let before = first.strip_suffix(['.', ',']).filter(|rest| !rest.ends_with(char::is_alphabetic));
+        let (before, after) = (before.unwrap_or(first), text[end..].trim());
         // Some programs write the sign last, and accounts put what is negative in brackets.
-        let minus = before.matches(MINUS).count() + usize::from(after.trim() == "-");
-        let open = before.contains('(');
-        let around = |c: char| c.is_whitespace() || MINUS.contains(&c) || "+()".contains(c);
-        let units = [
-            before.trim_matches(around),
-            if after.trim() == "-" { "" } else { after.trim_matches(|c: char| c.is_whitespace() || c == ')') },
-        ];
-        let is_money = |unit: &str| unit.contains(MONEY) && unit.chars().count() <= 4;
-        let is_before = units[0].is_empty() || is_money(units[0]) || CODES.split('|').any(|code| code == units[0]);
-        let is_after = units[1].chars().count() <= 8
-            && units[1].chars().all(|c| c.is_alphabetic() || MONEY.contains(&c) || "%‰°/.²³".contains(c));
-        let is_whole = minus + usize::from(open) <= 1 && open == after.contains(')') && is_before && is_after;
-        is_whole.then_some(Self { is_negative: minus > 0 || open, units, digits: &text[start..end] })
+        let is_last = after == "-";
+        let signs = before.matches(MINUS).count() + before.matches('(').count() + usize::from(is_last);
+        let around = |c: char| c.is_whitespace() || MINUS.contains(&c) || "+(".contains(c);
+        let units = [before.trim_matches(around), if is_last { "" } else { after.trim_matches(')').trim() }];
+        let is_money = units[0].contains(MONEY) && units[0].chars().count() <= 4;
+        let is_before = is_money || units[0].is_empty() || CODES.split('|').any(|code| code == units[0]);
+        let is_unit = |c: char| c.is_alphabetic() || MONEY.contains(&c) || "%‰°/.²³".contains(c);
+        let is_after = units[1].chars().count() <= 8 && units[1].chars().all(is_unit);
+        let is_whole = signs < 2 && before.contains('(') == after.contains(')') && is_before && is_after;
+        is_whole.then_some(Self { is_negative: signs > 0, units, digits: &text[before.len()..end] })
     }
 
-    fn mark(&self) -> Mark {
-        let Some(at) = self.digits.rfind(['.', ',']) else { return Mark::None };
+    /// The decimal mark by this number alone, and whether it may as well stand between thousands: three digits follow it, and few come before.
+    fn mark(&self) -> Option<(Decimal, bool)> {
+        let at = self.digits.rfind(['.', ','])?;
         let (before, after) = (&self.digits[..at], &self.digits[at + 1..]);
-        let (decimal, other) = if self.digits[at..].starts_with('.') {
-            (Decimal::Point, Decimal::Comma)
-        } else {
-            (Decimal::Comma, Decimal::Point)
-        };
-        let are_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
-        if before.contains(decimal.mark()) {
-            Mark::Decimal(other)
-        } else if after.len() == 3
-            && are_digits(after)
-            && (1..=3).contains(&before.len())
-            && are_digits(before)
-            && !before.starts_with('0')
-        {
-            Mark::Doubtful
-        } else {
-            Mark::Decimal(decimal)
+        let is_point = self.digits[at..].starts_with('.');
+        if before.contains(&self.digits[at..=at]) {
+            return Some((if is_point { Decimal::Comma } else { Decimal::Point }, false));
         }
+        let are_digits = before.bytes().chain(after.bytes()).all(|byte| byte.is_ascii_digit());
+        let may_group = (1..=3).contains(&before.len()) && after.len() == 3 && !before.starts_with('0');
+        Some((if is_point { Decimal::Point } else { Decimal::Comma }, are_digits && may_group))
     }
 
     /// The number; `None` where marks that are not decimal do not stand between thousands.
@@ -126,6 +103,13 @@ impl<'a> Written<'a> {
     }
 }
 
+impl Notation<'_> {
+    fn decimal(&self) -> Decimal {
+        let is_comma = self.doubt.is_some_and(|text| text.contains(','));
+        self.told.unwrap_or(if is_comma { Decimal::Comma } else { Decimal::Point })
+    }
+}
+
 impl Table {
     /// Takes the decimal mark that a person or the run names.
     pub fn name_decimal(&mut self, columns: &Columns) {
@@ -139,7 +123,7 @@ impl Table {
         let numbers = match self.plain_numbers(place) {
             Some(numbers) => numbers,
             None => {
-                let decimal = self.notation(place)?.decimal;
+                let decimal = self.notation(place)?.decimal();
                 let number = |row: &Row| match text_of(&row.cells[place]) {
                     Some(text) => Written::of(text)?.number(decimal),
                     None => plain(&row.cells[place]),
@@ -157,8 +141,8 @@ impl Table {
     fn plain_numbers(&self, place: usize) -> Option<Vec<f64>> {
         let numbers = self.rows.iter().map(|row| plain(&row.cells[place])).collect::<Option<Vec<f64>>>()?;
         let texts = self.rows.iter().filter_map(|row| text_of(&row.cells[place])).filter(|text| text.contains('.'));
-        let mut marks = texts.map(|text| Written::of(text).map(|one| one.mark())).filter(|_| self.commas).peekable();
-        let are_doubtful = marks.peek().is_some() && marks.all(|mark| matches!(mark, Some(Mark::Doubtful)));
+        let mut marks = texts.map(|text| Written::of(text)?.mark()).filter(|_| self.commas).peekable();
+        let are_doubtful = marks.peek().is_some() && marks.all(|mark| mark.is_some_and(|(_, doubt)| doubt));
         (!are_doubtful || self.decimal() == Some(Decimal::Point)).then_some(numbers)
     }
 
@@ -177,25 +161,27 @@ impl Table {
             };
             let one = Written::of(text).filter(|one| *units.get_or_insert(one.units) == one.units).ok_or(row)?;
             match one.mark() {
-                Mark::Decimal(decimal) => drop(found.told.get_or_insert(decimal)),
-                Mark::Doubtful => drop(found.doubt.get_or_insert(text)),
-                Mark::None => {}
+                Some((decimal, false)) => drop(found.told.get_or_insert(decimal)),
+                Some(_) => drop(found.doubt.get_or_insert(text)),
+                None => {}
             }
             one.number(found.told.unwrap_or_default()).ok_or(row)?;
         }
-        Ok(Notation { units: units.unwrap_or_default(), decimal: found.told.unwrap_or_default(), ..found })
+        let doubt = found.doubt.filter(|_| found.told.is_none());
+        Ok(Notation { units: units.unwrap_or_default(), doubt, ..found })
     }
 
     /// The same, and as other columns tell.
     fn notation(&self, place: usize) -> Result<Notation<'_>, &Row> {
         let own = self.own_notation(place)?;
-        let Some(text) = own.doubt.filter(|_| own.told.is_none()) else { return Ok(Notation { doubt: None, ..own }) };
-        let is_comma = text.contains(',');
+        let Some(text) = own.doubt else { return Ok(own) };
+        if let Some(told) = self.decimal() {
+            return Ok(Notation { told: Some(told), doubt: None, ..own });
+        }
         // What costs dollars or pounds has no decimal comma, and programs write points, but where spreadsheets write semicolons.
+        let is_comma = text.contains(',');
         let is_clear = if is_comma { own.units.concat().contains(['$', '£']) } else { self.delimiter != b';' };
-        let told = self.decimal().or(is_clear.then_some(Decimal::Point));
-        let usual = if is_comma { Decimal::Comma } else { Decimal::Point };
-        Ok(Notation { told, decimal: told.unwrap_or(usual), doubt: own.doubt.filter(|_| told.is_none()), ..own })
+        Ok(Notation { told: is_clear.then_some(Decimal::Point), ..own })
     }
 
     /// The decimal mark of the file: that which a person named, or else that of its columns, where all that tell have the same.
@@ -213,13 +199,13 @@ impl Table {
         let (mut said, mut decimal) = (Vec::new(), None);
         for place in places.iter().copied().chain(label).filter(|place| self.plain_numbers(*place).is_none()) {
             let (Ok(one), title) = (self.notation(place), &self.header[place]) else { continue };
-            if let Some(text) = one.doubt {
+            if let (Some(text), None) = (one.doubt, one.told) {
                 // As a label it stays a text.
                 if label == Some(place) && text.contains(',') {
                     continue;
                 }
-                let [point, comma] = [Decimal::Point, Decimal::Comma]
-                    .map(|decimal| Written::of(text).and_then(|one| one.number(decimal)).unwrap_or(f64::NAN));
+                let number = |decimal| Written::of(text).and_then(|one| one.number(decimal)).unwrap_or(f64::NAN);
+                let [point, comma] = [Decimal::Point, Decimal::Comma].map(number);
                 bail!(
                     "{}: {text:?} in the column `{title}` may be {point} or {comma}, and no other number tells; say which mark is decimal with \
                      --decimal point or --decimal comma",
@@ -227,18 +213,15 @@ impl Table {
                 );
             }
             decimal = decimal.or(one.told);
-            let example = self.rows.iter().find_map(|row| {
+            // Between semicolons a decimal comma is usual, and between commas a point.
+            let usual = |text: &str| value(&if self.delimiter == b',' { text.into() } else { text.replace(',', ".") });
+            let is_said =
+                |text: &str, number| usual(text) != Some(number) || self.delimiter == b'\t' && one.doubt.is_some();
+            said.extend(self.rows.iter().find_map(|row| {
                 let text = text_of(&row.cells[place])?;
-                let number = Written::of(text)?.number(one.decimal)?;
-                let is_said = match self.delimiter {
-                    b',' => value(text) != Some(number),
-                    // Spreadsheets write semicolons where the comma is decimal.
-                    b';' => value(&text.replace(',', ".")) != Some(number),
-                    _ => text.contains('.') || value(&text.replace(',', ".")) != Some(number),
-                };
-                is_said.then(|| format!("{text:?} of `{title}` is {number}"))
-            });
-            said.extend(example);
+                let number = Written::of(text)?.number(one.decimal())?;
+                is_said(text, number).then(|| format!("{text:?} of `{title}` is {number}"))
+            }));
         }
         if !said.is_empty() {
             note(format_args!(
@@ -250,13 +233,30 @@ impl Table {
         Ok(decimal)
     }
 
+    /// Refuses columns of the same kind some of which have another unit than the first.
+    pub fn check_units(&self, places: &[usize]) -> Result<()> {
+        let mut first = None;
+        for &place in places {
+            let Some(row) = self.rows.iter().find(|row| text_of(&row.cells[place]).is_some()) else { continue };
+            let text = text_of(&row.cells[place]).unwrap_or_default();
+            let units = Written::of(text).map_or(["", ""], |one| one.units);
+            if *first.get_or_insert(units) != units {
+                let title = &self.header[place];
+                let problem =
+                    format_args!("{text:?} in the column `{title}` is no number as in other columns; write all alike");
+                return Err(row.wrong(&self.name, problem));
+            }
+        }
+        Ok(())
+    }
+
     /// The same with plain numbers in those of these columns that hold others, if any does: times and labels are read as numbers later.
     pub fn with_plain_numbers(&self, times: &[usize], label: Option<usize>) -> Option<Self> {
         let found = |place: usize| {
             let is_time = label != Some(place);
             let numbers = self.numbers(place).ok().filter(|_| self.plain_numbers(place).is_none())?;
-            let Notation { units, doubt, .. } = self.notation(place).ok()?;
-            (doubt.is_none() && (units == ["", ""] || !is_time)).then_some((place, numbers))
+            let Notation { units, told, doubt } = self.notation(place).ok()?;
+            (told.is_some() || doubt.is_none()).then_some((place, numbers)).filter(|_| units == ["", ""] || !is_time)
         };
         let columns: Vec<(usize, Vec<f64>)> = times.iter().copied().chain(label).filter_map(found).collect();
         let mut plain = (!columns.is_empty()).then(|| self.clone())?;
