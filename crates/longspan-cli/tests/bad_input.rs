@@ -425,9 +425,9 @@ fn info_says_how_a_file_is_read_or_what_mends_it() {
         ("clock.csv", "time,x\n09:00,1\n09:10,2\n".into(), &[], "put the day before a time of the day"),
         (
             "units.csv",
-            "time,x\n0,60 kg\n1,61 kg\n".into(),
+            "time,x\n0,60 kg\n1,61\n".into(),
             &[],
-            "\"60 kg\" in the column `x` is no number; write numbers such as 1234.5",
+            "line 3: \"61\" in the column `x` is no number; others of it are written otherwise",
         ),
         ("nested.jsonl", "{\"time\": 0, \"main\": {\"t\": 1}}\n".into(), &[], "as pandas' json_normalize does"),
         (

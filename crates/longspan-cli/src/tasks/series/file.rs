@@ -12,7 +12,6 @@ use sha2::{Digest, Sha256};
 use super::archive;
 use crate::run::columns::Columns;
 use crate::run::config::{Files, LabelKind};
-use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
 use crate::tasks::split::composed;
@@ -48,6 +47,11 @@ pub struct Series {
 }
 
 impl Series {
+    /// The label; nothing where there is none.
+    pub fn label(&self) -> &str {
+        self.label.as_deref().unwrap_or_default()
+    }
+
     pub fn first(&self, count: usize) -> Self {
         let (times, values) = (self.times[..count].to_vec(), self.values[..count * self.width].to_vec());
         Self { times, values, ..self.clone() }
@@ -122,7 +126,8 @@ pub fn series(mut points: Vec<Point>, known: &[bool], label: Option<String>, lin
     let values = values.concat();
     let mut hash = Sha256::new();
     times.iter().chain(&values).for_each(|number| hash.update(number.to_le_bytes()));
-    let key = hex(&hash.finalize()[..16]);
+    let mut key = format!("{:x}", hash.finalize());
+    key.truncate(32);
     Ok(Series { times, values, width, label, ahead, key, line, backwards, repeats, ..Series::default() })
 }
 
@@ -695,9 +700,9 @@ fn codes(all: &[Series]) -> Vec<String> {
         }
         let zeros_at_end = |one: &Series| {
             let values = values(one);
-            let count = values.iter().rev().take_while(|value| **value == 0.0).count();
-            let others = values.len() - values.iter().filter(|value| **value == 0.0).count();
-            (count > 1 && others >= DIFFERENT && others + count == values.len()).then_some(count)
+            let others = values.iter().rposition(|value| *value != 0.0)? + 1;
+            let are_all = !values[..others].contains(&0.0);
+            (values.len() > others + 1 && others >= DIFFERENT && are_all).then(|| values.len() - others)
         };
         if let (Some(count), true) = (all.iter().find_map(zeros_at_end), found.len() == before) {
             found.push(format!("the last {count} points{of} are 0, as no others are"));
@@ -903,90 +908,82 @@ mod tests {
             // A date, an id by its name, a row number of pandas, and a part of the time.
             (
                 ",symbol,date,price\n0,b,Jan 1 2000,1\n1,a,Jan 1 2000,2\n2,b,Feb 1 2000,3\n",
-                &[
-                    "times `date` (dates of the form %b %-d %Y, in months), ids `symbol`, channels `price`; not read: `` (row numbers)",
-                    "ids b|a; values [1.0, 3.0]; times Jan 1 2000|Feb 1 2000;",
-                ][..],
+                "times `date` (dates of the form %b %-d %Y, in months), ids `symbol`, channels `price`; not read: `` (row numbers) & ids b|a; values [1.0, 3.0]; times Jan 1 2000|Feb 1 2000;",
             ),
-            ("date,x\nmay 2000,1\njun 2000,2\n", &["(dates of the form %b %Y, in months, printed such as May 2000)"]),
+            ("date,x\nmay 2000,1\njun 2000,2\n", "(dates of the form %b %Y, in months, printed such as May 2000)"),
             (
                 "YEAR,x,TIME\n1951,3,1\n1952,4,2\n",
-                &["times `TIME` (numbers), channels `x`; not read: `YEAR` (a part of the time)"],
+                "times `TIME` (numbers), channels `x`; not read: `YEAR` (a part of the time)",
             ),
-            ("year,quarter,x\n1959,4,1\n1960,1,2\n", &["times 1959 Q4|1960 Q1;"]),
-            ("year,x\n1959,1\n1960,2\n", &["times 1959|1960;"]),
+            ("year,quarter,x\n1959,4,1\n1960,1,2\n", "times 1959 Q4|1960 Q1;"),
+            ("year,x\n1959,1\n1960,2\n", "times 1959|1960;"),
             // Parts of times in columns of their own, and times with their unit.
-            ("year,month,x\n1959,Nov,1\n1959,Dec,2\n", &["times 1959-Nov|1959-Dec;"]),
-            ("year,month,x\n1959.0,1.0,1\n1959.0,2.0,2\n", &["times 1959-01|1959-02;"]),
-            ("yearmonth,x\n201012,1\n201101,2\n", &["times 201012|201101;"]),
-            ("year,month,date_of_month,x\n1959,1,31,1\n1959,2,1,2\n", &["times 1959-01-31|1959-02-01;"]),
-            ("quarter,year,x\nQ4,1959,1\nQ1,1960,2\n", &["times 1959 Q4|1960 Q1;"]),
-            ("year,week,x\n2020,9,1\n2020,10,2\n", &["times 2020-W09|2020-W10;"]),
-            ("date,hr,x\n2020-01-31,22,1\n2020-01-31,24,2\n", &["times 2020-01-31 22:00|2020-02-01 00:00;"]),
+            ("year,month,x\n1959,Nov,1\n1959,Dec,2\n", "times 1959-Nov|1959-Dec;"),
+            ("year,month,x\n1959.0,1.0,1\n1959.0,2.0,2\n", "times 1959-01|1959-02;"),
+            ("yearmonth,x\n201012,1\n201101,2\n", "times 201012|201101;"),
+            ("year,month,date_of_month,x\n1959,1,31,1\n1959,2,1,2\n", "times 1959-01-31|1959-02-01;"),
+            ("quarter,year,x\nQ4,1959,1\nQ1,1960,2\n", "times 1959 Q4|1960 Q1;"),
+            ("year,week,x\n2020,9,1\n2020,10,2\n", "times 2020-W09|2020-W10;"),
+            ("date,hr,x\n2020-01-31,22,1\n2020-01-31,24,2\n", "times 2020-01-31 22:00|2020-02-01 00:00;"),
             (
                 "year,month,day,hour,minute,x\n2020,1,31,9,5,1\n2020,1,31,9,6,2\n",
-                &["times 2020-01-31 09:05|2020-01-31 09:06;"],
+                "times 2020-01-31 09:05|2020-01-31 09:06;",
             ),
             (
                 "Datum;Uhrzeit;x\n30.01.2024;00:00;1\n30.01.2024;12:00;2\n31.01.2024;00:00;3\n31.01.2024;12:00;4\n",
-                &["times 30.01.2024 00:00|30.01.2024 12:00|31.01.2024 00:00|31.01.2024 12:00;"],
+                "times 30.01.2024 00:00|30.01.2024 12:00|31.01.2024 00:00|31.01.2024 12:00;",
             ),
-            ("Time (s),x\n0.5,1\n0.7,2\n", &["times 0.5|0.7;"]),
-            ("time;x\n0,5;1\n1.000,25;2,5\n", &["times 0.5|1000.25;"]),
+            ("Time (s),x\n0.5,1\n0.7,2\n", "times 0.5|0.7;"),
+            ("time;x\n0,5;1\n1.000,25;2,5\n", "times 0.5|1000.25;"),
             // Numbers without a name are the time where no other column is.
-            (",0\n1821,269\n1822,321\n", &["values [269.0, 321.0]"]),
-            ("date,x\n20230228,1\n20230301,2\n", &["times 20230228|20230301;"]),
+            (",0\n1821,269\n1822,321\n", "values [269.0, 321.0]"),
+            ("date,x\n20230228,1\n20230301,2\n", "times 20230228|20230301;"),
             // Texts that tell rows of one time apart are ids; spaces around them count as nothing.
-            ("shop,time,x\n é,0,1\nb ,0,2\ne\u{301},1,3\nb,1,4\n", &["ids é|b;"]),
+            ("shop,time,x\n é,0,1\nb ,0,2\ne\u{301},1,3\nb,1,4\n", "ids é|b;"),
             (
                 "id,ts,store,shelf_id,x\n1,0,1,7,5\n2,0,1,8,6\n3,0,2,7,7\n4,1,1,7,8\n5,1,1,8,9\n6,1,2,7,10\n7,2,1,7,5\n8,2,1,8,6\n",
-                &[
-                    "times `ts` (numbers), ids `store` and `shelf_id`, channels `x`; not read: `id` (different in each row)",
-                    "ids 1,7|1,8|",
-                ],
+                "times `ts` (numbers), ids `store` and `shelf_id`, channels `x`; not read: `id` (different in each row) & ids 1,7|1,8|",
             ),
             // Counts since 1970 are times, and beside a date the same again.
             (
                 "ts,date,x\n1704067200,2024-01-01,1\n1704153600,2024-01-02,2\n",
-                &["times `date`", "channels `x`; not read: `ts` (another time)"],
+                "times `date` & channels `x`; not read: `ts` (another time)",
             ),
-            ("ts,month_sales\n1704067200,170406720\n1704153600,180415360\n", &["channels `month_sales`"]),
-            ("ts,x\n1704067200000,1\n1704067260000,2\n", &["times 1704067200000|1704067260000;"]),
+            ("ts,month_sales\n1704067200,170406720\n1704153600,180415360\n", "channels `month_sales`"),
+            ("ts,x\n1704067200000,1\n1704067260000,2\n", "times 1704067200000|1704067260000;"),
             // Texts that tell rows apart together.
             (
                 "date,site,wday,kind,x\n0,n,Mon,a,1\n0,n,Mon,b,2\n0,s,Mon,a,3\n0,s,Mon,b,4\n1,n,Tue,a,5\n1,n,Tue,b,6\n1,s,Tue,a,7\n1,s,Tue,b,8\n",
-                &[
-                    "ids `site` and `kind`, channels `x`; not read: `wday` (a part of the time)",
-                    "ids n,a|n,b|s,a|s,b; values [1.0, 5.0]",
-                ],
+                "ids `site` and `kind`, channels `x`; not read: `wday` (a part of the time) & ids n,a|n,b|s,a|s,b; values [1.0, 5.0]",
             ),
-            ("rownames,time,x,on\n20.1,0,1,TRUE\n3,1,2,false\n", &["values [1.0, 1.0, 2.0, 0.0]"]),
-            ("date,Datum,x\n,30.12.1999,1\n,31.12.1999,2\n", &["times 30.12.1999|31.12.1999;"]),
-            ("date,x\n991230,1\n000102,2\n000103,3\n", &["times 991230|000102|000103;"]),
+            ("rownames,time,x,on\n20.1,0,1,TRUE\n3,1,2,false\n", "values [1.0, 1.0, 2.0, 0.0]"),
+            ("date,Datum,x\n,30.12.1999,1\n,31.12.1999,2\n", "times 30.12.1999|31.12.1999;"),
+            ("date,x\n991230,1\n000102,2\n000103,3\n", "times 991230|000102|000103;"),
             // Columns that number rows, whatever the file calls them, and columns without values are no channels.
             (
                 "No.,date,row_number,x,notes\n7,2024-01-01,1,0.5,\n8,2024-01-02,2,0.7,\n9,2024-01-03,3,0.1,\n",
-                &["channels `x`; not read: `No.` (row numbers), `row_number` (row numbers), `notes` (nothing in it)"],
+                "channels `x`; not read: `No.` (row numbers), `row_number` (row numbers), `notes` (nothing in it)",
             ),
             // It may be a count where no label is learned.
-            (&counting, &["channels `entry`"]),
+            (&counting, "channels `entry`"),
             (
                 &format!("date,instant,decimal date,x\n{beside}"),
-                &["channels `x`; not read: `instant` (row numbers), `decimal date` (another time)"],
+                "channels `x`; not read: `instant` (row numbers), `decimal date` (another time)",
             ),
-            (&format!("id,visit,date,x\n{each}"), &["ids `id`, channels `x`; not read: `visit` (row numbers)"]),
+            (&format!("id,visit,date,x\n{each}"), "ids `id`, channels `x`; not read: `visit` (row numbers)"),
             // A second line of units.
-            ("time,x,y\n,°C,[%]\n0,20,1\n1,21,2\n", &["values [20.0, 1.0, 21.0, 2.0]"]),
+            ("time,x,y\n,°C,[%]\n0,20,1\n1,21,2\n", "values [20.0, 1.0, 21.0, 2.0]"),
             // Days that a spreadsheet counts: of months, whose days differ.
+            ("Date,x\n45292,1\n45323,2\n45352,3\n", "(dates of the form excel, in months) & times 45292|45323|45352;"),
             (
-                "Date,x\n45292,1\n45323,2\n45352,3\n",
-                &["(dates of the form excel, in months)", "times 45292|45323|45352;"],
+                "date,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24\n0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24\n",
+                "channels `1`, `2`",
             ),
             // Without a header the first line is a row.
-            ("1,0.5\n2,0.7\n", &["times `column 1` (numbers), channels `column 2`", "values [0.5, 0.7]"]),
+            ("1,0.5\n2,0.7\n", "times `column 1` (numbers), channels `column 2` & values [0.5, 0.7]"),
         ] {
             let found = of_table(text, &none).unwrap();
-            parts.iter().for_each(|part| assert!(found.contains(part), "{part}: {text}: {found}"));
+            parts.split(" & ").for_each(|part| assert!(found.contains(part), "{part}: {text}: {found}"));
         }
         for title in ["ts", "timestamp", "date", "time", "event_ts", "unixtime"] {
             let text = format!("{title},x\n1704067200000,1\n1704153600000,2\n1704240000000,3\n");
@@ -1018,37 +1015,34 @@ mod tests {
             (
                 "a,b,time,x\np q,r,0,1\np,q r,0,2\np q,r,1,3\n",
                 Columns { id: Some("a,b".into()), ..none.clone() },
-                &["ids p q,r|p,q r; values [1.0, 3.0]"][..],
+                "ids p q,r|p,q r; values [1.0, 3.0]",
             ),
             (
                 "store,time,x,y,\n1,0,1,2,\n2,0,3,4,\n",
                 Columns { id: Some("store".into()), channels: vec!["y".into(), "x".into()], ..none.clone() },
-                &["ids 1|2; values [2.0, 1.0]"],
+                "ids 1|2; values [2.0, 1.0]",
             ),
             (
                 "a,b\n1,2\n3,4\n",
                 Columns { time: Some("row".into()), ..none.clone() },
-                &["rows are counted", "values [1.0, 2.0, 3.0, 4.0]; times 0|1;"],
+                "rows are counted & values [1.0, 2.0, 3.0, 4.0]; times 0|1;",
             ),
-            ("year,x\n90,1.5\n90,2.5\n", Columns { time: Some("year".into()), ..none.clone() }, &["values [1.5, 2.5]"]),
-            ("name,1990,1991\na,1,2\nb,,\nc,3,4\n", wide(), &["ids a|c; values [1.0, 2.0]; times 1990|1991;"]),
+            ("year,x\n90,1.5\n90,2.5\n", Columns { time: Some("year".into()), ..none.clone() }, "values [1.5, 2.5]"),
+            ("name,1990,1991\na,1,2\nb,,\nc,3,4\n", wide(), "ids a|c; values [1.0, 2.0]; times 1990|1991;"),
             (
                 "id,no,v1,v2,kind\n7,1,5,6,a\n8,2,7,8,b\n9,3,7,8,b\n",
                 wide(),
-                &["2 values `v1` … `v2`, ids `id`; not read: `no`, `kind`", "ids 7|8|9; values [5.0, 6.0]"],
+                "2 values `v1` … `v2`, ids `id`; not read: `no`, `kind` & ids 7|8|9; values [5.0, 6.0]",
             ),
             // Names that are dates, beside numbers that are none, and ids of two columns.
             (
                 "Province,Country,Lat,1/30/20,1/31/20,2/1/20\n,a,5.5,1,2,3\nb,c,6.5,4,5,6\nd,c,7.5,7,8,9\n",
                 wide(),
-                &[
-                    "3 times `1/30/20` … `2/1/20`, ids `Province` and `Country`; not read: `Lat`",
-                    "ids a|b,c|d,c; values [1.0, 2.0, 3.0]; times 1/30/20|1/31/20|2/1/20;",
-                ],
+                "3 times `1/30/20` … `2/1/20`, ids `Province` and `Country`; not read: `Lat` & ids a|b,c|d,c; values [1.0, 2.0, 3.0]; times 1/30/20|1/31/20|2/1/20;",
             ),
         ] {
             let found = of_table(text, &columns).unwrap();
-            parts.iter().for_each(|part| assert!(found.contains(part), "{part}: {text}: {found}"));
+            parts.split(" & ").for_each(|part| assert!(found.contains(part), "{part}: {text}: {found}"));
         }
         // Columns in another order are the same times: by their numbers, or else by the names that were learned from.
         let wide = |text: &str, columns: &Columns| {

@@ -205,25 +205,22 @@ impl Table {
 
     /// The same without a second line of units, where it has texts alone, above numbers and dates; with what is said of it.
     pub fn without_units(mut self) -> (Self, Option<String>) {
-        let Some(first) = self.rows.first().filter(|_| self.rows.len() > 2) else { return (self, None) };
-        let texts: Vec<Option<String>> = first.cells.iter().map(|cell| text(cell).map(Cow::into_owned)).collect();
-        let is_unit = |text: &String| !numbers::is_number(text) && !is_time(text);
-        if !texts.iter().flatten().all(is_unit) {
+        let is_unit = |text: &str| !numbers::is_number(text) && !is_time(text);
+        let may_be = |cell: &Value| text(cell).is_none_or(|text| is_unit(&text));
+        if self.rows.len() < 3 || !self.rows[0].cells.iter().all(may_be) {
             return (self, None);
         }
         let first = self.rows.remove(0);
-        let (mut units, mut are_units) = (Vec::new(), true);
-        for (place, unit) in texts.iter().enumerate().filter_map(|(place, unit)| Some((place, unit.as_ref()?))) {
-            let has_numbers = self.numbers(place).is_ok();
-            are_units &= (has_numbers || holds_dates(&self, place)) && !self.header[place].is_empty();
-            units.extend(has_numbers.then(|| format!("{unit:?}")));
+        let named: Vec<usize> = (0..self.header.len()).filter(|place| text(&first.cells[*place]).is_some()).collect();
+        let are_numbers = |place: &usize| self.numbers(*place).is_ok();
+        let fits =
+            |place: &usize| !self.header[*place].is_empty() && (are_numbers(place) || holds_dates(&self, *place));
+        if named.iter().all(fits) && named.iter().any(are_numbers) {
+            let said = format!("line {}: left out, since it seems to name units", first.line);
+            return (self, Some(said));
         }
-        if !are_units || units.is_empty() {
-            self.rows.insert(0, first);
-            return (self, None);
-        }
-        let said = format!("line {}: left out, since it seems to name units: {}", first.line, listed(&units, 8));
-        (self, Some(said))
+        self.rows.insert(0, first);
+        (self, None)
     }
 
     /// The same with a column of 0 and 1, `column=text`, for each of these texts of columns.
@@ -417,7 +414,8 @@ fn parts_of_time(titles: &[String], are_clocks: bool) -> Option<(&'static str, V
             ["", "h", "hr", "he", "hour", "sp", "p", "period"].contains(&name.trim_end_matches([' ', '_', '-']));
         title[name.len()..].parse::<usize>().ok().filter(|_| is_known)
     };
-    let first = number(&titles[0]).filter(|first| *first < 2);
+    // `1` to `24` may be anything.
+    let first = number(&titles[0]).filter(|first| *first < 2 && titles[0] != "1");
     let hour = |n: usize, title: &str| {
         let minutes = number(title).filter(|number| first.is_some_and(|first| *number == first + n))? * 1440 / count;
         Some(format!("{:02}:{:02}", minutes / 60, minutes % 60))
