@@ -613,7 +613,8 @@ fn categories(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result
         let title = &table.header[place];
         let texts: BTreeSet<String> = table.texts(place).flatten().collect();
         // A slip in a column of numbers makes no categories.
-        let numbers = texts.iter().filter(|text| is_number(text)).count();
+        let is_plain = |text: &&String| is_number(text) && !text.contains(char::is_alphabetic);
+        let numbers = texts.iter().filter(is_plain).count();
         let wanted = (reading.labels || columns.has_known(title)) && table.numbers(place).is_err();
         if !wanted || 2 * numbers >= texts.len() || !(2..=CATEGORIES).contains(&texts.len()) {
             named.channels.push(title.clone());
