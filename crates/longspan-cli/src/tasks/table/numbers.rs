@@ -81,9 +81,10 @@ impl<'a> Written<'a> {
         }
         let (mantissa, exponent) = self.digits.split_once(['e', 'E']).unwrap_or((self.digits, "0"));
         let (whole, fraction) = mantissa.split_once(decimal.mark()).unwrap_or((mantissa, ""));
-        let mut parts: Vec<&str> = vec![whole];
+        let without_marks;
+        let mut plain = whole;
         if let Some(mark) = whole.chars().find(|c| !c.is_ascii_digit()) {
-            parts = whole.split(mark).collect();
+            let parts: Vec<&str> = whole.split(mark).collect();
             let (first, rest) = parts.split_first()?;
             let (last, middle) = rest.split_last()?;
             // In India pairs of digits come before the last three.
@@ -93,8 +94,10 @@ impl<'a> Written<'a> {
             if !is_mark || !are_groups || last.len() != 3 || !(1..=3).contains(&first.len()) || first.starts_with('0') {
                 return None;
             }
+            without_marks = parts.concat();
+            plain = &without_marks;
         }
-        self.signed(&format!("{}.{fraction}e{exponent}", parts.concat()))
+        self.signed(&[plain, ".", fraction, "e", exponent].concat())
     }
 
     fn signed(&self, digits: &str) -> Option<f64> {
