@@ -111,7 +111,7 @@ fn many_unknown_characters_are_one_note() {
     let output = place.run(&["predict", "run", "lines"]);
     let notes = text(&output.stderr);
     assert_eq!(notes.matches("did not occur").count(), 1, "{notes}");
-    assert!(notes.contains("and 295 others did not occur in training"), "{notes}");
+    assert!(notes.contains("and 295 more did not occur in training"), "{notes}");
 }
 
 #[test]

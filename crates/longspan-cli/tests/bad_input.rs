@@ -402,6 +402,13 @@ fn info_says_how_a_file_is_read_or_what_mends_it() {
             "2 series of 3 points and 1 channel, 1 value missing, 0 with a label; columns: a series a row, 3 times `2000` … `2003`",
         ),
         (
+            "thousands.csv",
+            "date;x\n2024-01-01;1.050\n2024-01-02;2.150\n".into(),
+            &[],
+            "\"1.050\" in the column `x` may be 1.05 or 1050",
+        ),
+        ("label.csv", "text;label\na b;1.050\nc d;950\n".into(), &[], "\"1.050\" in the column `label` may be 1.05"),
+        (
             "shares.csv",
             "name,2000,2001,2002\na,1,2%,3\n".into(),
             &["--wide"],
@@ -418,9 +425,9 @@ fn info_says_how_a_file_is_read_or_what_mends_it() {
         ("clock.csv", "time,x\n09:00,1\n09:10,2\n".into(), &[], "put the day before a time of the day"),
         (
             "units.csv",
-            "time,x\n0,60 kg\n1,61 kg\n".into(),
+            "time,x\n0,60 kg\n1,61\n".into(),
             &[],
-            "\"60 kg\" in the column `x` is no number; write numbers such as 1234.5",
+            "line 3: \"61\" in the column `x` is no number; others of it are written otherwise",
         ),
         ("nested.jsonl", "{\"time\": 0, \"main\": {\"t\": 1}}\n".into(), &[], "as pandas' json_normalize does"),
         (
@@ -450,12 +457,7 @@ fn info_says_how_a_file_is_read_or_what_mends_it() {
 fn what_a_file_may_mean_otherwise_is_said() {
     let place = Place::new();
     for (name, contents, part) in [
-        (
-            "thousands.csv",
-            "date;x\n2024-01-01;1.050\n2024-01-02;2.150\n",
-            "1.050 in the column `x` is read with a decimal point",
-        ),
-        ("label.csv", "text;label\na b;1.050\nc d;950\n", "1.050 in the column `label` is read with a decimal point"),
+        ("thousands.tsv", "date\tx\n2024-01-01\t1.050\n2024-01-02\t2.150\n", "\"1.050\" of `x` is 1.05"),
         ("code.csv", "time,x\n0,5\n1,-999\n2,7\n", "1 value of `x`: -999, the others from 5 to 7"),
         ("again.csv", "time,x\n1,5\n0,6\n0,7\n2,8\n", "several points at one time in 1 series"),
         ("names.tsv", "name\t2000\t2001\na\t1\t2\n", "the first line is read as a series with the label \"name\""),

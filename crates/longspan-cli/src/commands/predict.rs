@@ -20,7 +20,7 @@ use crate::tasks::workers::Workers;
 use crate::tasks::{Trained, for_predicting, lines};
 use crate::terminal::forecasts::Forecasts;
 use crate::terminal::notes::note;
-use crate::terminal::samples::{CUT, counted, one_line};
+use crate::terminal::samples::{CUT, counted, listed, one_line};
 use crate::terminal::shell;
 
 /// Lines answered together, if so many are there already: at first,
@@ -238,10 +238,8 @@ fn next_batch(questions: &Questions, most: usize) -> Option<(Vec<Asked>, Option<
 const NAMED: usize = 5;
 
 pub fn say_unknown(pieces: &BTreeSet<String>) {
-    let named: Vec<String> = pieces.iter().take(NAMED).map(|piece| format!("{piece:?}")).collect();
-    let rest = pieces.len() - named.len();
-    let rest = if rest > 0 { format!(" and {rest} others") } else { String::new() };
+    let named: Vec<String> = pieces.iter().map(|piece| format!("{piece:?}")).collect();
     if !named.is_empty() {
-        note(format_args!("note: {}{rest} did not occur in training: taken as unknown", named.join(", ")));
+        note(format_args!("note: {} did not occur in training: taken as unknown", listed(&named, NAMED)));
     }
 }

@@ -1,7 +1,7 @@
 //! Which columns of a table are what, as a person names them.
 
 use anyhow::{Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -46,10 +46,28 @@ pub struct Columns {
     #[arg(long, value_name = "FORMAT")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dates: Option<String>,
+    /// Which mark numbers have before their fractions, where 1,234 or 1.234 may be two numbers
+    #[arg(long, value_name = "MARK")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decimal: Option<Decimal>,
     /// A row of the table is a whole series, a column a time
     #[arg(long)]
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub wide: bool,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Decimal {
+    #[default]
+    Point,
+    Comma,
+}
+
+impl Decimal {
+    pub fn mark(self) -> char {
+        if self == Self::Point { '.' } else { ',' }
+    }
 }
 
 impl Columns {
@@ -57,9 +75,9 @@ impl Columns {
     pub fn check(&self, kind: TaskKind) -> Result<()> {
         let read: &[&str] = match kind {
             TaskKind::Pairs => &["source", "target"],
-            TaskKind::Labelled => &["text", "label"],
-            TaskKind::Forecast => &["time", "id", "channels", "known", "label", "dates", "wide"],
-            _ => &["time", "id", "channels", "label", "dates", "wide"],
+            TaskKind::Labelled => &["text", "label", "decimal"],
+            TaskKind::Forecast => &["time", "id", "channels", "known", "label", "dates", "decimal", "wide"],
+            _ => &["time", "id", "channels", "label", "dates", "decimal", "wide"],
         };
         let Value::Object(named) = serde_json::to_value(self)? else { return Ok(()) };
         let Some(key) = named.keys().find(|key| !read.contains(&key.as_str())) else { return Ok(()) };

@@ -37,10 +37,7 @@ pub fn tokenizer(side: &str) -> String {
 pub const LOCK: &str = ".lock";
 
 /// Keeps other processes from training in the same folder. The system releases it when the process ends.
-#[derive(Debug)]
-pub struct Lock {
-    _file: File,
-}
+pub type Lock = File;
 
 impl RunFolder {
     /// The folder at a path, whatever it holds; `sealed` if its files are compared with its seal.
@@ -135,7 +132,7 @@ impl RunFolder {
         match file.try_lock() {
             Err(TryLockError::WouldBlock) => Ok(None),
             // Some network file systems have no locks; training alone there is safe.
-            Ok(()) | Err(TryLockError::Error(_)) => Ok(Some(Lock { _file: file })),
+            Ok(()) | Err(TryLockError::Error(_)) => Ok(Some(file)),
         }
     }
 }

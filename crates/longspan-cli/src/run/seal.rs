@@ -36,11 +36,7 @@ pub struct Seal {
 }
 
 pub fn sha256(bytes: &[u8]) -> String {
-    hex(&Sha256::digest(bytes))
-}
-
-pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    format!("{:x}", Sha256::digest(bytes))
 }
 
 pub fn read(path: &Path) -> Result<Vec<u8>> {

@@ -1,6 +1,4 @@
-//! Which examples make up the batch of a step, and token lists as one padded tensor.
-//!
-//! A batch depends on the seed and the step alone, so that a resumed run sees the batches of one that was not interrupted.
+//! Numbers from a seed, parts of batches, and token lists as one padded tensor.
 
 use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -29,59 +27,6 @@ impl Random {
             let other = (self.next() % (last as u64 + 1)) as usize;
             items.swap(last, other);
         }
-    }
-}
-
-/// Batches whose examples are of similar length, in an order that is random anew in every epoch.
-#[derive(Debug)]
-pub struct Batches {
-    /// What examples are sorted by within a pool.
-    lengths: Vec<(usize, usize)>,
-    batch_size: usize,
-    seed: u64,
-    epoch: Option<usize>,
-    order: Vec<usize>,
-    bounds: Vec<(usize, usize)>,
-}
-
-/// Batches that are sorted by length together. Enough that the lengths within a batch are nearly equal (padding below
-/// 3 % on the dictionary), and few enough that short and long batches mix within an epoch.
-const POOL: usize = 50;
-
-impl Batches {
-    /// Batches over examples of these sizes (tokens predicted, tokens read).
-    pub fn new(lengths: Vec<(usize, usize)>, batch_size: usize, seed: u64) -> Self {
-        Self { lengths, batch_size, seed, epoch: None, order: Vec::new(), bounds: Vec::new() }
-    }
-
-    pub fn per_epoch(&self) -> usize {
-        self.lengths.len().div_ceil(self.batch_size)
-    }
-
-    pub fn tokens(&self) -> f64 {
-        self.lengths.iter().map(|&(predicted, read)| (predicted + read) as f64).sum()
-    }
-
-    pub fn at(&mut self, step: usize) -> &[usize] {
-        let (epoch, index) = (step / self.per_epoch(), step % self.per_epoch());
-        if self.epoch != Some(epoch) {
-            self.arrange(epoch);
-        }
-        let (start, end) = self.bounds[index];
-        &self.order[start..end]
-    }
-
-    fn arrange(&mut self, epoch: usize) {
-        let mut random = Random::new(self.seed, epoch as u64);
-        self.order = (0..self.lengths.len()).collect();
-        random.shuffle(&mut self.order);
-        for pool in self.order.chunks_mut(self.batch_size * POOL) {
-            pool.sort_by_key(|&example| self.lengths[example]);
-        }
-        let n = self.order.len();
-        self.bounds = (0..n).step_by(self.batch_size).map(|start| (start, (start + self.batch_size).min(n))).collect();
-        random.shuffle(&mut self.bounds);
-        self.epoch = Some(epoch);
     }
 }
 
@@ -133,32 +78,6 @@ pub fn padded(rows: &[impl AsRef<[u32]>], device: &Device) -> (Tensor<2, Int>, V
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn lengths(n: usize) -> Vec<(usize, usize)> {
-        (0..n).map(|i| (i * 7 % 13, i * 5 % 11)).collect()
-    }
-
-    #[test]
-    fn an_epoch_holds_every_example_once() {
-        let mut batches = Batches::new(lengths(1003), 8, 5);
-        for epoch in 0..3 {
-            let steps = epoch * batches.per_epoch()..(epoch + 1) * batches.per_epoch();
-            let mut seen: Vec<usize> = steps.flat_map(|step| batches.at(step).to_vec()).collect();
-            seen.sort_unstable();
-            assert_eq!(seen, (0..1003).collect::<Vec<_>>());
-        }
-    }
-
-    #[test]
-    fn a_batch_depends_on_seed_and_step_alone() {
-        let mut walked = Batches::new(lengths(500), 16, 9);
-        let all: Vec<Vec<usize>> = (0..100).map(|step| walked.at(step).to_vec()).collect();
-        let mut jumped = Batches::new(lengths(500), 16, 9);
-        assert_eq!(jumped.at(77), all[77]);
-        assert_eq!(jumped.at(3), all[3]);
-        assert_ne!(Batches::new(lengths(500), 16, 10).at(3), all[3]);
-        assert_ne!(all[0], all[walked.per_epoch()], "epochs differ");
-    }
 
     #[test]
     fn micro_batches_hold_every_example_once_within_the_budget() {

@@ -3,16 +3,16 @@
 use anyhow::{Result, bail};
 use sha2::{Digest, Sha256};
 
-use super::batches::Batches;
+use super::batches::Random;
 use super::lines;
 use super::split::evenly;
 use super::task::{Data, Task};
 use crate::run::config::{Config, TaskSettings};
-use crate::run::seal::{hex, sha256};
+use crate::run::seal::sha256;
 
 /// The hash of what a run learns from and, behind it, those of its files for development and scores, which runs of earlier versions lack.
 pub fn hashes<S: TaskSettings>(learned: Sha256, config: &Config<S>) -> Result<String> {
-    let mut all = hex(&learned.finalize());
+    let mut all = format!("{:x}", learned.finalize());
     for path in config.own_files() {
         // A pipe can't be read again.
         let own = if path.is_file() { sha256(&lines::read(path)?) } else { "-".into() };
@@ -49,18 +49,45 @@ pub trait Feed {
 }
 
 /// Examples that are independent of each other, shuffled anew for every epoch, in batches of similar sizes. The batch of a
-/// step depends on the seed and the step alone.
+/// step depends on the seed and the step alone, so that a resumed run sees the batches of one that was not interrupted.
 pub struct Shuffled<E> {
     pub examples: Vec<E>,
-    batches: Batches,
+    /// What examples are sorted by within a pool.
+    lengths: Vec<(usize, usize)>,
     batch_size: usize,
+    seed: u64,
+    epoch: Option<usize>,
+    /// The places of the examples of each batch of the epoch.
+    batches: Vec<Vec<usize>>,
 }
+
+/// Batches that are sorted by length together. Enough that the lengths within a batch are nearly equal (padding below
+/// 3 % on the dictionary), and few enough that short and long batches mix within an epoch.
+const POOL: usize = 50;
 
 impl<E> Shuffled<E> {
     /// Batches of `batch_size` examples, whose sizes (tokens predicted, tokens read) `size` gives.
     pub fn new(examples: Vec<E>, size: impl Fn(&E) -> (usize, usize), batch_size: usize, seed: u64) -> Self {
-        let batches = Batches::new(examples.iter().map(size).collect(), batch_size, seed);
-        Self { examples, batches, batch_size }
+        let lengths = examples.iter().map(size).collect();
+        Self { examples, lengths, batch_size, seed, epoch: None, batches: Vec::new() }
+    }
+
+    fn at(&mut self, step: usize) -> &[usize] {
+        let (epoch, index) = (step / self.per_epoch(), step % self.per_epoch());
+        if self.epoch != Some(epoch) {
+            self.arrange(epoch);
+        }
+        &self.batches[index]
+    }
+
+    fn arrange(&mut self, epoch: usize) {
+        let mut random = Random::new(self.seed, epoch as u64);
+        let mut order: Vec<usize> = (0..self.lengths.len()).collect();
+        random.shuffle(&mut order);
+        order.chunks_mut(self.batch_size * POOL).for_each(|pool| pool.sort_by_key(|&example| self.lengths[example]));
+        self.batches = order.chunks(self.batch_size).map(<[usize]>::to_vec).collect();
+        random.shuffle(&mut self.batches);
+        self.epoch = Some(epoch);
     }
 }
 
@@ -68,15 +95,16 @@ impl<E> Feed for Shuffled<E> {
     type Example = E;
 
     fn per_epoch(&self) -> usize {
-        self.batches.per_epoch()
+        self.lengths.len().div_ceil(self.batch_size)
     }
 
     fn tokens(&self) -> f64 {
-        self.batches.tokens()
+        self.lengths.iter().map(|&(predicted, read)| (predicted + read) as f64).sum()
     }
 
     fn batch(&mut self, step: usize) -> Result<Vec<&E>> {
-        Ok(self.batches.at(step).iter().map(|&place| &self.examples[place]).collect())
+        let places = self.at(step).to_vec();
+        Ok(places.into_iter().map(|place| &self.examples[place]).collect())
     }
 
     fn probe(&self) -> &[E] {
@@ -119,4 +147,35 @@ pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
     }
     let train = Shuffled::new(train, T::size, config.training.batch_size, config.training.seed);
     Ok(Data { train, development, held_out, too_long, longest, sha256 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lengths(n: usize) -> Vec<(usize, usize)> {
+        (0..n).map(|i| (i * 7 % 13, i * 5 % 11)).collect()
+    }
+
+    #[test]
+    fn an_epoch_holds_every_example_once() {
+        let mut batches = Shuffled::new(lengths(1003), |size| *size, 8, 5);
+        for epoch in 0..3 {
+            let steps = epoch * batches.per_epoch()..(epoch + 1) * batches.per_epoch();
+            let mut seen: Vec<usize> = steps.flat_map(|step| batches.at(step).to_vec()).collect();
+            seen.sort_unstable();
+            assert_eq!(seen, (0..1003).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn a_batch_depends_on_seed_and_step_alone() {
+        let mut walked = Shuffled::new(lengths(500), |size| *size, 16, 9);
+        let all: Vec<Vec<usize>> = (0..100).map(|step| walked.at(step).to_vec()).collect();
+        let mut jumped = Shuffled::new(lengths(500), |size| *size, 16, 9);
+        assert_eq!(jumped.at(77), all[77]);
+        assert_eq!(jumped.at(3), all[3]);
+        assert_ne!(Shuffled::new(lengths(500), |size| *size, 16, 10).at(3), all[3]);
+        assert_ne!(all[0], all[walked.per_epoch()], "epochs differ");
+    }
 }

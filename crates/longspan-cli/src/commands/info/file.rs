@@ -22,7 +22,7 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     let is_table = !["ts", "tsf", "arff"].contains(&ending.as_str()) && !text.trim_start().starts_with('@');
     // Tabs may have no header.
     let table = if is_table && form != Form::Tabs {
-        Table::read(&text, form, &name).ok().flatten().map(Table::headed)
+        Table::read(&text, form, &name).ok().flatten().map(|table| table.headed().without_units().0)
     } else {
         None
     };

@@ -66,15 +66,6 @@ enum Taken {
     NoData(anyhow::Error),
 }
 
-/// Which development examples are tried before a checkpoint is written.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Probe {
-    /// All; their loss is logged.
-    All,
-    /// A few, where a signal asked to stop.
-    Quick,
-}
-
 impl<T: Task> Session<T> {
     /// A new run. What is not `given` of the model's sizes and dropout is chosen here.
     pub fn begin(draft: Draft, mut config: Config<T::Settings>, given: impl Fn(&[&str]) -> bool) -> Result<Self> {
@@ -227,7 +218,7 @@ impl<T: Task> Session<T> {
                 Taken::NoData(error) if self.ranks.is_some() => return Err(error),
                 ended => {
                     drop(progress);
-                    self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::Quick)?;
+                    self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), true)?;
                     if let Taken::NoData(error) = ended {
                         let (program, folder) = (shell::program(), shell::path(self.folder.path()));
                         bail!("{error}; {step} steps are saved: {program} train --resume {folder}");
@@ -266,7 +257,7 @@ impl<T: Task> Session<T> {
             let line = format_args!("step {step}/{of}  loss {loss:.3}  {per_second:.0} {}/s  {left}", T::EXAMPLES);
             progress.update(step, steps, line);
             if step.is_multiple_of(self.config.training.checkpoint_steps) && steps != Some(step) {
-                self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), Probe::All)?;
+                self.save_checkpoint(step, before + started.elapsed().as_secs_f64(), false)?;
                 // The machine may have become slower or faster. In a run of seconds it does not matter.
                 if fitted && self.minutes.is_some_and(|minutes| minutes > SHORT) {
                     self.fit(step, started.elapsed().as_secs_f64() / (step - first) as f64, before, false)?;
@@ -276,7 +267,7 @@ impl<T: Task> Session<T> {
         drop(progress);
         if step > self.saved.step {
             let seconds = before + started.elapsed().as_secs_f64();
-            self.save_checkpoint(step, seconds, Probe::All)?;
+            self.save_checkpoint(step, seconds, false)?;
             note(format_args!("{} in {}", counted(step, "steps"), duration(seconds)));
         }
         Ok(Outcome::Done)
@@ -383,27 +374,28 @@ impl<T: Task> Session<T> {
         )
     }
 
-    /// Saves weights that are known to give finite losses, with the curve so far.
-    fn save_checkpoint(&mut self, step: usize, seconds: f64, probe: Probe) -> Result<()> {
+    /// Saves weights that are known to give finite losses, with the curve so far. A `quick` one, where a signal asked to stop, tries a few
+    /// development examples and does not log their loss.
+    fn save_checkpoint(&mut self, step: usize, seconds: f64, quick: bool) -> Result<()> {
         if step == self.saved.step {
             return Ok(());
         }
         // Without development examples, training examples serve to check that the loss is finite.
         let mut examples =
             if self.data.development.is_empty() { self.data.train.probe() } else { &self.data.development };
-        if probe == Probe::Quick {
+        if quick {
             examples = micro_batches(examples, T::size)[0];
         }
         let started = Instant::now();
         let (loss, parts) = self.development(examples)?;
-        if probe == Probe::All {
+        if !quick {
             self.probed = started.elapsed().as_secs_f64();
         }
         if !loss.is_finite() {
             return Err(self.diverged(step, "held-out loss", loss));
         }
         let mut best = self.saved.best;
-        if probe == Probe::All && !self.data.development.is_empty() {
+        if !quick && !self.data.development.is_empty() {
             self.log.development(step, loss)?;
             let sure = best.is_none_or(|best| best.step > 0) || {
                 let others = T::overlap(&self.data.train, examples.len()) - 1.0;

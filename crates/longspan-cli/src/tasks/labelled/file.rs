@@ -53,7 +53,9 @@ pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
 pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Labelled>, usize)> {
     let text = lines::text(bytes, name)?;
     let none = || anyhow!("{name}: no labelled texts in it; give a file with one text and its label a line");
-    let table = Table::of_texts(&text, Form::of(ending, &text), name, &[&TEXT, &LABEL], columns)?.ok_or_else(none)?;
+    let mut table =
+        Table::of_texts(&text, Form::of(ending, &text), name, &[&TEXT, &LABEL], columns)?.ok_or_else(none)?;
+    table.name_decimal(columns);
     let has = |key: &str| table.find(key).is_some();
     if columns.text.is_none() && !has("text") && has("source") && has("target") {
         bail!("{}: it has a source and a target; give such pairs with --pairs", table.at_header());
@@ -64,10 +66,10 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     let place = TEXT.place(&table, columns.text.as_ref(), None)?;
     let label = LABEL.place(&table, columns.label.as_ref(), Some(place))?;
     say_read(&table, [(&TEXT, place), (&LABEL, label)]);
-    table.say_doubtful(&[], Some(label));
     table.say_empty(place);
-    let pointed = table.with_points(&[label]);
-    let table = pointed.as_ref().unwrap_or(&table);
+    table.settle_numbers(&[], Some(label))?;
+    let plain = table.with_plain_numbers(&[], Some(label));
+    let table = plain.as_ref().unwrap_or(&table);
     let (mut all, mut known, mut again) = (Vec::new(), HashSet::new(), 0);
     for row in &table.rows {
         let Value::String(text) = &row.cells[place] else {
@@ -76,6 +78,11 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
         let label = match &row.cells[label] {
             Value::String(label) => composed(label).into_owned(),
             label @ (Value::Number(_) | Value::Bool(_)) => label.to_string(),
+            Value::Array(_) => {
+                let several =
+                    format_args!("the key `{}` has a list; give one label, or a line for each", table.header[label]);
+                return Err(row.wrong(name, several));
+            }
             _ => return Err(row.wrong(name, format_args!("the key `{}` has no label; {EXAMPLE}", table.header[label]))),
         };
         if label.is_empty() {

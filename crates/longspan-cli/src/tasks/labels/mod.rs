@@ -86,6 +86,22 @@ fn is_same_number(a: &str, b: &str) -> bool {
     !is_name(a) && !is_name(b) && number(a).is_some_and(|a| number(b) == Some(a))
 }
 
+/// Those of some labels whose parts, with a mark between them, stand in others too: `a;b` beside `a` and `b;c`, or `["a", "b"]`.
+fn several<'a>(labels: impl Iterator<Item = &'a str> + Clone) -> Vec<&'a str> {
+    let quotes = |c: char| c.is_whitespace() || "[]{}()'\"".contains(c);
+    let of_mark = |mark: char| {
+        let parts = move |label: &'a str| label.split(mark).map(move |part| part.trim_matches(quotes));
+        let mut counts: HashMap<&str, usize> = HashMap::new();
+        labels.clone().flat_map(parts).for_each(|part| *counts.entry(part).or_default() += 1);
+        labels.clone().filter(move |label| label.contains(mark) && parts(label).all(|part| counts[part] > 1))
+    };
+    [';', '|', ',']
+        .into_iter()
+        .map(|mark| of_mark(mark).collect::<Vec<_>>())
+        .find(|found| !found.is_empty())
+        .unwrap_or_default()
+}
+
 /// What texts that look alike have in common: without what is not seen, and whatever the case, the width, the blanks and the quotes.
 fn alike(text: &str) -> String {
     let seen = |c: &char| !matches!(c, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{2060}' | '\u{feff}');
@@ -145,6 +161,15 @@ impl Target {
                 counts.iter().flat_map(|(label, &count)| std::iter::repeat_n(number(label), count)).flatten().collect();
             let (mean, deviation) = moments(&all);
             return Ok(Self::Number { mean, deviation });
+        }
+        let several = several(counts.keys().copied());
+        if let Some(first) = several.first() {
+            note(format_args!(
+                "{name}: {} of {} labels, such as {first:?}, seem to be several others together, and are a class each; give {examples} one \
+                 label, or a line for each",
+                several.len(),
+                counts.len()
+            ));
         }
         if total >= 8 && counts.len() * 2 > total {
             bail!(
@@ -532,6 +557,19 @@ mod tests {
         assert!(matches!(target(&few, &mut kind).unwrap(), Target::Number { .. }));
         let error = target(&["1", "x"], &mut kind).unwrap_err().to_string();
         assert!(error.contains("the label \"x\" is none"), "{error}");
+    }
+
+    #[test]
+    fn several_labels_in_one_are_known() {
+        for (labels, found) in [
+            (&["a", "b", "a;b"][..], &["a;b"][..]),
+            (&["a|b", "b | c", "a | c"], &["a|b", "b | c", "a | c"]),
+            (&["['a']", "['b']", "['a', 'b']"], &["['a', 'b']"]),
+            (&["Paris, France", "Lyon, France", "Nice"], &[]),
+            (&["a;", "b", "c"], &[]),
+        ] {
+            assert_eq!(several(labels.iter().copied()), found, "{labels:?}");
+        }
     }
 
     #[test]

@@ -12,14 +12,14 @@ use sha2::{Digest, Sha256};
 use super::archive;
 use crate::run::columns::Columns;
 use crate::run::config::{Files, LabelKind};
-use crate::run::seal::hex;
 use crate::run::words::nearest;
 use crate::tasks::lines;
 use crate::tasks::split::composed;
 use crate::tasks::table::columns::{
-    ID, Roles, counts_rows, is_different, is_time, named_id, names, no_time, plain_names, time_text,
+    ID, Roles, counts_excel_days, counts_rows, is_different, is_time, named_id, names, no_time, plain_names, time_text,
 };
-use crate::tasks::table::dates::Dates;
+use crate::tasks::table::dates::{Dates, EXCEL};
+use crate::tasks::table::numbers::is_number;
 use crate::tasks::table::{By, Form, Row, Table, contents, is_missing, json, value};
 use crate::tasks::task::Asked;
 use crate::terminal::notes::{note, note_some};
@@ -47,6 +47,11 @@ pub struct Series {
 }
 
 impl Series {
+    /// The label; nothing where there is none.
+    pub fn label(&self) -> &str {
+        self.label.as_deref().unwrap_or_default()
+    }
+
     pub fn first(&self, count: usize) -> Self {
         let (times, values) = (self.times[..count].to_vec(), self.values[..count * self.width].to_vec());
         Self { times, values, ..self.clone() }
@@ -121,7 +126,8 @@ pub fn series(mut points: Vec<Point>, known: &[bool], label: Option<String>, lin
     let values = values.concat();
     let mut hash = Sha256::new();
     times.iter().chain(&values).for_each(|number| hash.update(number.to_le_bytes()));
-    let key = hex(&hash.finalize()[..16]);
+    let mut key = format!("{:x}", hash.finalize());
+    key.truncate(32);
     Ok(Series { times, values, width, label, ahead, key, line, backwards, repeats, ..Series::default() })
 }
 
@@ -429,9 +435,10 @@ fn from_value(value: &Value, line: usize, dates: Option<Arc<Dates>>) -> Result<S
     Ok(Series { id: text("id")?, dates, ..one })
 }
 
-fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
+fn from_table(mut table: Table, reading: &Reading<'_>) -> Result<Found> {
     let none = Columns::default();
     let columns = reading.columns.unwrap_or(&none);
+    table.name_decimal(columns);
     if columns.wide {
         return from_wide(&table, columns, reading);
     }
@@ -443,19 +450,24 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
             "{name}: the first line has numbers and no names; it is read as a row, and columns are called `column 1`, …"
         ));
     }
-    let melted = if reading.labels { None } else { table.melted(columns) };
-    let table = match melted {
-        Some((melted, said)) => {
-            note(format_args!("{name}: {said}"));
-            melted
-        }
-        None => table,
-    };
+    let (mut table, said) = table.without_units();
+    said.iter().for_each(|said| note(format_args!("{name}, {said}")));
+    if !reading.labels
+        && let Some((melted, said)) = table.melted(columns)
+    {
+        note(format_args!("{name}: {said}"));
+        table = melted;
+    }
     let one_hot = categories(&table, columns, reading)?;
     let (table, columns) = one_hot.as_ref().map_or((&table, columns), |(table, columns)| (table, columns));
     let roles = Roles::of(table, columns, reading.labels, reading.learned)?;
-    let pointed = table.with_points(&[&roles.time[..], roles.label.as_slice()].concat());
-    let table = pointed.as_ref().unwrap_or(table);
+    let decimal = table.settle_numbers(&roles.channels, roles.label)?;
+    let plain = table.with_plain_numbers(&roles.time, roles.label);
+    let table = plain.as_ref().unwrap_or(table);
+    let is_serial = matches!(roles.time[..], [time] if !reading.learned && counts_excel_days(table, time));
+    let dates = columns.dates.clone().or(is_serial.then(|| EXCEL.into()));
+    let columns = &Columns { dates, ..columns.clone() };
+    let reading = &Reading { columns: Some(columns), ..*reading };
     let texts: Vec<Option<String>> = (0..table.rows.len()).map(|row| time_text(table, &roles.time, row)).collect();
     let some: Vec<&str> = texts.iter().flatten().map(String::as_str).filter(|_| !roles.time.is_empty()).collect();
     let dates = dates_of(&some, reading).map_err(|problem| anyhow!("{name}: {problem}"))?;
@@ -463,7 +475,6 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
     for &place in &roles.channels {
         numbers.push(table.numbers(place).map_err(|row| no_number(table, &roles, place, row))?);
     }
-    table.say_doubtful(&roles.channels, roles.label);
     let names: Arc<[String]> = roles.channels.iter().map(|&place| table.header[place].clone()).collect();
     if let Some(wanted) =
         columns.known.iter().find(|wanted| !names.iter().any(|name| name.to_lowercase() == wanted.to_lowercase()))
@@ -502,7 +513,9 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
                 ));
             }
             (Some(text), Some(dates)) => dates.number(text).ok_or_else(|| {
-                let others = || format!("no date as the others, such as {:?}", some[0]);
+                let others = || {
+                    format!("no date as the others, such as {:?}; mend it, or take out a row of sums or words", some[0])
+                };
                 let problem = dates.off_calendar(text).map_or_else(others, |why| format!("not on the calendar: {why}"));
                 row.wrong(
                     name,
@@ -541,7 +554,13 @@ fn from_table(table: Table, reading: &Reading<'_>) -> Result<Found> {
         }),
     )?;
     say_partly_known(name, &series_found, &known);
-    let columns = (roles.named(table, columns), roles.introduce(table, dates.as_deref()));
+    if !reading.learned {
+        note_some(series_found.iter().map(|one| one.ahead.len()).sum(), |rows| {
+            format!("{name}: {} after the last value, which are not learned from, but predicted", counted(rows, "rows"))
+        });
+    }
+    let named = Columns { decimal: columns.decimal.or(decimal), ..roles.named(table, columns) };
+    let columns = (named, roles.introduce(table, dates.as_deref()));
     Ok(Found { series: series_found, target: None, columns: Some(columns) })
 }
 
@@ -593,8 +612,9 @@ fn categories(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result
     for place in roles.channels {
         let title = &table.header[place];
         let texts: BTreeSet<String> = table.texts(place).flatten().collect();
-        // With a decimal comma, too: a slip in a column of numbers makes no categories.
-        let numbers = texts.iter().filter(|text| value(&text.replace(',', ".")).is_some()).count();
+        // A slip in a column of numbers makes no categories.
+        let is_plain = |text: &&String| is_number(text) && !text.contains(char::is_alphabetic);
+        let numbers = texts.iter().filter(is_plain).count();
         let wanted = (reading.labels || columns.has_known(title)) && table.numbers(place).is_err();
         if !wanted || 2 * numbers >= texts.len() || !(2..=CATEGORIES).contains(&texts.len()) {
             named.channels.push(title.clone());
@@ -623,8 +643,7 @@ fn cell(row: &Row, place: usize) -> String {
 
 /// Says that a cell of a channel is no number, and what helps.
 fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::Error {
-    let is_number = |cell: &Option<String>| cell.as_ref().is_none_or(|text| value(text).is_some());
-    let numbers = table.texts(place).filter(is_number).count();
+    let numbers = table.texts(place).filter(|cell| cell.as_ref().is_none_or(|text| is_number(text))).count();
     let title = &table.header[place];
     let text: String = cell(row, place).chars().take(60).collect();
     let is_written_otherwise = text.trim_start_matches(|c: char| !c.is_alphanumeric()).starts_with(char::is_numeric);
@@ -632,10 +651,10 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
     if is_written_otherwise || is_nested || 2 * numbers >= table.rows.len() {
         let help = if is_nested {
             "give what is in it columns of its own, as pandas' json_normalize does"
-        } else if value(&text).is_some() {
-            "others of it have decimal commas; write all alike"
+        } else if is_number(&text) {
+            "others of it are written otherwise; write all alike"
         } else if is_written_otherwise {
-            "write numbers such as 1234.5, without commas, spaces or units; if it holds none, name it with --id, or the others with --channels"
+            "write numbers such as 1234.5, all in one way; if it holds none, name it with --id, or the others with --channels"
         } else {
             "leave it empty if it is missing"
         };
@@ -657,24 +676,37 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
 }
 
 /// Numbers that may stand for missing values: the least or the greatest, further off than all others from one another, which come again or
-/// are all nines, such as -999.
+/// are all nines, such as -999; and zeros at the end of a series that has no others.
 fn codes(all: &[Series]) -> Vec<String> {
     let mut found = Vec::new();
     for channel in 0..all.first().map_or(0, |one| one.width) {
-        let values = all.iter().flat_map(|one| one.values.iter().skip(channel).step_by(one.width)).copied();
-        let mut values: Vec<f64> = values.filter(|value| !value.is_nan()).collect();
-        values.sort_by(f64::total_cmp);
-        for code in values.first().into_iter().chain(values.last()).copied() {
-            let mut others: Vec<f64> = values.iter().copied().filter(|value| *value != code).collect();
-            let count = values.len() - others.len();
+        let of = all[0].names.get(channel).map_or(String::new(), |name| format!(" of `{name}`"));
+        let values = |one: &'_ Series| -> Vec<f64> {
+            let values = one.values.iter().skip(channel).step_by(one.width).copied();
+            values.filter(|value| !value.is_nan()).collect()
+        };
+        let before = found.len();
+        let mut sorted: Vec<f64> = all.iter().flat_map(values).collect();
+        sorted.sort_by(f64::total_cmp);
+        for code in sorted.first().into_iter().chain(sorted.last()).copied() {
+            let mut others: Vec<f64> = sorted.iter().copied().filter(|value| *value != code).collect();
+            let count = sorted.len() - others.len();
             others.dedup();
             let (Some(&low), Some(&high)) = (others.first(), others.last()) else { continue };
             let is_nines = code.abs() >= 99.0 && (code.abs() + 1.0).log10().fract() == 0.0;
             let is_code = is_nines || count > 1 && others.len() >= DIFFERENT;
             if is_code && low < high && (low - code).max(code - high) > high - low {
-                let of = all[0].names.get(channel).map_or(String::new(), |name| format!(" of `{name}`"));
                 found.push(format!("{}{of}: {code}, the others from {low} to {high}", counted(count, "values")));
             }
+        }
+        let zeros_at_end = |one: &Series| {
+            let values = values(one);
+            let others = values.iter().rposition(|value| *value != 0.0)? + 1;
+            let are_all = !values[..others].contains(&0.0);
+            (values.len() > others + 1 && others >= DIFFERENT && are_all).then(|| values.len() - others)
+        };
+        if let (Some(count), true) = (all.iter().find_map(zeros_at_end), found.len() == before) {
+            found.push(format!("the last {count} points{of} are 0, as no others are"));
         }
     }
     found
@@ -784,7 +816,8 @@ fn from_wide(table: &Table, columns: &Columns, reading: &Reading<'_>) -> Result<
     };
     let numbers = values.iter().map(|place| table.numbers(*place).map_err(|row| wrong(row, *place)));
     let numbers = numbers.collect::<Result<Vec<_>>>()?;
-    table.say_doubtful(&values, label);
+    table.check_units(&values)?;
+    columns.decimal = columns.decimal.or(table.settle_numbers(&values, label)?);
     let found = with_values(
         name,
         table.rows.iter().enumerate().map(|(n, row)| {
@@ -854,262 +887,253 @@ mod tests {
         assert!(repeated.repeats && repeated.label.is_none());
     }
 
-    /// What is found in a table of `labels` or not: columns in words, ids, and the values of the first series.
-    #[allow(clippy::type_complexity, reason = "a test's four findings")]
-    fn of_table(text: &str, columns: Columns) -> Result<(String, Vec<Option<String>>, Vec<f64>, Vec<String>)> {
-        let found = parse(text.as_bytes(), "csv", "f", &Reading { columns: Some(&columns), ..Reading::default() })?;
-        let ids = found.series.iter().map(|one| one.id.clone()).collect();
+    /// What is found in a table: columns in words, ids, and of the first series the values and times.
+    fn of_table(text: &str, columns: &Columns) -> Result<String> {
+        let found = parse(text.as_bytes(), "csv", "f", &Reading { columns: Some(columns), ..Reading::default() })?;
+        let ids: Vec<&str> = found.series.iter().map(|one| one.id.as_deref().unwrap_or("-")).collect();
         let first = &found.series[0];
-        let times = first.times.iter().map(|time| first.time(*time)).collect();
-        Ok((found.columns.unwrap().1, ids, first.values.clone(), times))
+        let times: Vec<String> = first.times.iter().map(|time| first.time(*time)).collect();
+        let (said, ids, times) = (found.columns.unwrap().1, ids.join("|"), times.join("|"));
+        Ok(format!("{said}; ids {ids}; values {:?}; times {times};", first.values))
     }
 
     #[test]
     fn columns_are_found_by_their_names_and_contents() {
-        let none = Columns::default;
-        let say = |text: &str| of_table(text, none()).unwrap();
-        // A date, an id by its name, a row number of pandas, and a part of the time.
-        let (said, ids, values, times) =
-            say(",symbol,date,price\n0,b,Jan 1 2000,1\n1,a,Jan 1 2000,2\n2,b,Feb 1 2000,3\n");
-        assert!(said.contains("times `date` (dates of the form %b %-d %Y, in months), ids `symbol`, channels `price`; not read: `` (row numbers)"), "{said}");
-        assert_eq!(
-            (ids, values, times),
-            (vec![Some("b".into()), Some("a".into())], vec![1.0, 3.0], vec!["Jan 1 2000".into(), "Feb 1 2000".into()])
-        );
-        let (said, ..) = say("date,x\nmay 2000,1\njun 2000,2\n");
-        assert!(said.contains("(dates of the form %b %Y, in months, printed such as May 2000)"), "{said}");
-        let (said, ..) = say("YEAR,x,TIME\n1951,3,1\n1952,4,2\n");
-        assert!(said.contains("times `TIME` (numbers), channels `x`; not read: `YEAR` (a part of the time)"), "{said}");
-        let (_, _, _, times) = say("year,quarter,x\n1959,4,1\n1960,1,2\n");
-        assert_eq!(times, ["1959 Q4", "1960 Q1"]);
-        assert_eq!(say("year,x\n1959,1\n1960,2\n").3, ["1959", "1960"]);
-        // Parts of times in columns of their own, and times with their unit.
-        for (text, first, last) in [
-            ("year,month,x\n1959,Nov,1\n1959,Dec,2\n", "1959-Nov", "1959-Dec"),
-            ("year,month,x\n1959.0,1.0,1\n1959.0,2.0,2\n", "1959-01", "1959-02"),
-            ("yearmonth,x\n201012,1\n201101,2\n", "201012", "201101"),
-            ("year,month,date_of_month,x\n1959,1,31,1\n1959,2,1,2\n", "1959-01-31", "1959-02-01"),
-            ("quarter,year,x\nQ4,1959,1\nQ1,1960,2\n", "1959 Q4", "1960 Q1"),
-            ("year,week,x\n2020,9,1\n2020,10,2\n", "2020-W09", "2020-W10"),
-            ("date,hr,x\n2020-01-31,22,1\n2020-01-31,24,2\n", "2020-01-31 22:00", "2020-02-01 00:00"),
+        let none = Columns::default();
+        let counting: String = (0..10).map(|n| format!("{n},s,{},a\n", n + 4)).collect();
+        let counting = format!("time,id,entry,label\n{counting}");
+        let beside: String = (1..=10).map(|n| format!("2024-01-{n:02},{n},2024.0{},{}\n", 27 * n, n % 3)).collect();
+        let each: String =
+            (1..=7).flat_map(|n| ["a", "b"].map(|id| format!("{id},{n},2024-01-{n:02},{}\n", n % 3))).collect();
+        for (text, parts) in [
+            // A date, an id by its name, a row number of pandas, and a part of the time.
+            (
+                ",symbol,date,price\n0,b,Jan 1 2000,1\n1,a,Jan 1 2000,2\n2,b,Feb 1 2000,3\n",
+                "times `date` (dates of the form %b %-d %Y, in months), ids `symbol`, channels `price`; not read: `` (row numbers) & ids b|a; values [1.0, 3.0]; times Jan 1 2000|Feb 1 2000;",
+            ),
+            ("date,x\nmay 2000,1\njun 2000,2\n", "(dates of the form %b %Y, in months, printed such as May 2000)"),
+            (
+                "YEAR,x,TIME\n1951,3,1\n1952,4,2\n",
+                "times `TIME` (numbers), channels `x`; not read: `YEAR` (a part of the time)",
+            ),
+            ("year,quarter,x\n1959,4,1\n1960,1,2\n", "times 1959 Q4|1960 Q1;"),
+            ("year,x\n1959,1\n1960,2\n", "times 1959|1960;"),
+            // Parts of times in columns of their own, and times with their unit.
+            ("year,month,x\n1959,Nov,1\n1959,Dec,2\n", "times 1959-Nov|1959-Dec;"),
+            ("year,month,x\n1959.0,1.0,1\n1959.0,2.0,2\n", "times 1959-01|1959-02;"),
+            ("yearmonth,x\n201012,1\n201101,2\n", "times 201012|201101;"),
+            ("year,month,date_of_month,x\n1959,1,31,1\n1959,2,1,2\n", "times 1959-01-31|1959-02-01;"),
+            ("quarter,year,x\nQ4,1959,1\nQ1,1960,2\n", "times 1959 Q4|1960 Q1;"),
+            ("year,week,x\n2020,9,1\n2020,10,2\n", "times 2020-W09|2020-W10;"),
+            ("date,hr,x\n2020-01-31,22,1\n2020-01-31,24,2\n", "times 2020-01-31 22:00|2020-02-01 00:00;"),
             (
                 "year,month,day,hour,minute,x\n2020,1,31,9,5,1\n2020,1,31,9,6,2\n",
-                "2020-01-31 09:05",
-                "2020-01-31 09:06",
+                "times 2020-01-31 09:05|2020-01-31 09:06;",
             ),
             (
                 "Datum;Uhrzeit;x\n30.01.2024;00:00;1\n30.01.2024;12:00;2\n31.01.2024;00:00;3\n31.01.2024;12:00;4\n",
-                "30.01.2024 00:00",
-                "31.01.2024 12:00",
+                "times 30.01.2024 00:00|30.01.2024 12:00|31.01.2024 00:00|31.01.2024 12:00;",
             ),
-            ("Time (s),x\n0.5,1\n0.7,2\n", "0.5", "0.7"),
-            ("time;x\n0,5;1\n1.000,25;2,5\n", "0.5", "1000.25"),
+            ("Time (s),x\n0.5,1\n0.7,2\n", "times 0.5|0.7;"),
+            ("time;x\n0,5;1\n1.000,25;2,5\n", "times 0.5|1000.25;"),
+            // Numbers without a name are the time where no other column is.
+            (",0\n1821,269\n1822,321\n", "values [269.0, 321.0]"),
+            ("date,x\n20230228,1\n20230301,2\n", "times 20230228|20230301;"),
+            // Texts that tell rows of one time apart are ids; spaces around them count as nothing.
+            ("shop,time,x\n é,0,1\nb ,0,2\ne\u{301},1,3\nb,1,4\n", "ids é|b;"),
+            (
+                "id,ts,store,shelf_id,x\n1,0,1,7,5\n2,0,1,8,6\n3,0,2,7,7\n4,1,1,7,8\n5,1,1,8,9\n6,1,2,7,10\n7,2,1,7,5\n8,2,1,8,6\n",
+                "times `ts` (numbers), ids `store` and `shelf_id`, channels `x`; not read: `id` (different in each row) & ids 1,7|1,8|",
+            ),
+            // Counts since 1970 are times, and beside a date the same again.
+            (
+                "ts,date,x\n1704067200,2024-01-01,1\n1704153600,2024-01-02,2\n",
+                "times `date` & channels `x`; not read: `ts` (another time)",
+            ),
+            ("ts,month_sales\n1704067200,170406720\n1704153600,180415360\n", "channels `month_sales`"),
+            ("ts,x\n1704067200000,1\n1704067260000,2\n", "times 1704067200000|1704067260000;"),
+            // Texts that tell rows apart together.
+            (
+                "date,site,wday,kind,x\n0,n,Mon,a,1\n0,n,Mon,b,2\n0,s,Mon,a,3\n0,s,Mon,b,4\n1,n,Tue,a,5\n1,n,Tue,b,6\n1,s,Tue,a,7\n1,s,Tue,b,8\n",
+                "ids `site` and `kind`, channels `x`; not read: `wday` (a part of the time) & ids n,a|n,b|s,a|s,b; values [1.0, 5.0]",
+            ),
+            ("rownames,time,x,on\n20.1,0,1,TRUE\n3,1,2,false\n", "values [1.0, 1.0, 2.0, 0.0]"),
+            ("date,Datum,x\n,30.12.1999,1\n,31.12.1999,2\n", "times 30.12.1999|31.12.1999;"),
+            ("date,x\n991230,1\n000102,2\n000103,3\n", "times 991230|000102|000103;"),
+            // Columns that number rows, whatever the file calls them, and columns without values are no channels.
+            (
+                "No.,date,row_number,x,notes\n7,2024-01-01,1,0.5,\n8,2024-01-02,2,0.7,\n9,2024-01-03,3,0.1,\n",
+                "channels `x`; not read: `No.` (row numbers), `row_number` (row numbers), `notes` (nothing in it)",
+            ),
+            // It may be a count where no label is learned.
+            (&counting, "channels `entry`"),
+            (
+                &format!("date,instant,decimal date,x\n{beside}"),
+                "channels `x`; not read: `instant` (row numbers), `decimal date` (another time)",
+            ),
+            (&format!("id,visit,date,x\n{each}"), "ids `id`, channels `x`; not read: `visit` (row numbers)"),
+            // A second line of units.
+            ("time,x,y\n,°C,[%]\n0,20,1\n1,21,2\n", "values [20.0, 1.0, 21.0, 2.0]"),
+            // Days that a spreadsheet counts: of months, whose days differ.
+            ("Date,x\n45292,1\n45323,2\n45352,3\n", "(dates of the form excel, in months) & times 45292|45323|45352;"),
+            (
+                "date,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24\n0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24\n",
+                "channels `1`, `2`",
+            ),
+            // Without a header the first line is a row.
+            ("1,0.5\n2,0.7\n", "times `column 1` (numbers), channels `column 2` & values [0.5, 0.7]"),
         ] {
-            let times = say(text).3;
-            assert_eq!([&times[0], times.last().unwrap()], [first, last], "{text}");
+            let found = of_table(text, &none).unwrap();
+            parts.split(" & ").for_each(|part| assert!(found.contains(part), "{part}: {text}: {found}"));
         }
-        assert_eq!(
-            say(",0\n1821,269\n1822,321\n").2,
-            [269.0, 321.0],
-            "numbers without a name are the time where no other column is"
-        );
-        assert_eq!(say("date,x\n20230228,1\n20230301,2\n").3, ["20230228", "20230301"]);
-        // Texts that tell rows of one time apart are ids; spaces around them count as nothing.
-        let (_, ids, ..) = say("shop,time,x\n é,0,1\nb ,0,2\ne\u{301},1,3\nb,1,4\n");
-        assert_eq!(ids, [Some("é".into()), Some("b".into())]);
-        let (said, ids, ..) = say(
-            "id,ts,store,shelf_id,x\n1,0,1,7,5\n2,0,1,8,6\n3,0,2,7,7\n4,1,1,7,8\n5,1,1,8,9\n6,1,2,7,10\n7,2,1,7,5\n8,2,1,8,6\n",
-        );
-        assert!(
-            said.contains(
-                "times `ts` (numbers), ids `store` and `shelf_id`, channels `x`; not read: `id` (different in each row)"
-            ),
-            "{said}"
-        );
-        assert_eq!(ids[1].as_deref(), Some("1,8"));
-        // Counts since 1970 are times, and beside a date the same again.
         for title in ["ts", "timestamp", "date", "time", "event_ts", "unixtime"] {
-            let (said, ..) = say(&format!("{title},x\n1704067200000,1\n1704153600000,2\n1704240000000,3\n"));
+            let text = format!("{title},x\n1704067200000,1\n1704153600000,2\n1704240000000,3\n");
             let wanted = format!("times `{title}` (dates of the form milliseconds, in seconds), channels `x`;");
-            assert!(said.contains(&wanted), "{said}");
+            assert!(of_table(&text, &none).unwrap().contains(&wanted));
         }
-        let (said, ..) = say("ts,date,x\n1704067200,2024-01-01,1\n1704153600,2024-01-02,2\n");
-        assert!(
-            said.contains("times `date`") && said.contains("channels `x`; not read: `ts` (another time)"),
-            "{said}"
-        );
-        let (said, ..) = say("ts,month_sales\n1704067200,170406720\n1704153600,180415360\n");
-        assert!(said.contains("channels `month_sales`"), "{said}");
-        assert_eq!(say("ts,x\n1704067200000,1\n1704067260000,2\n").3, ["1704067200000", "1704067260000"]);
-        // Several columns are one id together.
-        let columns = Columns { id: Some("a,b".into()), ..none() };
-        let (_, ids, values, _) = of_table("a,b,time,x\np q,r,0,1\np,q r,0,2\np q,r,1,3\n", columns).unwrap();
-        assert_eq!((ids, values), (vec![Some("p q,r".into()), Some("p,q r".into())], vec![1.0, 3.0]));
-        let (said, ids, values, _) = say(
-            "date,site,wday,kind,x\n0,n,Mon,a,1\n0,n,Mon,b,2\n0,s,Mon,a,3\n0,s,Mon,b,4\n1,n,Tue,a,5\n1,n,Tue,b,6\n1,s,Tue,a,7\n1,s,Tue,b,8\n",
-        );
-        assert!(said.contains("ids `site` and `kind`, channels `x`; not read: `wday` (a part of the time)"), "{said}");
-        assert_eq!((ids[1].as_deref(), values), (Some("n,b"), vec![1.0, 5.0]), "texts that tell rows apart together");
-        assert_eq!(say("rownames,time,x,on\n20.1,0,1,TRUE\n3,1,2,false\n").2, [1.0, 1.0, 2.0, 0.0]);
-        assert_eq!(
-            say("date,Datum,x\n,30.12.1999,1\n,31.12.1999,2\n").3,
-            ["30.12.1999", "31.12.1999"],
-            "no empty column"
-        );
-        assert_eq!(say("date,x\n991230,1\n000102,2\n000103,3\n").3, ["991230", "000102", "000103"]);
-        // Columns that number rows, whatever the file calls them, and columns without values are no channels.
-        let (said, ..) =
-            say("No.,date,row_number,x,notes\n7,2024-01-01,1,0.5,\n8,2024-01-02,2,0.7,\n9,2024-01-03,3,0.1,\n");
-        assert!(
-            said.contains(
-                "channels `x`; not read: `No.` (row numbers), `row_number` (row numbers), `notes` (nothing in it)"
-            ),
-            "{said}"
-        );
-        let counting: String = (0..10).map(|n| format!("{n},s,{},a\n", n + 4)).collect();
-        let counting = format!("time,id,entry,label\n{counting}");
-        assert!(say(&counting).0.contains("channels `entry`"), "it may be a count where no label is learned");
-        let beside: String = (1..=10).map(|n| format!("2024-01-{n:02},{n},2024.0{},{}\n", 27 * n, n % 3)).collect();
-        let said = say(&format!("date,instant,decimal date,x\n{beside}")).0;
-        assert!(
-            said.contains("channels `x`; not read: `instant` (row numbers), `decimal date` (another time)"),
-            "{said}"
-        );
         let labelled = Reading { labels: true, ..Reading::default() };
         assert!(
             parse(counting.as_bytes(), "csv", "f", &labelled).unwrap_err().to_string().contains("no column of values")
         );
-        // Columns that a person names, in any order, and a column without a name or values.
-        let columns = Columns { id: Some("store".into()), channels: vec!["y".into(), "x".into()], ..none() };
-        let (said, ids, values, _) = of_table("store,time,x,y,\n1,0,1,2,\n2,0,3,4,\n", columns).unwrap();
-        assert_eq!((ids.len(), values), (2, vec![2.0, 1.0]), "{said}");
-        let (said, _, values, times) =
-            of_table("a,b\n1,2\n3,4\n", Columns { time: Some("row".into()), ..none() }).unwrap();
-        assert!(said.contains("rows are counted"), "{said}");
-        assert_eq!((values, times), (vec![1.0, 2.0, 3.0, 4.0], vec!["0".to_string(), "1".into()]));
-        let year = Columns { time: Some("year".into()), ..none() };
-        assert_eq!(of_table("year,x\n90,1.5\n90,2.5\n", year).unwrap().2, [1.5, 2.5], "a person may say so");
-        let (said, _, values, _) = of_table("1,0.5\n2,0.7\n", none()).unwrap();
-        assert!(said.contains("times `column 1` (numbers), channels `column 2`"), "{said}");
-        assert_eq!(values, [0.5, 0.7], "without a header the first line is a row");
-        let wide = of_table("name,1990,1991\na,1,2\nb,,\nc,3,4\n", Columns { wide: true, ..none() }).unwrap();
-        assert_eq!(
-            (wide.1, wide.3),
-            (vec![Some("a".into()), Some("c".into())], vec!["1990".to_string(), "1991".into()])
-        );
-        let wide =
-            of_table("id,no,v1,v2,kind\n7,1,5,6,a\n8,2,7,8,b\n9,3,7,8,b\n", Columns { wide: true, ..none() }).unwrap();
-        assert_eq!((wide.1[0].as_deref(), wide.2), (Some("7"), vec![5.0, 6.0]));
-        assert!(wide.0.contains("2 values `v1` … `v2`, ids `id`; not read: `no`, `kind`"), "{}", wide.0);
-        // Names that are dates, beside numbers that are none, and ids of two columns.
-        let (said, ids, values, times) = of_table(
-            "Province,Country,Lat,1/30/20,1/31/20,2/1/20\n,a,5.5,1,2,3\nb,c,6.5,4,5,6\nd,c,7.5,7,8,9\n",
-            Columns { wide: true, ..none() },
-        )
-        .unwrap();
-        assert!(said.contains("3 times `1/30/20` … `2/1/20`, ids `Province` and `Country`; not read: `Lat`"), "{said}");
-        assert_eq!(ids, ["a", "b,c", "d,c"].map(|id| Some(id.into())));
-        assert_eq!((values, times), (vec![1.0, 2.0, 3.0], ["1/30/20", "1/31/20", "2/1/20"].map(String::from).to_vec()));
+        // Hours, and parts of them, in columns of their own.
+        for (first, titles, begin, end) in [
+            (1, "H", "2024-01-01 01:00", "2024-01-03 00:00"),
+            (0, "hour_", "2024-01-01 00:00", "2024-01-02 23:00"),
+            (0, "", "2024-01-01 00:00", "2024-01-02 23:00"),
+        ] {
+            let titles: Vec<String> = (first..first + 24).map(|n| format!("{titles}{n:02}")).collect();
+            let row = |day: usize| (0..24).map(|n| (24 * day + n).to_string()).collect::<Vec<_>>().join(",");
+            let table = format!("date,{}\n2024-01-01,{}\n2024-01-02,{}\n", titles.join(","), row(0), row(1));
+            let values = format!("values {:?}; times {begin}|", (0..48).map(f64::from).collect::<Vec<_>>());
+            for part in ["times `date` and `clock`", &values, &format!("|{end};")] {
+                let found = of_table(&table, &none).unwrap();
+                assert!(found.contains(part), "{part}: {found}");
+            }
+        }
+        // Columns that a person names: several are one id together, in any order, with one without a name or values.
+        let wide = || Columns { wide: true, ..Columns::default() };
+        for (text, columns, parts) in [
+            (
+                "a,b,time,x\np q,r,0,1\np,q r,0,2\np q,r,1,3\n",
+                Columns { id: Some("a,b".into()), ..none.clone() },
+                "ids p q,r|p,q r; values [1.0, 3.0]",
+            ),
+            (
+                "store,time,x,y,\n1,0,1,2,\n2,0,3,4,\n",
+                Columns { id: Some("store".into()), channels: vec!["y".into(), "x".into()], ..none.clone() },
+                "ids 1|2; values [2.0, 1.0]",
+            ),
+            (
+                "a,b\n1,2\n3,4\n",
+                Columns { time: Some("row".into()), ..none.clone() },
+                "rows are counted & values [1.0, 2.0, 3.0, 4.0]; times 0|1;",
+            ),
+            ("year,x\n90,1.5\n90,2.5\n", Columns { time: Some("year".into()), ..none.clone() }, "values [1.5, 2.5]"),
+            ("name,1990,1991\na,1,2\nb,,\nc,3,4\n", wide(), "ids a|c; values [1.0, 2.0]; times 1990|1991;"),
+            (
+                "id,no,v1,v2,kind\n7,1,5,6,a\n8,2,7,8,b\n9,3,7,8,b\n",
+                wide(),
+                "2 values `v1` … `v2`, ids `id`; not read: `no`, `kind` & ids 7|8|9; values [5.0, 6.0]",
+            ),
+            // Names that are dates, beside numbers that are none, and ids of two columns.
+            (
+                "Province,Country,Lat,1/30/20,1/31/20,2/1/20\n,a,5.5,1,2,3\nb,c,6.5,4,5,6\nd,c,7.5,7,8,9\n",
+                wide(),
+                "3 times `1/30/20` … `2/1/20`, ids `Province` and `Country`; not read: `Lat` & ids a|b,c|d,c; values [1.0, 2.0, 3.0]; times 1/30/20|1/31/20|2/1/20;",
+            ),
+        ] {
+            let found = of_table(text, &columns).unwrap();
+            parts.split(" & ").for_each(|part| assert!(found.contains(part), "{part}: {text}: {found}"));
+        }
         // Columns in another order are the same times: by their numbers, or else by the names that were learned from.
         let wide = |text: &str, columns: &Columns| {
             let reading = Reading { columns: Some(columns), ..Reading::default() };
             let found = parse(text.as_bytes(), "csv", "f", &reading).unwrap();
             (found.series[0].times.clone(), found.series[0].values.clone(), found.columns.unwrap().0)
         };
-        let columns = Columns { wide: true, ..none() };
+        let columns = Columns { wide: true, ..none.clone() };
         let (times, values, _) = wide("id,v10,v1,v2\n7,3,1,2\n8,3,1,2\n", &columns);
         assert_eq!((times, values), (vec![0.0, 1.0, 9.0], vec![1.0, 2.0, 3.0]));
         let (_, values, learned) = wide("id,low,mid,high\n7,1,2,3\n8,1,2,3\n", &columns);
         assert_eq!(values, [1.0, 2.0, 3.0]);
         assert_eq!(wide("high,id,low,mid\n3,7,1,2\n3,8,1,2\n", &learned).1, [1.0, 2.0, 3.0]);
-        for (text, columns, part) in [
-            ("time,Time,x\n0,0,1\n", none(), "f, line 1: `time`, `Time` may all be times; say which with --time"),
-            ("time,x,x\n0,1,1\n", none(), "two columns are called `x`"),
-            ("time,x,X\n0,1,1\n", Columns { channels: vec![" x".into()], ..none() }, "two columns are called `x`"),
+        for (text, part) in [
+            ("time,Time,x\n0,0,1\n", "f, line 1: `time`, `Time` may all be times; say which with --time"),
+            ("time,x,x\n0,1,1\n", "two columns are called `x`"),
             (
                 "year,time,x\n1990,9.9,1\n1991,9.8,2\n1992,9.85,2\n",
-                none(),
                 "`time`, `year` may all be times; say which with --time",
             ),
             (
                 "year,day,x\n90,1,0.5\n90,2,1.5\n91,1,2.5\n91,2,3.5\n91,3,3.5\n",
-                none(),
                 "5 of 5 rows share the time `year` with another row; name all columns that say which series a row is of with --id, or those \
                  of the time with --time, count rows with --time row, or keep it with --time 'year'",
             ),
             (
                 "a,b\n1,2\n",
-                none(),
                 "no column of times is known among `a`, `b`; name it with --time NAME, or count the rows with --time row",
             ),
-            ("time,,x\n0,5,1\n1,3,1\n", none(), "f, line 1: column 2 has no name"),
+            ("time,,x\n0,5,1\n1,3,1\n", "f, line 1: column 2 has no name"),
             (
                 "date,store,dept,x\n0,1,1,0.5\n0,1,2,0.5\n0,2,1,0.5\n0,2,2,1.5\n1,1,1,0.5\n1,1,2,0.5\n1,2,1,0.5\n1,2,2,1.5\n",
-                none(),
                 "`dept` may say which series each is of: say so with --id 'store,dept'",
             ),
             (
                 "time,income,size\n0,1,1\n0,1,2\n1,2,1\n1,3,1\n2,4,1\n2,2,2\n3,3,2\n3,4,2\n4,1,1\n4,2,2\n5,1,2\n5,3,1\n6,2,1\n6,4,2\n7,3,2\n7,4,1\n",
-                none(),
                 "16 of 16 rows share the time `time` with another row; name all columns",
             ),
             (
                 "shop,time,x\n1,0,0.5\n2,0,0.5\n1,1,0.5\n2,1,0.5\n",
-                none(),
                 "`shop` may say which series each is of: say so with --id shop",
             ),
             (
                 "time,x,kind\n0,1,rain\n1,2,sun\n",
-                none(),
                 "\"rain\" in the column `kind` is no number; if it says which series a row is of, give --id 'kind', else leave the column out: --channels 'x'",
             ),
-            (
-                "time,x\n0,\"1,101\"\n1,\"1,102\"\n",
-                none(),
-                "\"1,101\" in the column `x` is no number; write numbers such as 1234.5",
-            ),
-            (
-                "time,x\n0,1\n",
-                Columns { id: Some("y".into()), ..none() },
-                "--id y: no such column; the header is `time`, `x`",
-            ),
+            ("time,x\n0,cold\n1,21\n2,22\n", "line 2: \"cold\""),
+            ("time,x\n0,\"1,101\"\n1,\"1,102\"\n", "\"1,101\" in the column `x` may be 1101 or 1.101"),
             (
                 "TrackID,time,x\n1,0,5\n1,1,6\n2,7,5\n2,8,6\n",
-                none(),
                 "`TrackID` may say which series a row is of: say so with --id TrackID, or name all channels with --channels",
             ),
-            ("date,x\n01/02/2024,1\n02/03/2024,2\n", none(), "--dates '%d/%m/%Y'"),
-            (
-                "id,time,x\na,0,1\na,1,1\n,1,2\n",
-                none(),
-                "f, line 4: the column `id` is empty; say which series the row is of",
-            ),
+            ("date,x\n01/02/2024,1\n02/03/2024,2\n", "--dates '%d/%m/%Y'"),
+            ("id,time,x\na,0,1\na,1,1\n,1,2\n", "f, line 4: the column `id` is empty; say which series the row is of"),
             (
                 "time;x\n0;1,5\n1;1.25\n",
-                none(),
-                "f, line 3: \"1.25\" in the column `x` is no number; others of it have decimal commas",
+                "f, line 3: \"1.25\" in the column `x` is no number; others of it are written otherwise; write all alike",
             ),
             (
                 ",Week,x\n1,1991 weeks 6,1\n2,1991 weeks 7,2\n",
-                none(),
                 "f, line 2: \"1991 weeks 6\" in the column `Week` is neither a number nor a date that is known",
             ),
-            ("year,x\n1991,1\n1992,2\nTotal,3\n", none(), "f, line 4: \"Total\" in the column `year` is neither"),
-            ("time x\n0 1\n", none(), "columns have commas, semicolons, tabs or bars between them, not spaces"),
-            ("land,1990,1991\na,1,2\n", none(), "a column a time, give --wide"),
+            ("year,x\n1991,1\n1992,2\nTotal,3\n", "f, line 4: \"Total\" in the column `year` is neither"),
+            ("time x\n0 1\n", "columns have commas, semicolons, tabs or bars between them, not spaces"),
+            ("land,1990,1991\na,1,2\n", "a column a time, give --wide"),
+            ("land,Lat,1/22/20,1/23/20,1/24/20\na,5,1,2,3\n", "a column a time, give --wide"),
+            ("date,x\n2024-01-01,1\nTotal,2\n", "mend it, or take out a row of sums or words"),
+            ("date,x\n2024-01-01,1\nsoon,2\n", "f, line 3: \"soon\" in the column `date` is no date as the others"),
+        ] {
+            let error = of_table(text, &none).unwrap_err().to_string();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+        for (text, columns, part) in [
+            (
+                "time,x,X\n0,1,1\n",
+                Columns { channels: vec![" x".into()], ..none.clone() },
+                "two columns are called `x`",
+            ),
+            (
+                "time,x\n0,1\n",
+                Columns { id: Some("y".into()), ..none.clone() },
+                "--id y: no such column; the header is `time`, `x`",
+            ),
             (
                 "1.5,0.5,2.5\n1,2,3\n",
-                Columns { wide: true, ..none() },
+                Columns { wide: true, ..none.clone() },
                 "line 1: it names the columns, by numbers that do not run on",
             ),
-            ("land,Lat,1/22/20,1/23/20,1/24/20\na,5,1,2,3\n", none(), "a column a time, give --wide"),
-            (
-                "date,x\n2024-01-01,1\nsoon,2\n",
-                none(),
-                "f, line 3: \"soon\" in the column `date` is no date as the others",
-            ),
         ] {
-            let error = of_table(text, columns).unwrap_err().to_string();
+            let error = of_table(text, &columns).unwrap_err().to_string();
             assert!(error.contains(part), "{text}: {error}");
         }
     }
@@ -1281,6 +1305,11 @@ mod tests {
             assert!(codes(other).is_empty(), "{other}");
         }
         assert!(codes(&rows("10")).is_empty(), "as near as they are wide");
+        let ends = |end: &str| {
+            format!("time,x\n{}20,0\n21,{end}\n", (0..20).map(|n| format!("{n},{}\n", 7 + n % 11)).collect::<String>())
+        };
+        assert_eq!(codes(&ends("0"))[..], ["the last 2 points of `x` are 0, as no others are"]);
+        assert!(codes(&ends("1")).is_empty());
     }
 
     #[test]
@@ -1292,7 +1321,7 @@ mod tests {
                 "f, line 1: the key `values` comes twice; take one out",
             ),
             ("t\0i\0m\0e\0,\0x\0\n\0", "csv", "f: no text, since it has bytes of 0"),
-            ("time,x\n0,−5\n1,3\n", "csv", "\"−5\" in the column `x` is no number; write numbers such as 1234.5"),
+            ("time,x\n0,5.\n1,3/4\n", "csv", "\"3/4\" in the column `x` is no number; write numbers such as 1234.5"),
             ("{\"values\": [1]}\n{\"values\": [\"x\"]}\n", "jsonl", "f, line 2: an entry of `values`"),
             ("{\"values\": [1, 2], \"times\": [1]}\n", "jsonl", "1 time and 2 values"),
             ("{\"values\": [[1, 2], [1]]}\n", "jsonl", "a point has 1 value, those before it 2"),

@@ -71,10 +71,10 @@ impl Task for SeriesTask {
         )?;
         config.task.labels.target = config.task.labels.target.or(found.target);
         settle(config.data_name(), &mut config.task.files, found)?;
-        let labels = split.train.iter().map(|one| one.label.as_deref().unwrap_or_default());
+        let labels = split.train.iter().map(Series::label);
         let name = config.data_name();
         let target = Target::of(labels, &mut config.task.labels.target, &name, Self::EXAMPLES)?;
-        target.say_unlearned(&split, config.scored_names(), |one| one.label.as_deref().unwrap_or_default());
+        target.say_unlearned(&split, config.scored_names(), Series::label);
         let clock = if config.task.clock.unwrap_or(true) { Clock::of(&split.train) } else { None };
         if config.task.clock == Some(true) && clock.is_none() {
             bail!(
@@ -143,12 +143,12 @@ impl Task for SeriesTask {
         self.scaling.say_other(how.name, series);
         let measured = |one: &Series| self.scaling.apply(one).map_err(lines::in_line(how.name, one.line));
         let points = series.iter().map(measured).collect::<Result<Vec<_>>>()?;
-        let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
+        let labels: Vec<&str> = series.iter().map(Series::label).collect();
         self.target.score(&labels, &self.outputs(model, series, &points, how)?, Self::EXAMPLES)
     }
 
     fn simple(&self, data: &Data<Self>, series: &[Series], _: &Config) -> Result<Vec<Simple>> {
-        let labels: Vec<&str> = series.iter().map(|one| one.label.as_deref().unwrap_or_default()).collect();
+        let labels: Vec<&str> = series.iter().map(Series::label).collect();
         let mut others = Vec::new();
         let even: Vec<Grid> = series.iter().map(|one| self.scaling.even(one)).collect();
         if let Some(places) = nearest(&self.learned, &even) {
@@ -300,7 +300,7 @@ impl SeriesTask {
     }
 
     fn goals_of(&self, split: &Split<Series>) -> Result<Vec<Goal>> {
-        self.target.goals(split.train.iter().map(|one| one.label.as_deref().unwrap_or_default()))
+        self.target.goals(split.train.iter().map(Series::label))
     }
 
     /// What the convolutions that the model corrects tell of series.
@@ -323,7 +323,7 @@ impl SeriesTask {
         let bases = [if config.task.stack.base { unseen } else { Vec::new() }, self.base(&split.development, config)];
         let examples = |all: &[Series], base: &[Vec<f32>]| {
             let base = |n: usize| base.get(n).cloned().unwrap_or_default();
-            self.target.examples(all, |one| one.label.as_deref().unwrap_or_default(), points, base)
+            self.target.examples(all, Series::label, points, base)
         };
         let (train, development) = (examples(&split.train, &bases[0])?, examples(&split.development, &bases[1])?);
         feed::data(

@@ -124,7 +124,7 @@ impl Roles {
                 (0..table.header.len()).find(|place| is_free(&taken, *place) && lower[*place].is_empty())
         {
             bail!(
-                "{}: column {} has no name; name it, or those that are read with --channels",
+                "{}: column {} has no name; name it, or those that are read with --channels, or take the line out if it names none",
                 table.at_header(),
                 place + 1
             );
@@ -153,6 +153,17 @@ impl Roles {
             }
         };
         taken.extend(&id);
+        // What counts the rows of each id tells as little.
+        if !time.is_empty() && !id.is_empty() && columns.channels.is_empty() {
+            let starts = |place: usize| counts_each(table, &id, place);
+            let free = |place: &usize| is_free(&taken, *place) && holds_numbers(table, *place);
+            let (counts, others): (Vec<usize>, Vec<usize>) =
+                (0..table.header.len()).filter(free).partition(|place| starts(*place));
+            if !others.is_empty() {
+                taken.extend(&counts);
+                unread.extend(counts.into_iter().map(|place| (place, "row numbers")));
+            }
+        }
         let counts_rows = time.iter().all(|place| is_index(&lower[*place]));
         let is_open = columns.time.is_none() || columns.id.is_none();
         if is_open && counts_rows && columns.channels.is_empty() {
@@ -371,6 +382,14 @@ fn holds_epochs(table: &Table, place: usize) -> bool {
     is_named && table.numbers(place).is_ok_and(|all| epoch(all.into_iter().filter(|number| !number.is_nan())).is_some())
 }
 
+/// Whether a column that is called a date holds whole numbers from those of 1970 to those of 2100 as spreadsheets count days.
+pub fn counts_excel_days(table: &Table, place: usize) -> bool {
+    let is_day = |number: &f64| number.fract() == 0.0 && (25_569.0..73_051.0).contains(number);
+    has_word(&table.header[place], |word| ["date", "datum", "day"].contains(&word))
+        && table.rows.len() > 2
+        && table.numbers(place).is_ok_and(|all| all.iter().all(is_day))
+}
+
 /// Whether a name in small letters is that of a time and its unit, such as `time (s)` or `timestamp_ms`.
 fn is_measured_time(title: &str) -> bool {
     let mut words = title.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
@@ -406,12 +425,26 @@ pub fn counts_rows(table: &Table, place: usize, whatever: bool) -> bool {
     let title = &table.header[place];
     let named = has_word(title, |word| NUMBERS.contains(&word));
     let steps = |all: Vec<f64>| all.windows(2).all(|pair| pair[1] - pair[0] == 1.0);
-    // Two rows tell most columns, before all are read, where a point is none between thousands.
-    let two: Vec<f64> = table.texts(place).take(2).filter_map(|text| text?.parse().ok()).collect();
+    // Two rows tell most columns, before all are read, without points, which may stand between thousands.
+    let whole = |text: Option<String>| text.filter(|text| !text.contains('.'))?.parse().ok();
+    let two: Vec<f64> = table.texts(place).take(2).filter_map(whole).collect();
     (named || whatever && table.rows.len() >= 10)
         && table.rows.len() > 2
-        && (table.groups || two.len() < 2 || steps(two))
+        && (two.len() < 2 || steps(two))
         && table.numbers(place).is_ok_and(steps)
+}
+
+/// Whether they count up by one among the rows that have the same in the columns of ids.
+fn counts_each(table: &Table, id: &[usize], place: usize) -> bool {
+    let Ok(numbers) = table.numbers(place) else { return false };
+    let mut last: HashMap<Vec<Option<Cow<'_, str>>>, f64> = HashMap::new();
+    let mut steps = 0;
+    let counts = table.rows.iter().zip(numbers).all(|(row, number)| {
+        let before = last.insert(id.iter().map(|place| text(&row.cells[*place])).collect(), number);
+        steps += usize::from(before.is_some());
+        before.is_none_or(|before| number - before == 1.0)
+    });
+    counts && steps >= 10
 }
 
 /// The one column whose name says that it tells series apart.
@@ -546,6 +579,8 @@ pub fn no_time(table: &Table, places: &[usize], row: &Row, text: &str) -> anyhow
     let titles = plain_names(table, places);
     let help = if text.contains(':') && text.len() <= 12 {
         "put the day before a time of the day, write a duration as a number, or count the rows with --time row"
+    } else if !text.contains(|c: char| c.is_ascii_digit()) {
+        "take out a row of sums or words, or name the column of times with --time"
     } else {
         "say how dates are written, such as --dates %d.%m.%Y"
     };

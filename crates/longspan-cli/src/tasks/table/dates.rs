@@ -78,6 +78,11 @@ const NUMBERS: [(usize, &str); 13] = [
 const EPOCHS: [(&str, i128); 4] =
     [("seconds", 1_000_000_000), ("milliseconds", 1_000_000), ("microseconds", 1_000), ("nanoseconds", 1)];
 
+/// Days as spreadsheets count them, of which this one begins 1970.
+pub const EXCEL: &str = "excel";
+const EXCEL_1970: i128 = 25_569;
+const DAY: i128 = 86_400_000_000_000;
+
 /// Seconds by which the clocks of a place change.
 const HOUR: i64 = 3600;
 
@@ -301,8 +306,10 @@ impl Calendar {
     }
 }
 
-fn unit(format: &str) -> Option<i128> {
-    EPOCHS.iter().find(|(name, _)| *name == format).map(|(_, unit)| *unit)
+/// The unit of counts, and how many of them come before 1970.
+fn unit(format: &str) -> Option<(i128, i128)> {
+    let found = EPOCHS.iter().find(|(name, _)| *name == format).map(|(_, unit)| (*unit, 0));
+    found.or((format == EXCEL).then_some((DAY, EXCEL_1970)))
 }
 
 /// The unit in which whole numbers may count since 1970: the largest lies between 1973 and 2103.
@@ -375,11 +382,11 @@ fn seconds(date: DateTime) -> i64 {
 
 /// A text as a date of this format, with its time zone.
 fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
-    if let Some(unit) = unit(format) {
+    if let Some((unit, before)) = unit(format) {
         let text = text.trim();
         let whole = |number: f64| (number.fract() == 0.0).then_some(number as i128);
         let count = text.parse().ok().or_else(|| whole(text.parse().ok()?))?;
-        let at = Timestamp::from_nanosecond(unit.checked_mul(count)?).ok()?;
+        let at = Timestamp::from_nanosecond(unit.checked_mul(count.checked_sub(before)?)?).ok()?;
         return Some((Offset::UTC.to_datetime(at), None));
     }
     if let Some((mark, digits)) = of_two_years(format) {
@@ -407,8 +414,8 @@ fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
 }
 
 fn print(format: &str, date: DateTime, offset: i32) -> Option<String> {
-    if let Some(unit) = unit(format) {
-        return Some((Offset::UTC.to_timestamp(date).ok()?.as_nanosecond() / unit).to_string());
+    if let Some((unit, before)) = unit(format) {
+        return Some((Offset::UTC.to_timestamp(date).ok()?.as_nanosecond() / unit + before).to_string());
     }
     if let Some((mark, digits)) = of_two_years(format) {
         return Some(format!("{:04}{mark}{}", date.year(), next_year(date, digits)));

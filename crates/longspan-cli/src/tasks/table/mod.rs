@@ -3,8 +3,10 @@
 pub mod columns;
 pub mod dates;
 pub mod json;
+pub mod numbers;
 
 use std::borrow::Cow;
+use std::cell::OnceCell;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -15,7 +17,7 @@ use serde_json::Value;
 use super::lines;
 use super::memory;
 use super::split::composed;
-use crate::run::columns::Columns;
+use crate::run::columns::{Columns, Decimal};
 use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::{counted, listed};
 use crate::terminal::shell;
@@ -53,10 +55,11 @@ pub struct Table {
     pub rows: Vec<Row>,
     /// Whether the names are keys of objects, not a line of their own.
     keys: bool,
-    /// Whether a comma may stand for the decimal point, since none is between columns.
+    delimiter: u8,
+    /// Whether fields may have commas in them.
     commas: bool,
-    /// Whether a column has decimal commas, so that points that group three digits elsewhere stand between thousands.
-    groups: bool,
+    /// The decimal mark, where a person or the run names it, or numbers tell.
+    pub decimal: OnceCell<Option<Decimal>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -115,14 +118,17 @@ impl Table {
         if form == Form::Json {
             return Self::from_json(text, name);
         }
-        let (rows, commas) = records(text, form, name)?;
-        let mut rows = rows.into_iter();
-        let Some(first) = rows.next() else { return Ok(None) };
-        Self::new(name, first.line, first.titles(), commas).with_rows(rows.collect()).map(Some)
+        let mut table = records(text, form, name)?;
+        if table.rows.is_empty() {
+            return Ok(None);
+        }
+        let first = table.rows.remove(0);
+        Self { line: first.line, header: first.titles(), ..table }.with_even_rows().map(Some)
     }
 
-    fn new(name: &str, line: usize, header: Vec<String>, commas: bool) -> Self {
-        Self { name: name.into(), line, header, rows: Vec::new(), keys: false, commas, groups: false }
+    fn new(name: &str, delimiter: u8, commas: bool) -> Self {
+        let (header, rows, decimal) = (Vec::new(), Vec::new(), OnceCell::new());
+        Self { name: name.into(), line: 1, header, rows, keys: false, delimiter, commas, decimal }
     }
 
     /// As [`read`](Self::read), of the columns of text `expected`; with tabs between them a first line that has none of their names, or of
@@ -137,14 +143,18 @@ impl Table {
         if form != Form::Tabs {
             return Self::read(text, form, name);
         }
-        let (rows, commas) = records(text, form, name)?;
-        let Some(first) = rows.first() else { return Ok(None) };
-        let (line, titles) = (first.line, first.titles());
+        let mut table = records(text, form, name)?;
+        let Some(first) = table.rows.first() else { return Ok(None) };
+        (table.line, table.header) = (first.line, first.titles());
+        let titles = &table.header;
         let is_name = |title: &&String| columns.names_text(title) || expected.iter().any(|column| column.knows(title));
         if titles.iter().filter(is_name).count() >= titles.len().min(2) {
-            return Self::new(name, line, titles, commas).with_rows(rows.into_iter().skip(1).collect()).map(Some);
+            table.rows.remove(0);
+            return table.with_even_rows().map(Some);
         }
-        if let ([first, second], Some(Row { line, cells })) = (expected, rows.iter().find(|row| row.cells.len() != 2)) {
+        if let ([first, second], Some(Row { line, cells })) =
+            (expected, table.rows.iter().find(|row| row.cells.len() != 2))
+        {
             let (first, second) = (first.key, second.key);
             let help = match cells.len() {
                 1 => format!("separate {first} and {second} by a tab, or learn a text as it is with --text"),
@@ -156,15 +166,16 @@ impl Table {
             );
         }
         if let [first, second] = expected
-            && rows.len() > 10
+            && table.rows.len() > 10
             && titles.iter().all(|title| looks_like_name(title))
             && (0..2).any(|place| {
-                rows.iter().filter(|row| row.cells[place].as_str().is_some_and(looks_like_name)).count() * 10
-                    <= rows.len()
+                let names = table.rows.iter().filter(|row| row.cells[place].as_str().is_some_and(looks_like_name));
+                names.count() * 10 <= table.rows.len()
             })
         {
             note(format_args!(
-                "{name}, line {line}: read as a row, the {} {:?} and the {} {:?}; if the line names the columns, give {} {} {} {}",
+                "{}: read as a row, the {} {:?} and the {} {:?}; if the line names the columns, give {} {} {} {}",
+                table.at_header(),
                 first.key,
                 titles[0],
                 second.key,
@@ -175,8 +186,8 @@ impl Table {
                 shell::quoted(&titles[1])
             ));
         }
-        let header = expected.iter().map(|column| column.key.into()).collect();
-        Ok(Some(Self { rows, ..Self::new(name, line, header, commas) }))
+        table.header = expected.iter().map(|column| column.key.into()).collect();
+        Ok(Some(table))
     }
 
     /// The same if its first line names the columns, else with that line as a row, where it has nothing but numbers, beside dates.
@@ -192,6 +203,26 @@ impl Table {
         Self { header, rows, ..self }
     }
 
+    /// The same without a second line of units, where it has texts alone, above numbers and dates; with what is said of it.
+    pub fn without_units(mut self) -> (Self, Option<String>) {
+        let is_unit = |text: &str| !numbers::is_number(text) && !is_time(text);
+        let may_be = |cell: &Value| text(cell).is_none_or(|text| is_unit(&text));
+        if self.rows.len() < 3 || !self.rows[0].cells.iter().all(may_be) {
+            return (self, None);
+        }
+        let first = self.rows.remove(0);
+        let named: Vec<usize> = (0..self.header.len()).filter(|place| text(&first.cells[*place]).is_some()).collect();
+        let are_numbers = |place: &usize| self.numbers(*place).is_ok();
+        let fits =
+            |place: &usize| !self.header[*place].is_empty() && (are_numbers(place) || holds_dates(&self, *place));
+        if named.iter().all(fits) && named.iter().any(are_numbers) {
+            let said = format!("line {}: left out, since it seems to name units", first.line);
+            return (self, Some(said));
+        }
+        self.rows.insert(0, first);
+        (self, None)
+    }
+
     /// The same with a column of 0 and 1, `column=text`, for each of these texts of columns.
     pub fn one_hot(&self, texts: &[(usize, String)]) -> Self {
         let titles = texts.iter().map(|(place, text)| format!("{}={text}", self.header[*place]));
@@ -203,83 +234,77 @@ impl Table {
             };
             Row { line: row.line, cells: row.cells.iter().cloned().chain(texts.iter().map(is)).collect() }
         };
-        Self { name: self.name.clone(), header, rows: self.rows.iter().map(row).collect(), ..*self }
+        self.with(header, self.rows.iter().map(row).collect())
     }
 
     /// The same with a row for each month or quarter of a year, or each time of a day, where rows have a column for each; with what is said of it.
     pub fn melted(&self, columns: &Columns) -> Option<(Self, String)> {
         let lower: Vec<String> = self.header.iter().map(|title| title.to_lowercase()).collect();
-        let is_month = |n: usize, title: &str| title.starts_with(MONTHS[n]) || title.parse() == Ok(n + 1);
-        let is_quarter = |n: usize, title: &str| title == format!("q{}", n + 1);
-        let is_clock = |_: usize, title: &str| title.contains(':') && title.parse::<jiff::civil::Time>().is_ok();
-        let clocks = lower.iter().filter(|title| is_clock(0, title)).count().max(2);
-        let run = |part, count: usize, is: &dyn Fn(usize, &str) -> bool| {
-            let is_run = |titles: &[String]| titles.iter().enumerate().all(|(n, title)| is(n, title));
-            Some((part, lower.windows(count).position(is_run)?, count))
-        };
-        let quarters = || run("quarter", 4, &is_quarter).or_else(|| run("clock", clocks, &is_clock));
-        let (part, first, count) = run("month", 12, &is_month).or_else(quarters)?;
-        let is_whole =
-            |place: &usize| if part == "clock" { holds_dates(self, *place) } else { lower[*place] == "year" };
-        let whole = (0..first).find(is_whole)?;
-        let titles = &self.header[first..first + count];
+        let clocks = lower.iter().filter(|title| title.contains(':')).count().max(2);
+        let (part, names, first, whole) = [clocks, 12, 4, 96, 48, 24].into_iter().find_map(|count| {
+            let found = |(first, titles)| Some((first, parts_of_time(titles, count == clocks)?));
+            let (first, (part, names)) = lower.windows(count).enumerate().find_map(found)?;
+            let is_whole = |n: &usize| if part == "clock" { holds_dates(self, *n) } else { lower[*n] == "year" };
+            Some((part, names, first, (0..first).find(is_whole)?))
+        })?;
+        let titles = &self.header[first..first + names.len()];
         let is_named = columns.time.as_ref().is_some_and(|time| !time.split(',').any(|name| name == part));
         if is_named || titles.iter().any(|title| columns.channels.contains(title)) {
             return None;
         }
         let header = [&self.header[..first], &[part.into(), "value".into()]].concat();
-        let rows = self.rows.iter().flat_map(|row| {
-            (0..count).map(move |n| {
-                let name = if part == "clock" { self.header[first + n].clone() } else { (n + 1).to_string() };
-                let cells = [&row.cells[..first], &[name.into(), row.cells[first + n].clone()]].concat();
-                Row { line: row.line, cells }
-            })
-        });
+        let row = |row: &Row, n: usize| {
+            let cells = [names[n].as_str().into(), row.cells[first + n].clone()];
+            Row { line: row.line, cells: [&row.cells[..first], &cells].concat() }
+        };
+        let rows = self.rows.iter().flat_map(|one| (0..names.len()).map(|n| row(one, n)).collect::<Vec<_>>()).collect();
+        let [begin, end] = [0, names.len() - 1];
         let said = format!(
             "a row for each {}, from the columns `{}` … `{}`, and none from those after them; --time {} takes each for a channel",
-            if part == "clock" { "time of the day" } else { part },
-            titles[0],
-            titles[count - 1],
+            if part == "clock" { format!("time of the day, {} … {}", names[begin], names[end]) } else { part.into() },
+            titles[begin],
+            titles[end],
             shell::quoted(&self.header[whole])
         );
-        Some((Self { name: self.name.clone(), header, rows: rows.collect(), ..*self }, said))
+        Some((self.with(header, rows), said))
     }
 
-    fn with_rows(mut self, mut rows: Vec<Row>) -> Result<Self> {
+    fn with(&self, header: Vec<String>, rows: Vec<Row>) -> Self {
+        Self { name: self.name.clone(), header, rows, decimal: self.decimal.clone(), ..*self }
+    }
+
+    /// The same with as many cells in each row as there are columns.
+    fn with_even_rows(mut self) -> Result<Self> {
         let width = self.header.len();
-        for Row { cells, .. } in &mut rows {
+        for Row { cells, .. } in &mut self.rows {
             // A delimiter at the end of each line but the header's.
             if cells.len() == width + 1 && cells.last().is_some_and(|cell| cell == "") {
                 cells.pop();
             }
         }
         // Excel ends tables with rows of delimiters alone.
-        while width > 1 && rows.last().is_some_and(|row| row.cells.iter().all(|cell| cell == "")) {
-            rows.pop();
+        while width > 1 && self.rows.last().is_some_and(|row| row.cells.iter().all(|cell| cell == "")) {
+            self.rows.pop();
         }
-        let others: Vec<&Row> = rows.iter().filter(|row| row.cells.len() != width).collect();
+        let others: Vec<&Row> = self.rows.iter().filter(|row| row.cells.len() != width).collect();
         if let Some(Row { line, cells }) = others.first() {
             let found = counted(cells.len(), "columns");
-            let help = match self.commas {
+            let help = match self.delimiter {
                 _ if cells.len() < width => "fill it up, or take out a line that is no row",
-                _ if 2 * others.len() > rows.len() => {
+                _ if 2 * others.len() > self.rows.len() => {
                     "the first line names the columns: take out what stands before it"
                 }
-                true => "put a field with semicolons, tabs or bars in quotes",
-                false => "put a field with commas in quotes",
+                b',' => "put a field with commas in quotes",
+                _ => "put a field with semicolons, tabs or bars in quotes",
             };
             bail!("{}, line {line}: {found}, the header has {width}; {help}", self.name);
         }
-        self.rows = rows;
-        self.groups = (0..width).any(|place| self.decimal_commas(place).is_some());
-        // Where other columns have decimal points, a comma is none.
-        self.commas = self.commas && (self.groups || !(0..width).any(|place| self.has_decimal_points(place)));
         Ok(self)
     }
 
     /// Objects, whose keys are the columns.
     fn from_json(text: &str, name: &str) -> Result<Option<Self>> {
-        let mut table = Self { keys: true, ..Self::new(name, 1, Vec::new(), false) };
+        let mut table = Self { keys: true, ..Self::new(name, b',', true) };
         let mut places: HashMap<String, usize> = HashMap::new();
         json::each(text, name, |value, line| {
             let Value::Object(object) = value else {
@@ -348,82 +373,12 @@ impl Table {
         self.rows.iter().map(move |row| text(&row.cells[place]).map(Cow::into_owned))
     }
 
-    /// The numbers of a column, NaN where one is missing, or the first row whose cell is no number.
-    pub fn numbers(&self, place: usize) -> Result<Vec<f64>, &Row> {
-        let has = |mark| self.rows.iter().any(|row| row.cells[place].as_str().is_some_and(|text| text.contains(mark)));
-        let read = |comma| self.rows.iter().map(|row| number(&row.cells[place], comma).ok_or(row)).collect();
-        let grouped: Result<Vec<f64>, &Row> = read(self.commas && (has(',') || self.groups && has('.')));
-        let numbers = if grouped.is_err() && !has(',') { read(false) } else { grouped }?;
-        // Beside 0 and 1 alone a truth value is a number.
-        let others = numbers.iter().any(|number| !number.is_nan() && ![0.0, 1.0].contains(number));
-        let slip = self.rows.iter().find(|row| others && truth(&row.cells[place]).is_some());
-        slip.map_or(Ok(numbers), Err)
-    }
-
-    /// The numbers of a column in which a comma is the decimal point without doubt: where three digits follow each, they may be thousands.
-    fn decimal_commas(&self, place: usize) -> Option<Vec<f64>> {
-        let is_decimal = |text: String| text.split_once(',').is_some_and(|(_, fraction)| fraction.len() != 3);
-        let is_clear = self.commas && self.texts(place).flatten().any(is_decimal);
-        self.numbers(place).ok().filter(|_| is_clear)
-    }
-
-    fn has_decimal_points(&self, place: usize) -> bool {
-        let is_decimal = |text: String| {
-            value(&text).is_some() && text.split_once('.').is_some_and(|(_, fraction)| fraction.len() != 3)
-        };
-        self.texts(place).flatten().any(is_decimal) && !self.texts(place).flatten().any(|text| text.contains(','))
-    }
-
     /// Says how many rows have nothing in a column of texts.
     pub fn say_empty(&self, place: usize) {
         let is_empty = |row: &&Row| row.cells[place].as_str().is_some_and(|text| text.trim().is_empty());
         note_some(self.rows.iter().filter(is_empty).count(), |rows| {
             format!("{}: nothing in the column `{}` of {}", self.name, self.header[place], counted(rows, "rows"))
         });
-    }
-
-    /// Says of numbers, and of labels that may be some, what else they may be.
-    pub fn say_doubtful(&self, numbers: &[usize], label: Option<usize>) {
-        // Labels with such commas stay texts.
-        let label = label.filter(|place| self.texts(*place).flatten().all(|text| !text.contains(',')));
-        for doubt in numbers.iter().copied().chain(label).filter_map(|place| self.doubtful(place)) {
-            note(format_args!("{}: {doubt}", self.name));
-        }
-    }
-
-    /// That the points of a column, or its commas, are decimal ones, where they may as well stand between thousands: three digits follow
-    /// each, and numbers without them are smaller.
-    fn doubtful(&self, place: usize) -> Option<String> {
-        let texts: Vec<String> = self.texts(place).flatten().collect();
-        let (mark, called) = if texts.iter().any(|text| text.contains(',')) { (',', "comma") } else { ('.', "point") };
-        let other = if mark == ',' { '.' } else { ',' };
-        let is_grouped = |text: &String| {
-            if !text.contains(mark) {
-                return value(text).is_some_and(|number| number.abs() < 1000.0);
-            }
-            !text.contains(other) && with_point(&text.replace(mark, ".")).is_some_and(|whole| !whole.contains('.'))
-        };
-        let marked = texts.iter().find(|text| text.contains(mark))?;
-        let title = &self.header[place];
-        (self.commas && !self.groups && texts.iter().all(is_grouped)).then(|| {
-            format!(
-                "{marked} in the column `{title}` is read with a decimal {called}; if it stands between thousands, leave such {called}s out"
-            )
-        })
-    }
-
-    /// The same with points in those of these columns that hold numbers with decimal commas, if any does: times and labels are read as
-    /// numbers later.
-    pub fn with_points(&self, places: &[usize]) -> Option<Self> {
-        let found = |place: &usize| Some((*place, self.decimal_commas(*place)?));
-        let columns: Vec<(usize, Vec<f64>)> = places.iter().filter_map(found).collect();
-        let mut pointed = (!columns.is_empty()).then(|| self.clone())?;
-        for (place, numbers) in columns {
-            for (row, number) in pointed.rows.iter_mut().zip(numbers) {
-                row.cells[place] = if number.is_nan() { Value::Null } else { Value::String(number.to_string()) };
-            }
-        }
-        Some(pointed)
     }
 }
 
@@ -436,6 +391,43 @@ impl Row {
     pub fn wrong(&self, name: &str, problem: impl std::fmt::Display) -> anyhow::Error {
         anyhow!("{name}, line {}: {problem}", self.line)
     }
+}
+
+/// Which part of a time columns of these names are, in small letters, and how each is written beside the rest of it.
+fn parts_of_time(titles: &[String], are_clocks: bool) -> Option<(&'static str, Vec<String>)> {
+    let count = titles.len();
+    let each = |name: &dyn Fn(usize, &str) -> Option<String>| -> Option<Vec<String>> {
+        titles.iter().enumerate().map(|(n, title)| name(n, title)).collect()
+    };
+    let month = |n: usize, title: &str| {
+        (title.starts_with(MONTHS[n]) || title.parse() == Ok(n + 1)).then(|| (n + 1).to_string())
+    };
+    let quarter = |n: usize, title: &str| (title == format!("q{}", n + 1)).then(|| (n + 1).to_string());
+    let clock = |_: usize, title: &str| {
+        let begin = title.split('-').next()?.trim();
+        (begin.contains(':') && begin.parse::<jiff::civil::Time>().is_ok()).then(|| begin.to_string())
+    };
+    // `h01` to `h24`, `0` to `23`, or as many halves or quarters of an hour.
+    let number = |title: &str| {
+        let name = title.trim_end_matches(|c: char| c.is_ascii_digit());
+        let is_known =
+            ["", "h", "hr", "he", "hour", "sp", "p", "period"].contains(&name.trim_end_matches([' ', '_', '-']));
+        title[name.len()..].parse::<usize>().ok().filter(|_| is_known)
+    };
+    // `1` to `24` may be anything.
+    let first = number(&titles[0]).filter(|first| *first < 2 && titles[0] != "1");
+    let hour = |n: usize, title: &str| {
+        let minutes = number(title).filter(|number| first.is_some_and(|first| *number == first + n))? * 1440 / count;
+        Some(format!("{:02}:{:02}", minutes / 60, minutes % 60))
+    };
+    let (part, names) = match count {
+        _ if are_clocks => ("clock", each(&clock)),
+        12 => ("month", each(&month)),
+        4 => ("quarter", each(&quarter)),
+        24 | 48 | 96 => ("clock", each(&hour)),
+        _ => ("clock", None),
+    };
+    Some((part, names?))
 }
 
 /// Whether a text looks like the name of a column: one word of letters, digits and `_`, which begins with a letter.
@@ -459,45 +451,13 @@ pub fn text(cell: &Value) -> Option<Cow<'_, str>> {
     }
 }
 
-/// A finite number, NaN where it is missing, `None` where a cell is neither; `comma` if a comma is its decimal point.
-fn number(cell: &Value, comma: bool) -> Option<f64> {
-    let number = match cell {
-        Value::Null => Some(f64::NAN),
-        Value::Number(number) => number.as_f64(),
-        Value::String(text) if comma && !is_missing(text) => with_point(text).and_then(|text| value(&text)),
-        Value::String(text) => value(text),
-        _ => None,
-    };
-    number.or_else(|| truth(cell).map(|flag| f64::from(u8::from(flag))))
-}
-
-fn truth(cell: &Value) -> Option<bool> {
-    match cell {
-        Value::Bool(flag) => Some(*flag),
-        Value::String(text) if text.trim().eq_ignore_ascii_case("true") => Some(true),
-        Value::String(text) if text.trim().eq_ignore_ascii_case("false") => Some(false),
-        _ => None,
-    }
-}
-
-/// A number with a decimal comma as one with a point: `1.234,5` is 1234.5. `None` where points do not stand between thousands.
-fn with_point(text: &str) -> Option<String> {
-    let (whole, fraction) = text.split_once(',').unwrap_or((text, ""));
-    let (first, thousands) = whole.split_once('.').map_or((whole, None), |(first, rest)| (first, Some(rest)));
-    let is_first = !first.trim_start_matches(['-', '+']).starts_with('0') && first.len() <= 4;
-    let apart = thousands.is_none_or(|rest| rest.split('.').all(|three| three.len() == 3) && is_first);
-    let digits = whole.replace('.', "");
-    let read = if fraction.is_empty() { digits } else { format!("{digits}.{fraction}") };
-    (apart && !fraction.contains('.')).then_some(read)
-}
-
 /// A finite number as text: NaN where it is missing, `None` where it is none.
 pub fn value(text: &str) -> Option<f64> {
     if is_missing(text) { Some(f64::NAN) } else { text.trim().parse().ok().filter(|number: &f64| number.is_finite()) }
 }
 
-/// All records but empty lines, and whether a comma may be a decimal point.
-fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
+/// All records but empty lines as rows.
+fn records(text: &str, form: Form, name: &str) -> Result<Table> {
     // Comments before the header.
     let comments = |line: &&str| form == Form::Csv && is_comment(line);
     let skipped: usize = text.split_inclusive('\n').take_while(comments).map(str::len).sum();
@@ -544,7 +504,7 @@ fn records(text: &str, form: Form, name: &str) -> Result<(Vec<Row>, bool)> {
                     "{name}: double quotes are read as they stand, doubled ones too; if they enclose fields, call the file .csv"
                 ));
             }
-            Ok((rows, delimiter != b','))
+            Ok(Table { rows, ..Table::new(name, delimiter, delimiter != b',' || text.contains('"')) })
         }
         last => bail!(
             "{name}, line {}: a quote is opened and never closed; close it, or double it where it is meant as a character",
@@ -648,49 +608,6 @@ mod tests {
         for stands in ["\"a\"\tb\n1\t2\n", "\"a\"\t\"b\" c\n", "\"a\" b\t\"c\"\n"] {
             assert!(rows(stands, Form::Tabs)[0].1.iter().any(|field| field.starts_with('"')), "{stands}");
         }
-    }
-
-    #[test]
-    fn numbers_have_points_or_commas() {
-        let numbers = |text: &str, form| read(text, form).unwrap().numbers(0).map_err(|row| row.line);
-        assert_eq!(numbers("x;y\n1,5;a\n1.234,5;b\n2;c\n", Form::Csv), Ok(vec![1.5, 1234.5, 2.0]));
-        assert_eq!(numbers("x;y\n1.5;a\n", Form::Csv), Ok(vec![1.5]));
-        assert_eq!(numbers("x,y\n\"1,5\",a\n", Form::Csv), Err(2));
-        // Points that group digits in a file with decimal commas, and none that do not.
-        assert_eq!(numbers("x;y\n1.500;2,5\n12.000;1,5\n7;1,5\n", Form::Csv), Ok(vec![1500.0, 12000.0, 7.0]));
-        assert_eq!(numbers("x;y\n1.500;2,5\n0.25;1,5\n", Form::Csv), Ok(vec![1.5, 0.25]));
-        assert_eq!(numbers("x;y\n0.500;2,5\n0.250;1,5\n", Form::Csv), Ok(vec![0.5, 0.25]), "no thousands begin with 0");
-        assert_eq!(numbers("x;y\n1.500;2\n", Form::Csv), Ok(vec![1.5]));
-        assert_eq!(numbers("x\ty\n1,500\t2.25\n", Form::Tabs), Err(2), "no decimal comma beside decimal points");
-        let excel = numbers("x,y\n1,2\n,\n3,4\n,\n,\n", Form::Csv);
-        assert_eq!(excel.map(|all| all.len()), Ok(3), "rows of commas at the end are none");
-        let doubtful = |text: &str| read(text, Form::Csv).unwrap().doubtful(0);
-        for (text, mark) in [
-            ("x;y\n999;a\n1.500;b\n", "1.500 in the column `x` is read with a decimal point"),
-            ("x;y\n2.999;a\n1.500;b\n", "2.999 in the column `x` is read with a decimal point"),
-            ("x;y\n999;a\n1,500;b\n", "1,500 in the column `x` is read with a decimal comma"),
-        ] {
-            assert!(doubtful(text).unwrap().starts_with(mark), "{text}");
-        }
-        for clear in [
-            "x;y\n0.500;a\n2.500;b\n",
-            "x;y\n1.5;a\n9;b\n",
-            "x;y\n2000;a\n1.500;b\n",
-            "x,y\n9,a\n1.500,b\n",
-            "x;y\n1,500;2,5\n",
-        ] {
-            assert_eq!(doubtful(clear), None, "{clear}");
-        }
-        assert_eq!(numbers("sep=;\r\nx;y\r\n1,5;a\r\n", Form::Csv), Ok(vec![1.5]));
-        // A point beside decimal commas stands between thousands alone.
-        assert_eq!(numbers("x;y\n-12.345.678,5;a\n1e3;b\n1,5e-1;c\n", Form::Csv), Ok(vec![-12_345_678.5, 1e3, 0.15]));
-        for wrong in ["1.25", "1,234.5", "1.2345,6", "12345.678,9"] {
-            assert_eq!(numbers(&format!("x;y\n1,5;a\n{wrong};b\n"), Form::Csv), Err(3), "{wrong}");
-        }
-        assert_eq!(numbers("x\n1\ninf\n", Form::Csv), Err(3));
-        assert_eq!(numbers("x\n1\nTRUE\nfalse\n", Form::Csv), Ok(vec![1.0, 1.0, 0.0]));
-        assert_eq!(numbers("x\n1.5\nTRUE\n0\n", Form::Csv), Err(3), "a slip among other numbers");
-        assert!(numbers("x,y\nNA,1\n,2\n#N/A,3\nnull,4\n", Form::Csv).unwrap().iter().all(|number| number.is_nan()));
     }
 
     #[test]

@@ -10,7 +10,6 @@ use std::time::SystemTime;
 use anyhow::{Result, bail};
 use sha2::{Digest, Sha256};
 
-use crate::run::seal::hex;
 use crate::tasks::lines::{self, cannot_read};
 use crate::terminal::notes::note_some;
 use crate::terminal::samples::counted;
@@ -293,7 +292,7 @@ impl Corpus {
             visit(at, &piece);
             at = piece.end;
         }
-        Ok(hex(&hash.finalize()))
+        Ok(format!("{:x}", hash.finalize()))
     }
 }
 
