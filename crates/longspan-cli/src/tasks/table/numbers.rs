@@ -196,10 +196,16 @@ impl Table {
         })
     }
 
+    /// A label, unless its numbers have words beside them: `5 stars` is the name of a class.
+    fn without_words(&self, label: Option<usize>) -> Option<usize> {
+        let has_words = |one: Notation<'_>| one.units.concat().contains(char::is_alphabetic);
+        label.filter(|place| !self.own_notation(*place).is_ok_and(has_words))
+    }
+
     /// Says of numbers, and of labels that may be some, how they are written where they are no plain ones, and asks where that may mean two
     /// things. The decimal mark, where one matters.
     pub fn settle_numbers(&self, places: &[usize], label: Option<usize>) -> Result<Option<Decimal>> {
-        let (mut said, mut decimal) = (Vec::new(), None);
+        let (mut said, mut decimal, label) = (Vec::new(), None, self.without_words(label));
         for place in places.iter().copied().chain(label).filter(|place| self.plain_numbers(*place).is_none()) {
             let (Ok(one), title) = (self.notation(place), &self.header[place]) else { continue };
             if let (Some(text), None) = (one.doubt, one.told) {
@@ -261,7 +267,8 @@ impl Table {
             let Notation { units, told, doubt } = self.notation(place).ok()?;
             (told.is_some() || doubt.is_none()).then_some((place, numbers)).filter(|_| units == ["", ""] || !is_time)
         };
-        let columns: Vec<(usize, Vec<f64>)> = times.iter().copied().chain(label).filter_map(found).collect();
+        let labels = self.without_words(label);
+        let columns: Vec<(usize, Vec<f64>)> = times.iter().copied().chain(labels).filter_map(found).collect();
         let mut plain = (!columns.is_empty()).then(|| self.clone())?;
         for (place, numbers) in columns {
             for (row, number) in plain.rows.iter_mut().zip(numbers) {
@@ -393,6 +400,11 @@ mod tests {
         ] {
             let error = numbers(text).unwrap_err();
             assert!(error.contains(part) && error.contains("--decimal point or --decimal comma"), "{text}: {error}");
+        }
+        // Of labels words are kept, and signs are not.
+        for (text, expected) in [("x,y\n5 stars,a\n1 stars,b\n", None), ("x,y\n5%,a\n1%,b\n", Some("5"))] {
+            let plain = read(text).with_plain_numbers(&[], Some(0));
+            assert_eq!(plain.as_ref().and_then(|table| table.rows[0].cells[0].as_str()), expected, "{text}");
         }
         for (decimal, expected) in [(Decimal::Point, [1500.0, 999.0]), (Decimal::Comma, [1.5, 999.0])] {
             let mut table = read("x;y\n1,500;a\n999;b\n");
