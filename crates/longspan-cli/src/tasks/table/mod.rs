@@ -259,8 +259,9 @@ impl Table {
         };
         let rows = self.rows.iter().flat_map(|one| (0..names.len()).map(|n| row(one, n)).collect::<Vec<_>>()).collect();
         let [begin, end] = [0, names.len() - 1];
+        let after = if first + names.len() < self.header.len() { " (those after them are not read)" } else { "" };
         let said = format!(
-            "a row for each {}, from the columns `{}` … `{}`, and none from those after them; --time {} takes each for a channel",
+            "a row for each {}, from the columns `{}` … `{}`{after}; --time {} takes each for a channel",
             if part == "clock" { format!("time of the day, {} … {}", names[begin], names[end]) } else { part.into() },
             titles[begin],
             titles[end],
