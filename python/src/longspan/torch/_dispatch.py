@@ -290,6 +290,12 @@ def _as_autocast_wants(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tensors
 
 
+def _where(call: Request, tensors: Sequence[Any], place: int) -> str:
+    """The call and the name of a tensor in it, for errors: those of parameters are asked of the compiled mechanism."""
+    name = _calls.names(call.mechanism, call.options, tensors[3:])[place] if place > 2 else "qkv"[place]
+    return f"{call.operation}: {name}"
+
+
 def check(call: Request, tensors: Sequence[Any], key_padding_mask: Any) -> None:
     """Checks kinds, dtypes and devices; the kernels check shapes."""
     q, operation = tensors[0], call.operation
@@ -299,22 +305,20 @@ def check(call: Request, tensors: Sequence[Any], key_padding_mask: Any) -> None:
         if type(tensor) in _PLAIN_TYPES and tensor.is_cpu and tensor.dtype is dtype and dtype in _FLOATS and q.is_cpu:
             if tensor.layout is torch.strided and not tensor.is_nested:
                 continue
-        if isinstance(tensor, Tensor) and tensor.device == q.device and tensor.layout is torch.strided and not tensor.is_nested:
-            if tensor.dtype in _FLOATS and (tensor.dtype == dtype or _autocast(q.device)):
-                continue
-        name = _calls.names(call.mechanism, call.options, tensors[3:])[place] if place > 2 else "qkv"[place]
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{operation}: {name}: expected a torch.Tensor like q, got {type(tensor).__name__}")
+            raise TypeError(f"{_where(call, tensors, place)}: expected a torch.Tensor like q, got {type(tensor).__name__}")
         if tensor.device != q.device:
-            raise ValueError(f"{operation}: {name}: expected a tensor on {q.device} like q, got {tensor.device}")
+            raise ValueError(f"{_where(call, tensors, place)}: expected a tensor on {q.device} like q, got {tensor.device}")
         if tensor.dtype not in _FLOATS:
-            raise TypeError(f"{operation}: {name}: expected float32, float64, float16 or bfloat16, got {tensor.dtype}")
-        # Positions may be finer than half precision.
-        fine = q.dtype in _HALVES and tensor.dtype is torch.float32 and name.endswith("_positions")
-        if tensor.dtype != q.dtype and not fine and not _autocast(q.device):
-            raise TypeError(f"{operation}: {name}: expected {q.dtype} like q, got {tensor.dtype}")
+            raise TypeError(f"{_where(call, tensors, place)}: expected float32, float64, float16 or bfloat16, got {tensor.dtype}")
+        if tensor.dtype != q.dtype and not _autocast(q.device):
+            where = _where(call, tensors, place)
+            # Positions may be finer than half precision.
+            if not (q.dtype in _HALVES and tensor.dtype is torch.float32 and where.endswith("_positions")):
+                raise TypeError(f"{where}: expected {q.dtype} like q, got {tensor.dtype}")
         if tensor.layout != torch.strided or tensor.is_nested:
-            raise TypeError(f"{operation}: {name}: expected a dense tensor, got {'a nested one' if tensor.is_nested else tensor.layout}")
+            got = "a nested one" if tensor.is_nested else tensor.layout
+            raise TypeError(f"{_where(call, tensors, place)}: expected a dense tensor, got {got}")
     if key_padding_mask is not None:
         if not isinstance(key_padding_mask, Tensor) or key_padding_mask.dtype != torch.bool:
             got = getattr(key_padding_mask, "dtype", type(key_padding_mask).__name__)

@@ -188,13 +188,11 @@ impl Task for Forecast {
     }
 
     fn simple(&self, _: &Data<Self>, windows: &[Window], _: &Config) -> Result<Vec<Simple>> {
-        let mut seasons: BTreeMap<usize, usize> = BTreeMap::new();
-        self.scaling
-            .base
-            .iter()
-            .for_each(|base| *seasons.entry(base.way.season).or_default() += usize::from(base.way.season > 1));
-        // The one that most channels have, the longest of these.
-        let season = seasons.into_iter().max_by_key(|(_, channels)| *channels).map_or(1, |(season, _)| season);
+        // The season that most channels have, the longest of these.
+        let seasons = || self.predicted().filter_map(|channel| Some(self.scaling.base.get(channel)?.way.season));
+        let channels = |season: &usize| seasons().filter(|one| one == season).count();
+        let season =
+            seasons().filter(|season| *season > 1).max_by_key(|season| (channels(season), *season)).unwrap_or(1);
         let ways = [Form::Repeated, Form::Damped].map(|form| Smoothing::new(form, season, false));
         let chosen = self.scaling.base.clone();
         let of = |ways: Vec<Smoothing>| -> Result<Simple> {
@@ -364,11 +362,12 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
     let per_day = 86_400.0 / scaling.step;
     // Working days alone come again after five, and after a year of them.
     let week = 7 - parts.first().map_or(0, |part| days_off(&part.series).len());
-    let four_years = match scaling.dates.as_ref().map(|dates| &dates.calendar) {
+    let calendar = scaling.dates.as_ref().map(|dates| &dates.calendar);
+    let four_years = match calendar {
         Some(Calendar::Seconds | Calendar::Days) if per_day >= 1.0 => (1461.0 / 7.0 * week as f64 * per_day) as usize,
         _ => 0,
     };
-    let seasons = match scaling.dates.as_ref().map(|dates| &dates.calendar) {
+    let seasons = match calendar {
         Some(Calendar::Months { .. }) if scaling.step == 1.0 => vec![12],
         Some(Calendar::Months { .. }) if scaling.step == 3.0 => vec![4],
         Some(Calendar::Seconds | Calendar::Days) if scaling.step == 604_800.0 => vec![52],

@@ -444,11 +444,11 @@ impl Way {
 impl Smoothing {
     /// One way to forecast, whose errors are not known yet.
     pub fn new(form: Form, season: usize, log: bool) -> Self {
-        Self {
-            way: Way { form, season, log, bounded: true, known: Effect::None, four_years: 0 },
-            growth: [1.0, 0.0],
-            quantiles: Vec::new(),
-        }
+        Self::of(Way { form, season, log, bounded: true, known: Effect::None, four_years: 0 })
+    }
+
+    fn of(way: Way) -> Self {
+        Self { way, growth: [1.0, 0.0], quantiles: Vec::new() }
     }
 
     /// What is predicted after these values, so many points ahead of the last.
@@ -485,24 +485,23 @@ impl Smoothing {
             false => &[Effect::None, Effect::Linear, Effect::Squared],
         };
         let forms = [Form::Repeated, Form::Damped, Form::Mean, Form::Regression, Form::Combined];
-        let options: Vec<(&bool, &Effect)> =
-            logs.iter().flat_map(|log| effects.iter().map(move |effect| (log, effect))).collect();
-        let mut ways: Vec<Self> = Vec::new();
-        for (&season, form) in seasons.iter().flat_map(|season| forms.map(|form| (season, form))) {
+        let mut ways: Vec<Way> = Vec::new();
+        for &season in &seasons {
             // A season that is about a year leaves no wave of it.
-            let years = [0, four_years].into_iter().take(if 8 * season < four_years { 2 } else { 1 });
-            for (four_years, (&log, &known)) in years.flat_map(|years| options.iter().map(move |one| (years, *one))) {
-                let way = Way { known, four_years, ..Self::new(form, season, log).way };
-                ways.push(Self { way, ..Self::new(form, season, log) });
+            let years: &[usize] = if 8 * season < four_years { &[0, four_years] } else { &[0] };
+            for (form, &four_years) in forms.into_iter().flat_map(|form| years.iter().map(move |years| (form, years))) {
+                for (&log, &known) in logs.iter().flat_map(|log| effects.iter().map(move |known| (log, known))) {
+                    ways.push(Way { form, season, log, bounded: true, known, four_years });
+                }
             }
         }
-        ways.retain(|one| one.way.form != Form::Repeated || !one.way.log);
-        let error = |way: &Self, cuts: &[(usize, usize)]| -> f64 {
+        ways.retain(|way| way.form != Form::Repeated || !way.log);
+        let error = |way: &Way, cuts: &[(usize, usize)]| -> f64 {
             let one = |&(n, cut): &(usize, usize)| {
                 let values = &channels[n].values;
                 let steps: Vec<f64> = filled(&values[..cut]).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
                 let scale = steps.iter().sum::<f64>() / steps.len().max(1) as f64;
-                let ends = way.after(&channels[n], cut, &ahead);
+                let ends = Self::of(*way).after(&channels[n], cut, &ahead);
                 let errors =
                     ends.iter().zip(&values[cut..cut + told]).map(|(end, value)| (end.value(0.0) - value).abs());
                 let known: Vec<f64> = errors.filter(|error| !error.is_nan()).collect();
@@ -510,7 +509,7 @@ impl Smoothing {
                 (known.iter().sum::<f64>() / known.len().max(1) as f64 / scale.max(1e-12)).min(1e3)
             };
             // What repeats after 4 points repeats after 8 too, by chance a little better, and with more to learn.
-            let again = |short: &usize| *short > 1 && *short < way.way.season && way.way.season.is_multiple_of(*short);
+            let again = |short: &usize| *short > 1 && *short < way.season && way.season.is_multiple_of(*short);
             let factor = if seasons.iter().any(again) { 1.1 } else { 1.0 };
             factor * cuts.par_iter().map(one).collect::<Vec<_>>().into_iter().sum::<f64>()
         };
@@ -520,7 +519,7 @@ impl Smoothing {
             ways.sort_by_cached_key(|one| error(one, &cuts).to_bits());
             ways.truncate(most);
         }
-        ways.swap_remove(0).measure(channels, &some(MEASURED), &ahead, shares)
+        Self::of(ways.swap_remove(0)).measure(channels, &some(MEASURED), &ahead, shares)
     }
 
     fn measure(mut self, channels: &[Channel], cuts: &[(usize, usize)], ahead: &[usize], shares: &[f32]) -> Self {

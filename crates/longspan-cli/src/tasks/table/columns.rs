@@ -155,11 +155,11 @@ impl Roles {
         taken.extend(&id);
         // What counts the rows of each id tells as little.
         if !time.is_empty() && !id.is_empty() && columns.channels.is_empty() {
-            let starts = |place: usize| counts_each(table, &id, place);
-            let free = |place: &usize| is_free(&taken, *place) && holds_numbers(table, *place);
-            let (counts, others): (Vec<usize>, Vec<usize>) =
-                (0..table.header.len()).filter(free).partition(|place| starts(*place));
-            if !others.is_empty() {
+            let pairs = neighbours(table, &id);
+            let (counts, others): (Vec<usize>, Vec<usize>) = (0..table.header.len())
+                .filter(|place| is_free(&taken, *place))
+                .partition(|place| counts_each(table, &pairs, *place));
+            if others.iter().any(|place| !counts.is_empty() && holds_numbers(table, *place)) {
                 taken.extend(&counts);
                 unread.extend(counts.into_iter().map(|place| (place, "row numbers")));
             }
@@ -425,26 +425,38 @@ pub fn counts_rows(table: &Table, place: usize, whatever: bool) -> bool {
     let title = &table.header[place];
     let named = has_word(title, |word| NUMBERS.contains(&word));
     let steps = |all: Vec<f64>| all.windows(2).all(|pair| pair[1] - pair[0] == 1.0);
-    // Two rows tell most columns, before all are read, without points, which may stand between thousands.
-    let whole = |text: Option<String>| text.filter(|text| !text.contains('.'))?.parse().ok();
-    let two: Vec<f64> = table.texts(place).take(2).filter_map(whole).collect();
+    // Two rows tell most columns, before all are read.
+    let two: Vec<f64> = table.rows.iter().take(2).filter_map(|row| sure_number(&row.cells[place])).collect();
     (named || whatever && table.rows.len() >= 10)
         && table.rows.len() > 2
         && (two.len() < 2 || steps(two))
         && table.numbers(place).is_ok_and(steps)
 }
 
-/// Whether they count up by one among the rows that have the same in the columns of ids.
-fn counts_each(table: &Table, id: &[usize], place: usize) -> bool {
-    let Ok(numbers) = table.numbers(place) else { return false };
-    let mut last: HashMap<Vec<Option<Cow<'_, str>>>, f64> = HashMap::new();
-    let mut steps = 0;
-    let counts = table.rows.iter().zip(numbers).all(|(row, number)| {
-        let before = last.insert(id.iter().map(|place| text(&row.cells[*place])).collect(), number);
-        steps += usize::from(before.is_some());
-        before.is_none_or(|before| number - before == 1.0)
-    });
-    counts && steps >= 10
+/// The number of a cell, where it is the same however its column is written: no point has three digits behind it, as one between thousands has.
+fn sure_number(cell: &Value) -> Option<f64> {
+    let text = text(cell)?;
+    text.split_once('.').is_none_or(|(_, digits)| digits.len() != 3).then(|| text.parse().ok())?
+}
+
+/// Each two rows, one after the other, that have the same in the columns of ids.
+fn neighbours(table: &Table, id: &[usize]) -> Vec<[usize; 2]> {
+    let (mut last, mut pairs) = (HashMap::new(), Vec::new());
+    for (n, row) in table.rows.iter().enumerate() {
+        let key: Vec<Option<Cow<'_, str>>> = id.iter().map(|place| text(&row.cells[*place])).collect();
+        pairs.extend(last.insert(key, n).map(|before| [before, n]));
+    }
+    pairs
+}
+
+/// Whether they count up by one from each of these rows to the next.
+fn counts_each(table: &Table, pairs: &[[usize; 2]], place: usize) -> bool {
+    let is_step = |[before, after]: [f64; 2]| after - before == 1.0;
+    let sure = pairs.first().map(|pair| pair.map(|n| sure_number(&table.rows[n].cells[place])));
+    // Two rows tell most columns, before all are read.
+    let may_be = if let Some([Some(before), Some(after)]) = sure { is_step([before, after]) } else { true };
+    let steps = |all: Vec<f64>| pairs.iter().all(|pair| is_step(pair.map(|n| all[n])));
+    may_be && pairs.len() >= 10 && table.numbers(place).is_ok_and(steps)
 }
 
 /// The one column whose name says that it tells series apart.
