@@ -10,18 +10,20 @@ trap 'rm -rf "$work"' EXIT
 python="$work/environment/bin/python"
 "$python" -m pip install --quiet --upgrade pip
 "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/wheels" .
-"$python" -m pip install --quiet "$work"/wheels/longspan-*.whl pytest mypy basedpyright
+"$python" -m pip install --quiet "$work"/wheels/longspan-*.whl pytest pytest-xdist mypy basedpyright
 
 # NumPy alone is enough.
 "$python" -c 'import longspan, sys; assert "torch" not in sys.modules; print("longspan", longspan.__version__)'
 if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
     "$python" -m pip install --quiet "$(echo "$work"/wheels/longspan-*.whl)[transformers]" accelerate onnxscript onnxruntime
 fi
-"$python" -m pytest -q --durations=5 tests
+# Tests run on one thread, so as many at once as there are processors.
+tests() { "$python" -m pytest -q -n logical --dist worksteal --durations=5 "$@"; }
+tests tests
 if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
     # The kernels for devices, by Triton's interpreter, which has to be asked for before Triton is imported.
-    TRITON_INTERPRET=1 "$python" -m pytest -q tests/test_triton.py
-    "$python" -m pytest -q ../benchmarks
+    TRITON_INTERPRET=1 tests tests/test_triton.py
+    tests ../benchmarks
     "$python" -m pip install --quiet -r ../docs/site/requirements.txt
     PYTHON="$python" ../docs/site/build "$work/site"
 fi
