@@ -392,15 +392,10 @@ fn task_base(scaling: &Scaling, parts: &[Stretch], told: usize) -> Vec<Smoothing
             let first = first.max(values.len() / 2).min(values.len().saturating_sub(told));
             Channel { values, known, first }
         };
-        Smoothing::choose(
-            &parts_of(channel).iter().map(history).collect::<Vec<_>>(),
-            told,
-            &seasons,
-            four_years,
-            &QUANTILES,
-        )
+        parts_of(channel).iter().map(history).collect()
     };
-    (0..scaling.channels()).map(of).collect()
+    let columns: Vec<Vec<Channel>> = (0..scaling.channels()).map(of).collect();
+    Smoothing::choose(&columns, told, &seasons, four_years, &QUANTILES)
 }
 
 type Quantiles = [f64; QUANTILES.len()];

@@ -1,6 +1,7 @@
 //! Forecasts by exponential smoothing with a season and a damped trend (Holt 1957, Winters 1960, Gardner and McKenzie 1985) or by a regression
 //! on earlier values, and which form does best on the series to learn from.
 
+use std::collections::HashMap;
 use std::f64::consts::TAU;
 
 use rayon::prelude::*;
@@ -20,7 +21,7 @@ pub struct Smoothing {
     pub quantiles: Vec<f64>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Way {
     pub form: Form,
@@ -39,7 +40,7 @@ pub struct Way {
 }
 
 /// What values that are known ahead, in columns beside, are taken to do: nothing, or something by their number, or by its square too.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Effect {
     #[default]
@@ -55,7 +56,7 @@ pub struct Channel {
     pub first: usize,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Form {
     /// The last season again, or the last value.
@@ -111,6 +112,11 @@ const COMPARED: usize = 48;
 const MEASURED: usize = 192;
 
 const LONGEST: usize = 400;
+
+/// What a way loses in all columns of a table counts so many times what it loses in one; of the logarithm of a column's loss at most so much, since what
+/// one way tells exactly would decide for all.
+const POOLED: f64 = 2.0;
+const MOST_LOSS: f64 = 0.7;
 
 /// What a regression takes: neighbours, lengths of means of values, points to learn from at most, and how many of them at least for each weight.
 const NEIGHBOURS: usize = 12;
@@ -421,6 +427,32 @@ impl Way {
         centres.map(|centre| End { centre, unit, log, floor: false }).collect()
     }
 
+    /// All that are tried on a column.
+    fn tried(channels: &[Channel], seasons: &[usize], four_years: usize) -> Vec<Self> {
+        let mut seasons: Vec<usize> = seasons.iter().copied().chain(found_seasons(channels)).chain([1]).collect();
+        seasons.sort_unstable();
+        seasons.dedup();
+        let positive = channels.iter().all(|one| one.values.iter().all(|value| value.is_nan() || *value > 0.0));
+        let logs: &[bool] = if positive { &[false, true] } else { &[false] };
+        let effects: &[Effect] = match channels.iter().all(|one| one.known.is_empty()) {
+            true => &[Effect::None],
+            false => &[Effect::None, Effect::Linear, Effect::Squared],
+        };
+        let forms = [Form::Repeated, Form::Damped, Form::Mean, Form::Regression, Form::Combined];
+        let mut ways: Vec<Self> = Vec::new();
+        for &season in &seasons {
+            // A season that is about a year leaves no wave of it.
+            let years: &[usize] = if 8 * season < four_years { &[0, four_years] } else { &[0] };
+            for (form, &four_years) in forms.into_iter().flat_map(|form| years.iter().map(move |years| (form, years))) {
+                for (&log, &known) in logs.iter().flat_map(|log| effects.iter().map(move |known| (log, known))) {
+                    ways.push(Self { form, season, log, bounded: true, known, four_years });
+                }
+            }
+        }
+        ways.retain(|way| way.form != Form::Repeated || !way.log);
+        ways
+    }
+
     pub fn words(self) -> String {
         let known = if self.known == Effect::None { "" } else { ", with the effect of what is known ahead" };
         let effect = if self.four_years == 0 { known.into() } else { format!(", with waves of the year{known}") };
@@ -466,60 +498,51 @@ impl Smoothing {
         self.ends(&channel.values[..cut], &known, ahead)
     }
 
-    /// The way that does best in telling the next `told` values from those before, over windows of channels. Quantiles are of these shares. `seasons`
-    /// are tried beside what the series show, and waves of the year where it is known how many points four have.
-    pub fn choose(channels: &[Channel], told: usize, seasons: &[usize], four_years: usize, shares: &[f32]) -> Self {
-        let cuts = |(n, one): (usize, &Channel)| {
-            (one.first.max(1)..(one.values.len() + 1).saturating_sub(told)).map(move |cut| (n, cut))
-        };
-        let all: Vec<(usize, usize)> = channels.iter().enumerate().flat_map(cuts).collect();
-        let some = |most: usize| -> Vec<(usize, usize)> { crate::tasks::split::evenly(&all, most) };
+    /// For each column of a table, which is a channel of every series, the way that does best in telling the next `told` values from those before,
+    /// over windows of it, and over those of all columns. Quantiles are of these shares. `seasons` are tried beside what the
+    /// series show, and waves of the year where it is known how many points four have.
+    pub fn choose(
+        columns: &[Vec<Channel>],
+        told: usize,
+        seasons: &[usize],
+        four_years: usize,
+        shares: &[f32],
+    ) -> Vec<Self> {
         let ahead: Vec<usize> = (1..=told).collect();
-        let mut seasons: Vec<usize> = seasons.iter().copied().chain(found_seasons(channels)).chain([1]).collect();
-        seasons.sort_unstable();
-        seasons.dedup();
-        let positive = channels.iter().all(|one| one.values.iter().all(|value| value.is_nan() || *value > 0.0));
-        let logs: &[bool] = if positive { &[false, true] } else { &[false] };
-        let effects: &[Effect] = match channels.iter().all(|one| one.known.is_empty()) {
-            true => &[Effect::None],
-            false => &[Effect::None, Effect::Linear, Effect::Squared],
-        };
-        let forms = [Form::Repeated, Form::Damped, Form::Mean, Form::Regression, Form::Combined];
-        let mut ways: Vec<Way> = Vec::new();
-        for &season in &seasons {
-            // A season that is about a year leaves no wave of it.
-            let years: &[usize] = if 8 * season < four_years { &[0, four_years] } else { &[0] };
-            for (form, &four_years) in forms.into_iter().flat_map(|form| years.iter().map(move |years| (form, years))) {
-                for (&log, &known) in logs.iter().flat_map(|log| effects.iter().map(move |known| (log, known))) {
-                    ways.push(Way { form, season, log, bounded: true, known, four_years });
-                }
+        let ways: Vec<Vec<Way>> = columns.iter().map(|channels| Way::tried(channels, seasons, four_years)).collect();
+        // The best on a few windows are compared on more.
+        let first: Vec<Vec<(Way, f64)>> =
+            columns.iter().zip(ways).map(|(channels, ways)| losses(ways, channels, &ahead, COMPARED / 4)).collect();
+        let count = columns.iter().filter(|channels| !channels.is_empty()).count();
+        let tables: Vec<HashMap<Way, f64>> = first.iter().map(|losses| losses.iter().copied().collect()).collect();
+        let pooled = |way: Way| -> f64 {
+            if count < 2 {
+                return 0.0;
             }
-        }
-        ways.retain(|way| way.form != Form::Repeated || !way.log);
-        let error = |way: &Way, cuts: &[(usize, usize)]| -> f64 {
-            let one = |&(n, cut): &(usize, usize)| {
-                let values = &channels[n].values;
-                let steps: Vec<f64> = filled(&values[..cut]).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
-                let scale = steps.iter().sum::<f64>() / steps.len().max(1) as f64;
-                let ends = Self::of(*way).after(&channels[n], cut, &ahead);
-                let errors =
-                    ends.iter().zip(&values[cut..cut + told]).map(|(end, value)| (end.value(0.0) - value).abs());
-                let known: Vec<f64> = errors.filter(|error| !error.is_nan()).collect();
-                // One wild window decides no more than others.
-                (known.iter().sum::<f64>() / known.len().max(1) as f64 / scale.max(1e-12)).min(1e3)
-            };
-            // What repeats after 4 points repeats after 8 too, by chance a little better, and with more to learn.
-            let again = |short: &usize| *short > 1 && *short < way.season && way.season.is_multiple_of(*short);
-            let factor = if seasons.iter().any(again) { 1.1 } else { 1.0 };
-            factor * cuts.par_iter().map(one).collect::<Vec<_>>().into_iter().sum::<f64>()
+            // Where a season was not found, or values have no logarithms, it would be the way without.
+            let alike = [(way.season, way.log), (way.season, false), (1, way.log), (1, false)];
+            let alike = alike.map(|(season, log)| Way { season, log, ..way });
+            let loss =
+                |tried: &HashMap<Way, f64>| alike.iter().find_map(|way| tried.get(way)).map(|loss| loss.min(MOST_LOSS));
+            POOLED * tables.iter().filter_map(loss).sum::<f64>() / count as f64
         };
-        // The best on a few windows are compared on more. Of numbers that are not negative the bits are in their order.
-        for (windows, most) in [(COMPARED / 4, 8), (COMPARED, 1)] {
-            let cuts = some(windows);
-            ways.sort_by_cached_key(|one| error(one, &cuts).to_bits());
-            ways.truncate(most);
-        }
-        Self::of(ways.swap_remove(0)).measure(channels, &some(MEASURED), &ahead, shares)
+        let of = |(column, channels): (usize, &Vec<Channel>)| {
+            // What repeats after 4 points repeats after 8 too, by chance a little better, and with more to learn.
+            let again = |season: usize| {
+                let shorter = |(way, _): &(Way, f64)| (2..season).contains(&way.season) && season % way.season == 0;
+                if first[column].iter().any(shorter) { 0.1 } else { 0.0 }
+            };
+            let sort = |mut losses: Vec<(Way, f64)>| -> Vec<Way> {
+                losses.iter_mut().for_each(|(way, loss)| *loss += pooled(*way) + again(way.season));
+                losses.sort_by(|a, b| a.1.total_cmp(&b.1));
+                losses.into_iter().map(|(way, _)| way).collect()
+            };
+            let mut best = sort(first[column].clone());
+            best.truncate(8);
+            let best = sort(losses(best, channels, &ahead, COMPARED));
+            Self::of(best[0]).measure(channels, &windows(channels, told, MEASURED), &ahead, shares)
+        };
+        columns.iter().enumerate().map(of).collect()
     }
 
     fn measure(mut self, channels: &[Channel], cuts: &[(usize, usize)], ahead: &[usize], shares: &[f32]) -> Self {
@@ -560,6 +583,37 @@ impl Smoothing {
         self.quantiles = shares.iter().map(|share| if *share == 0.5 { 0.0 } else { quantile(share) }).collect();
         self
     }
+}
+
+/// Windows of a column, `most` of them: the series of each, and how many of its values are known.
+fn windows(channels: &[Channel], told: usize, most: usize) -> Vec<(usize, usize)> {
+    let cuts = |(n, one): (usize, &Channel)| {
+        (one.first.max(1)..(one.values.len() + 1).saturating_sub(told)).map(move |cut| (n, cut))
+    };
+    let all: Vec<(usize, usize)> = channels.iter().enumerate().flat_map(cuts).collect();
+    crate::tasks::split::evenly(&all, most)
+}
+
+/// By how much the errors of each way are larger than those of the best, as a logarithm, over so many windows of a column.
+fn losses(ways: Vec<Way>, channels: &[Channel], ahead: &[usize], most: usize) -> Vec<(Way, f64)> {
+    let cuts = windows(channels, ahead.len(), most);
+    let error = |way: &Way| -> f64 {
+        let one = |&(n, cut): &(usize, usize)| {
+            let values = &channels[n].values;
+            let steps: Vec<f64> = filled(&values[..cut]).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
+            let scale = steps.iter().sum::<f64>() / steps.len().max(1) as f64;
+            let ends = Smoothing::of(*way).after(&channels[n], cut, ahead);
+            let errors = ends.iter().zip(&values[cut..]).map(|(end, value)| (end.value(0.0) - value).abs());
+            let known: Vec<f64> = errors.filter(|error| !error.is_nan()).collect();
+            // One wild window decides no more than others.
+            (known.iter().sum::<f64>() / known.len().max(1) as f64 / scale.max(1e-12)).min(1e3)
+        };
+        // Where all is told exactly, what rounding left decides nothing.
+        cuts.par_iter().map(one).collect::<Vec<_>>().into_iter().sum::<f64>().max(1e-9).ln()
+    };
+    let errors: Vec<f64> = ways.iter().map(error).collect();
+    let least = errors.iter().copied().fold(f64::INFINITY, f64::min);
+    ways.into_iter().zip(errors).map(|(way, error)| (way, error - least)).collect()
 }
 
 /// Values, with a line over those that are missing.
@@ -614,6 +668,10 @@ mod tests {
         Channel { values, known: Vec::new(), first }
     }
 
+    fn chosen(one: Channel, told: usize, seasons: &[usize], four_years: usize) -> Smoothing {
+        Smoothing::choose(&[vec![one]], told, seasons, four_years, &[0.1, 0.25, 0.5, 0.75, 0.9]).remove(0)
+    }
+
     #[test]
     fn smoothing_follows_its_recursion() {
         let found = smooth(&[10.0, 13.0, 14.0, 15.0, 18.0], 1, true, [0.5, 0.2, 0.0, 1.0]);
@@ -665,7 +723,7 @@ mod tests {
             // A quarter of how far values go from their mean.
             assert!((told - 1e6 - last).abs() < 0.9, "{told} {last}");
         }
-        let found = Smoothing::choose(&[alone(values, 1500)], 6, &[7], 0, &[0.1, 0.5, 0.9]);
+        let found = chosen(alone(values, 1500), 6, &[7], 0);
         assert_eq!(found.way.form, Form::Regression, "{found:?}");
         // Weeks of 7 days of 6 points, of which days are alike but for the last.
         let at = |n: usize| [3.0, 9.0, 20.0, 14.0, 8.0, 4.0][n % 6] * if n / 6 % 7 == 6 { 0.5 } else { 1.0 };
@@ -702,7 +760,7 @@ mod tests {
         let told = effect(&square, &[&line], Vec::new(), 1, true).unwrap();
         assert!((told[41] - told[40] - 4.0).abs() < 0.05, "{} {}", told[40], told[41]);
         let column = Channel { values: (0..72).map(|n| values[n] + noise()).collect(), known: vec![offers], first: 36 };
-        let chosen = Smoothing::choose(&[column], 4, &[], 0, &[0.1, 0.5, 0.9]);
+        let chosen = chosen(column, 4, &[], 0);
         assert!(chosen.way.known != Effect::None && chosen.way.words().ends_with("known ahead"), "{chosen:?}");
     }
 
@@ -713,7 +771,7 @@ mod tests {
             |n: usize| 20.0 * (n as f64 * TAU / 365.25 + 1.0).cos() + 8.0 * (n as f64 * TAU * 3.0 / 365.25).sin();
         let at = |n: usize| 100.0 + year(n) + if n % 7 < 5 { 9.0 } else { 0.0 };
         let values: Vec<f64> = (0..1300).map(|n| at(n) + normal()).collect();
-        let found = Smoothing::choose(&[alone(values.clone(), 800)], 60, &[7, 365], 1461, &[0.1, 0.5, 0.9]);
+        let found = chosen(alone(values.clone(), 800), 60, &[7, 365], 1461);
         assert_eq!((found.way.season, found.way.four_years), (7, 1461), "{found:?}");
         assert!(found.way.words().ends_with("a season of 7 points, with waves of the year"), "{}", found.way.words());
         // Two points ahead alone are the same as among others.
@@ -727,24 +785,46 @@ mod tests {
     }
 
     #[test]
+    fn a_column_follows_those_beside_it_unless_it_tells_otherwise() {
+        let mut normal = normal(9);
+        let mut column = |noise: f64, season: &[f64]| {
+            vec![alone((0..28).map(|n| season[n % season.len()] + noise * normal()).collect(), 12)]
+        };
+        let quarters = [6.0, 0.0, -4.0, 2.0];
+        let seasons = |columns: &[Vec<Channel>]| -> Vec<usize> {
+            Smoothing::choose(columns, 4, &[4], 0, &[0.1, 0.9]).iter().map(|one| one.way.season).collect()
+        };
+        let mut columns = vec![column(0.5, &quarters), column(0.5, &quarters)];
+        columns.push(column(0.1, &[9.0, 0.0, 3.0, -7.0, 5.0, -2.0, 4.0]));
+        assert_eq!(seasons(&columns), [4, 4, 7]);
+        columns.truncate(2);
+        columns.extend((0..6).map(|_| column(5.0, &quarters)));
+        let each: Vec<usize> = columns.chunks(1).flat_map(seasons).collect();
+        assert!(each.iter().any(|season| *season != 4), "{each:?}");
+        for noisy in 2..8 {
+            columns.swap(2, noisy);
+            assert_eq!(seasons(&columns[..3]), [4; 3], "{noisy}");
+        }
+    }
+
+    #[test]
     fn the_way_follows_the_data_and_its_quantiles_hold_their_share() {
         let mut normal = normal(1);
-        let shares = [0.1, 0.25, 0.5, 0.75, 0.9];
         let grown: Vec<f64> = (0..160)
             .map(|n| {
                 (3.0 + 0.01 * n as f64 + 0.5 * (n as f64 * std::f64::consts::TAU / 12.0).sin() + 0.03 * normal()).exp()
             })
             .collect();
-        let found = Smoothing::choose(&[alone(grown.clone(), 30)], 12, &[], 0, &shares);
+        let found = chosen(alone(grown.clone(), 30), 12, &[], 0);
         assert_eq!((found.way.season, found.way.log), (12, true), "{found:?}");
         let complete = found;
         // Of quarters alone 8 points would have done better than 4 on these; with weekends 14 do better than 2.
         let quarters = (0..96).map(|n| [90.0, 40.0, 10.0, 60.0][n % 4] + 3.0 * normal()).collect();
-        let found = Smoothing::choose(&[alone(quarters, 48)], 8, &[], 0, &shares);
+        let found = chosen(alone(quarters, 48), 8, &[], 0);
         assert_eq!(found.way.season, 4, "{found:?}");
         let halves = |n: usize| [10.0, 20.0][n % 2] + if n / 2 % 7 < 5 { 9.0 } else { 0.0 };
         let days = (0..140).map(|n| halves(n) + normal()).collect();
-        let found = Smoothing::choose(&[alone(days, 70)], 14, &[], 0, &shares);
+        let found = chosen(alone(days, 70), 14, &[], 0);
         assert_eq!(found.way.season, 14, "{found:?}");
         let mut level = 0.0;
         let walk: Vec<f64> = (0..400)
@@ -753,7 +833,7 @@ mod tests {
                 level
             })
             .collect();
-        let found = Smoothing::choose(&[alone(walk[..200].to_vec(), 20)], 5, &[], 0, &shares);
+        let found = chosen(alone(walk[..200].to_vec(), 20), 5, &[], 0);
         assert!(!found.way.log && found.way.season == 1, "{found:?}");
         let mut held = 0;
         for cut in 200..390 {
@@ -764,9 +844,9 @@ mod tests {
         assert!((665..875).contains(&held), "{held} of 950 in the interval that should hold 760");
         let mut holes = grown;
         holes[100] = f64::NAN;
-        let with_holes = Smoothing::choose(&[alone(holes, 30)], 12, &[], 0, &shares);
+        let with_holes = chosen(alone(holes, 30), 12, &[], 0);
         assert!(with_holes.way.log && with_holes.growth[0] < 1.2 * complete.growth[0], "{with_holes:?}, {complete:?}");
-        let few = Smoothing::choose(&[alone(vec![5.0; 9], 2)], 3, &[], 0, &shares);
+        let few = chosen(alone(vec![5.0; 9], 2), 3, &[], 0);
         assert!(few.ends(&[5.0; 9], &[], &[1, 3]).iter().all(|end| (end.value(0.0) - 5.0).abs() < 1e-9), "{few:?}");
         assert!(few.ends(&[f64::NAN, 7.0], &[], &[1])[0].centre.is_finite() && few.ends(&[], &[], &[1])[0].unit == 1.0);
     }
