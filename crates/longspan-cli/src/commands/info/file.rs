@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::series::file::{self as series, Found, Reading};
+use crate::tasks::series::unusual::say_unusual;
 use crate::tasks::table::{Form, Table, contents};
 use crate::tasks::{labelled, pairs};
 use crate::terminal::samples::counted;
@@ -41,7 +42,7 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
         || all.iter().any(|(title, _)| ["label", "class"].contains(&title.to_lowercase().as_str()));
     let has_labels = titled || forecast.as_ref().is_ok_and(|found| found.series.iter().any(|one| one.label.is_some()));
     if let Ok(found) = &forecast {
-        series::say_unusual(&name, &found.series);
+        say_unusual(&name, &found.series);
     }
     let (labelled, forecast) = if has_labels { (series(true), Some(forecast)) } else { (forecast, None) };
     let forecast = forecast.filter(|found| labelled.is_err() && found.is_ok());
