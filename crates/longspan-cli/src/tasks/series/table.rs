@@ -226,12 +226,13 @@ pub fn cell(row: &Row, place: usize) -> String {
 
 /// Says that a cell of a channel is no number, and what helps.
 fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::Error {
-    let numbers = table.texts(place).filter(|cell| cell.as_ref().is_none_or(|text| is_number(text))).count();
+    let texts: Vec<String> = table.texts(place).flatten().collect();
+    let numbers = texts.iter().filter(|text| is_number(text)).count();
     let title = &table.header[place];
     let text: String = cell(row, place).chars().take(60).collect();
     let is_written_otherwise = text.trim_start_matches(|c: char| !c.is_alphanumeric()).starts_with(char::is_numeric);
     let is_nested = row.cells[place].is_object() || row.cells[place].is_array();
-    if is_written_otherwise || is_nested || 2 * numbers >= table.rows.len() {
+    if is_written_otherwise || is_nested || 2 * numbers >= texts.len() {
         let help = if is_nested {
             "give what is in it columns of its own, as pandas' json_normalize does"
         } else if is_number(&text) {
@@ -372,7 +373,11 @@ mod tests {
             (&format!("id,visit,date,x\n{each}"), "ids `id`, channels `x`; not read: `visit` (row numbers)"),
             // A second line of units.
             ("time,x,y\n,°C,[%]\n0,20,1\n1,21,2\n", "values [20.0, 1.0, 21.0, 2.0]"),
-            // Days that a spreadsheet counts: of months, whose days differ.
+            // Days that a spreadsheet counts, with the time of the day, and of months, whose days differ.
+            (
+                "Datum;x\n45292,5;1\n45292,75;2\n45293;3\n",
+                "(dates of the form excel, in seconds) & times 45292.5|45292.75|45293;",
+            ),
             ("Date,x\n45292,1\n45323,2\n45352,3\n", "(dates of the form excel, in months) & times 45292|45323|45352;"),
             (
                 "date,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24\n0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24\n",

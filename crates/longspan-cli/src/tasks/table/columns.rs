@@ -310,7 +310,8 @@ impl Table {
         if let Ok(numbers) = self.numbers(place) {
             let numbers = || numbers.iter().copied().filter(|number| !number.is_nan());
             let (low, high) = (numbers().fold(f64::INFINITY, f64::min), numbers().fold(f64::NEG_INFINITY, f64::max));
-            return format!("numbers from {low} to {high}{missing}");
+            let written = if value(first).is_some() { String::new() } else { format!(", such as {first:?}") };
+            return format!("numbers from {low} to {high}{written}{missing}");
         }
         let different: HashSet<&str> = known.iter().copied().collect();
         let short = |text: &str| visible(text).chars().take(40).collect::<String>();
@@ -382,10 +383,10 @@ fn holds_epochs(table: &Table, place: usize) -> bool {
     is_named && table.numbers(place).is_ok_and(|all| epoch(all.into_iter().filter(|number| !number.is_nan())).is_some())
 }
 
-/// Whether a column that is called a date holds whole numbers from those of 1970 to those of 2100 as spreadsheets count days.
+/// Whether a column that is called a date holds numbers from those of 1970 to those of 2100 as spreadsheets count days, and parts of them.
 pub fn counts_excel_days(table: &Table, place: usize) -> bool {
-    let is_day = |number: &f64| number.fract() == 0.0 && (25_569.0..73_051.0).contains(number);
-    has_word(&table.header[place], |word| ["date", "datum", "day"].contains(&word))
+    let is_day = |number: &f64| (25_569.0..73_051.0).contains(number);
+    has_word(&table.header[place], |word| ["date", "datetime", "datum", "day"].contains(&word))
         && table.rows.len() > 2
         && table.numbers(place).is_ok_and(|all| all.iter().all(is_day))
 }
@@ -528,7 +529,8 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     let is_dated = |place: &usize| speaks_of_time(*place) && holds_dates(table, *place);
     let mut dated: Vec<usize> = free.iter().copied().filter(is_dated).collect();
     if dated.is_empty() {
-        dated = free.iter().copied().filter(|place| holds_epochs(table, *place)).collect();
+        let counts_days = |place: &usize| holds_epochs(table, *place) || counts_excel_days(table, *place);
+        dated = free.iter().copied().filter(counts_days).collect();
     }
     match dated[..] {
         [one] => return Ok(with_hours(one)),

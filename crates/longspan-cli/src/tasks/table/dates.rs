@@ -78,10 +78,10 @@ const NUMBERS: [(usize, &str); 13] = [
 const EPOCHS: [(&str, i128); 4] =
     [("seconds", 1_000_000_000), ("milliseconds", 1_000_000), ("microseconds", 1_000), ("nanoseconds", 1)];
 
-/// Days as spreadsheets count them, of which this one begins 1970.
+/// Days as spreadsheets count them, with the time of the day as a fraction; this one begins 1970.
 pub const EXCEL: &str = "excel";
-const EXCEL_1970: i128 = 25_569;
-const DAY: i128 = 86_400_000_000_000;
+const EXCEL_1970: f64 = 25_569.0;
+const DAY: f64 = 86_400.0;
 
 /// Seconds by which the clocks of a place change.
 const HOUR: i64 = 3600;
@@ -173,8 +173,14 @@ impl Dates {
         if let (Some(first), 1) = (ordered.first(), ordered.len()) {
             candidates.retain(|format| year_first(format) == *first);
         }
-        // The same texts as other days: the day and the month change places.
         let Some(best) = candidates.first() else { return Ok(None) };
+        if let (Some(text), None) = (swapped(best, &texts[..most]), wanted) {
+            return Err(format!(
+                "dates are in order only if the day and the month change places in some, such as {text:?}, as programs do that read \
+                 dates of another country; write all in one way, or say which it is with --dates '{best}'"
+            ));
+        }
+        // The same texts as other days: the day and the month change places.
         for other in &candidates[1..] {
             if let Some(text) = texts[..most].iter().find(|text| parse(best, text) != parse(other, text)) {
                 return Err(format!(
@@ -264,7 +270,7 @@ impl Dates {
 
     /// Whether they are written as numbers that count since 1970.
     pub fn is_epoch(&self) -> bool {
-        unit(&self.format).is_some()
+        unit(&self.format).is_some() || self.format == EXCEL
     }
 
     /// Why a text that is a date in this format has no number; `None` where it is no such date.
@@ -306,10 +312,24 @@ impl Calendar {
     }
 }
 
-/// The unit of counts, and how many of them come before 1970.
-fn unit(format: &str) -> Option<(i128, i128)> {
-    let found = EPOCHS.iter().find(|(name, _)| *name == format).map(|(_, unit)| (*unit, 0));
-    found.or((format == EXCEL).then_some((DAY, EXCEL_1970)))
+/// Of dates that are in no order, but would be if the day and the month changed places wherever they may, the first where they do.
+fn swapped<'a>(format: &str, texts: &[&'a str]) -> Option<&'a str> {
+    let other = format.replace("%d", "\0").replace("%m", "%d").replace('\0', "%m");
+    if texts.len() < 10 || other == format || format.starts_with("%Y") {
+        return None;
+    }
+    let date = |format: &str, text: &str| Some(parse(format, text)?.0);
+    let as_read: Vec<_> = texts.iter().map(|text| date(format, text)).collect();
+    let changed: Vec<_> =
+        texts.iter().zip(&as_read).map(|(text, date_read)| date(&other, text).or(*date_read)).collect();
+    let in_order = |dates: &[Option<DateTime>]| dates.is_sorted() || dates.iter().rev().is_sorted();
+    let first = || as_read.iter().zip(&changed).position(|(read, changed)| read != changed);
+    if in_order(&as_read) || !in_order(&changed) { None } else { first().map(|place| texts[place]) }
+}
+
+/// The unit of counts since 1970.
+fn unit(format: &str) -> Option<i128> {
+    EPOCHS.iter().find(|(name, _)| *name == format).map(|(_, unit)| *unit)
 }
 
 /// The unit in which whole numbers may count since 1970: the largest lies between 1973 and 2103.
@@ -382,11 +402,17 @@ fn seconds(date: DateTime) -> i64 {
 
 /// A text as a date of this format, with its time zone.
 fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
-    if let Some((unit, before)) = unit(format) {
+    if format == EXCEL {
+        let days: f64 = text.trim().parse().ok().filter(|days: &f64| days.is_finite())?;
+        // Their digits tell about a second.
+        let at = Timestamp::from_second(((days - EXCEL_1970) * DAY).round() as i64).ok()?;
+        return Some((Offset::UTC.to_datetime(at), None));
+    }
+    if let Some(unit) = unit(format) {
         let text = text.trim();
         let whole = |number: f64| (number.fract() == 0.0).then_some(number as i128);
         let count = text.parse().ok().or_else(|| whole(text.parse().ok()?))?;
-        let at = Timestamp::from_nanosecond(unit.checked_mul(count.checked_sub(before)?)?).ok()?;
+        let at = Timestamp::from_nanosecond(unit.checked_mul(count)?).ok()?;
         return Some((Offset::UTC.to_datetime(at), None));
     }
     if let Some((mark, digits)) = of_two_years(format) {
@@ -414,8 +440,13 @@ fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
 }
 
 fn print(format: &str, date: DateTime, offset: i32) -> Option<String> {
-    if let Some((unit, before)) = unit(format) {
-        return Some((Offset::UTC.to_timestamp(date).ok()?.as_nanosecond() / unit + before).to_string());
+    let at = || Offset::UTC.to_timestamp(date).ok();
+    if format == EXCEL {
+        let days = at()?.as_second() as f64 / DAY + EXCEL_1970;
+        return Some(((days * 1e6).round() / 1e6).to_string());
+    }
+    if let Some(unit) = unit(format) {
+        return Some((at()?.as_nanosecond() / unit).to_string());
     }
     if let Some((mark, digits)) = of_two_years(format) {
         return Some(format!("{:04}{mark}{}", date.year(), next_year(date, digits)));
@@ -641,6 +672,17 @@ mod tests {
         assert!(error.contains("--dates '%d/%m/%y' or --dates '%y/%m/%d'"), "{error}");
         let error = Dates::of(&["Nov-68", "Dec-68", "Jan-69"], None).unwrap_err();
         assert!(error.contains("such as \"Nov-68\" apart; write four"), "{error}");
+        // As spreadsheets of another country leave dates of which they read some.
+        let days: Vec<String> =
+            (1..=31).map(|day| if day > 12 { format!("{day}/05/2023") } else { format!("05/{day:02}/2023") }).collect();
+        let days: Vec<&str> = days.iter().map(String::as_str).collect();
+        assert!(Dates::of(&days, None).unwrap_err().contains("change places in some, such as \"05/01/2023\""));
+        assert_eq!(Dates::of(&days, Some("%d/%m/%Y")).unwrap().unwrap().format, "%d/%m/%Y");
+        let days = Dates::of(&["45123.5", "45123.541667", "45123.583333333336"], Some(EXCEL)).unwrap().unwrap();
+        let at = |text| days.number(text).unwrap();
+        assert_eq!((at("45123.541667") - at("45123.5"), at("25570")), (3600.0, 86_400.0));
+        assert_eq!(days.text(at("45123.583333333336") + 3600.0), "45123.625");
+        assert_eq!((days.text(at("45123.541667")).as_str(), days.number("1e300")), ("45123.541667", None));
         let week = |format, text: &str| Dates::of(&[text], Some(format)).unwrap().unwrap().number(text);
         assert_eq!(week("%Y-%j", "1970-032"), Some(31.0 * 86400.0));
         assert_eq!(week("%G-W%V", "1970-W02"), Some(4.0 * 86400.0));
