@@ -53,11 +53,11 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
         found.unwrap_or_else(error)
     };
     let texts = || {
-        let (all, _) = labelled::file::parse(&bytes, &ending, &name, columns)?;
+        let (all, ..) = labelled::file::parse(&bytes, &ending, &name, columns)?;
         let labels: BTreeSet<&str> = all.iter().map(|one| one.label.as_str()).collect();
         Ok(format!("{} with {}", counted(all.len(), "texts"), counted(labels.len(), "labels")))
     };
-    let pairs = || Ok(counted(pairs::file::parse(&bytes, &ending, &name, columns)?.len(), "pairs"));
+    let pairs = || Ok(counted(pairs::file::parse(&bytes, &ending, &name, columns)?.0.len(), "pairs"));
     let tasks = [
         ("--series", Some(labelled.map(|found| in_words(&found)))),
         ("--forecast", forecast.map(|found| found.map(|found| in_words(&found)))),

@@ -816,7 +816,7 @@ impl TextColumn {
         // In the first column a text may be such a word, too.
         let known = titles.iter().skip(1).find(|title| is_header && self.knows(title));
         // One known name is a header: what is beside it may have any.
-        let named = form != Form::Tabs || titles.iter().any(|title| self.is(title, wanted));
+        let named = form != Form::Tabs || titles.iter().any(|title| self.is(title, wanted) || self.is(title, None));
         if let (Some(title), false) = (known, named) {
             let flag = self.flag;
             note(format_args!(
@@ -847,11 +847,26 @@ impl TextColumn {
         } else {
             Table::read(line, form, "").ok()??.header
         };
-        titles.iter().find(|title| self.is(title, wanted)).filter(|_| form == Form::Json || titles.len() > 1).cloned()
+        let find = |wanted| titles.iter().find(|title| self.is(title, wanted));
+        find(wanted).or(find(None)).filter(|_| form == Form::Json || titles.len() > 1).cloned()
+    }
+
+    /// What a run calls the column in other files: as a person named it, or as the file does, where that is not its usual name.
+    pub fn named(&self, table: &Table, place: usize, wanted: &Option<String>) -> Option<String> {
+        let title = Some(&table.header[place]).filter(|title| *title != self.key);
+        wanted.as_ref().or(title).cloned()
     }
 
     pub fn place(&self, table: &Table, wanted: Option<&String>, other: Option<usize>) -> Result<usize> {
         if let Some(name) = wanted {
+            // One of its usual names was found in training, perhaps, and this file has another.
+            if self.knows(name)
+                && table.find(name).is_none()
+                && let Ok(place) = self.place(table, None, other)
+            {
+                note(format_args!("{}: no column `{name}`, so `{}` is read", table.name, table.header[place]));
+                return Ok(place);
+            }
             return table.named(name, By::Flag(self.flag));
         }
         if let Some(place) = table.find(self.key) {
