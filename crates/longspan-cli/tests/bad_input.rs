@@ -493,10 +493,14 @@ fn what_a_file_may_mean_otherwise_is_said() {
         let said = place.said(&["info", name]).1;
         assert!(said.contains(part), "{name}: {said}");
     }
-    let rows: String = (0..60).map(|n| format!("text {n}\t{}\n", ["yes", "no", "No"][n % 3])).collect();
+    let rows: String = (0..60).map(|n| format!("text {n}\t{}\n", ["yes", "no", "No", "NA"][n % 4])).collect();
     place.write("labels.tsv", format!("{rows}text 0\tno\ntext 1\tyes\n").as_bytes());
     let said = place.said(&support::train(&["--labelled", "labels.tsv"], "run", "1", &[])).1;
-    for part in ["the labels \"No\" and \"no\" look alike", "2 texts with another label than before"] {
+    for part in [
+        "the labels \"No\" and \"no\" look alike",
+        "2 texts with another label than before",
+        "texts have the label \"NA\", which is a class",
+    ] {
         assert!(said.contains(part), "{said}");
     }
 }

@@ -47,6 +47,10 @@ impl Series {
         self.label.as_deref().unwrap_or_default()
     }
 
+    pub fn channel(&self, channel: usize) -> impl DoubleEndedIterator<Item = f64> {
+        self.values.iter().skip(channel).step_by(self.width).copied()
+    }
+
     pub fn first(&self, count: usize) -> Self {
         let (times, values) = (self.times[..count].to_vec(), self.values[..count * self.width].to_vec());
         Self { times, values, ..self.clone() }

@@ -1,6 +1,6 @@
 //! Series from a table with a point a row: by their ids, with the columns that were named or found.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
@@ -68,16 +68,14 @@ pub fn from_table(mut table: Table, reading: &Reading<'_>) -> Result<Found> {
     if !known.is_empty() && known.iter().all(|known| *known) {
         bail!("{}: --known names all channels; leave out those that are to be predicted", table.at_header());
     }
+    let [ids, times] = [&roles.id, &roles.time].map(|places| plain_names(table, places));
     let mut places: HashMap<Vec<String>, usize> = HashMap::new();
     let mut found: Vec<(usize, String, Vec<Point>, Option<String>)> = Vec::new();
     for (n, row) in table.rows.iter().enumerate() {
+        let wrong = |problem: String| row.wrong(name, problem);
         let id: Vec<String> = roles.id.iter().map(|place| cell(row, *place)).collect();
         if id.iter().any(String::is_empty) {
-            let ids = plain_names(table, &roles.id);
-            return Err(row.wrong(
-                name,
-                format_args!("the column `{ids}` is empty; say which series the row is of, or leave it out"),
-            ));
+            return Err(wrong(format!("the column `{ids}` is empty; say which series the row is of, or leave it out")));
         }
         let place = *places.entry(id).or_insert_with_key(|id| {
             found.push((row.line, id.join(","), Vec::new(), None));
@@ -87,23 +85,14 @@ pub fn from_table(mut table: Table, reading: &Reading<'_>) -> Result<Found> {
         let time = match (&texts[n], &dates) {
             _ if roles.time.is_empty() => points.len() as f64,
             (None, _) => {
-                return Err(row.wrong(
-                    name,
-                    format_args!(
-                        "the column `{}` is empty; give a time, or leave the row out",
-                        plain_names(table, &roles.time)
-                    ),
-                ));
+                return Err(wrong(format!("the column `{times}` is empty; give a time, or leave the row out")));
             }
             (Some(text), Some(dates)) => dates.number(text).ok_or_else(|| {
                 let others = || {
                     format!("no date as the others, such as {:?}; mend it, or take out a row of sums or words", some[0])
                 };
                 let problem = dates.off_calendar(text).map_or_else(others, |why| format!("not on the calendar: {why}"));
-                row.wrong(
-                    name,
-                    format_args!("{text:?} in the column `{}` is {problem}", plain_names(table, &roles.time)),
-                )
+                wrong(format!("{text:?} in the column `{times}` is {problem}"))
             })?,
             (Some(text), None) => {
                 value(text).filter(|time| !time.is_nan()).ok_or_else(|| no_time(table, &roles.time, row, text))?
@@ -111,31 +100,31 @@ pub fn from_table(mut table: Table, reading: &Reading<'_>) -> Result<Found> {
         };
         points.push((time, numbers.iter().map(|channel| channel[n]).collect()));
         if let Some(own) = roles.label.map(|place| cell(row, place)).filter(|own| !own.is_empty()) {
-            match label {
-                Some(known) if *known != own => {
-                    return Err(row.wrong(name, format_args!(
-                        "the label is {own:?}, and {known:?} in a line before with the same id; give a series one label"
-                    )));
-                }
-                _ => *label = Some(own),
+            if let Some(known) = label.replace(own.clone()).filter(|known| *known != own) {
+                let problem = "in a line before with the same id; give a series one label";
+                return Err(wrong(format!("the label is {own:?}, and {known:?} {problem}")));
             }
         }
     }
-    let series_found = with_values(
-        name,
-        found.into_iter().map(|(line, id, points, label)| {
-            let id = (!roles.id.is_empty()).then_some(id);
-            (
-                line,
-                series(points, &known, label, line).map(|one| Series {
-                    names: names.clone(),
-                    id,
-                    dates: dates.clone(),
-                    ..one
-                }),
-            )
-        }),
-    )?;
+    let mut again = 0;
+    // Where labels are learned, two things may well happen at once.
+    for (_, _, points, _) in
+        found.iter_mut().filter(|(_, _, all, _)| !reading.labels && !all.is_sorted_by(|a, b| a.0 < b.0))
+    {
+        let (count, mut known) = (points.len(), HashSet::new());
+        points.retain(|(time, values)| {
+            known.insert(values.iter().chain([time]).map(|n| n.to_bits()).collect::<Vec<_>>())
+        });
+        again += count - points.len();
+    }
+    note_some(again, |rows| {
+        format!("{name}: {} with a time and values that came before; each counts once", counted(rows, "rows"))
+    });
+    let of_points = |(line, id, points, label)| {
+        let (names, id, dates) = (names.clone(), (!roles.id.is_empty()).then_some(id), dates.clone());
+        (line, series(points, &known, label, line).map(|one| Series { names, id, dates, ..one }))
+    };
+    let series_found = with_values(name, found.into_iter().map(of_points))?;
     say_partly_known(name, &series_found, &known);
     if !reading.learned {
         note_some(series_found.iter().map(|one| one.ahead.len()).sum(), |rows| {
@@ -371,6 +360,11 @@ mod tests {
                 "channels `x`; not read: `instant` (row numbers), `decimal date` (another time)",
             ),
             (&format!("id,visit,date,x\n{each}"), "ids `id`, channels `x`; not read: `visit` (row numbers)"),
+            // A row that comes again counts once, and another one of its time is kept.
+            (
+                "time,x\n0,5\n1,6\n0,5\n1,7\n2,6\n3,1\n4,1\n5,2\n6,2\n",
+                "values [5.0, 6.0, 7.0, 6.0, 1.0, 1.0, 2.0, 2.0]; times 0|1|1|2|3|4|5|6;",
+            ),
             // A second line of units.
             ("time,x,y\n,°C,[%]\n0,20,1\n1,21,2\n", "values [20.0, 1.0, 21.0, 2.0]"),
             // Days that a spreadsheet counts, with the time of the day, and of months, whose days differ.

@@ -1,6 +1,9 @@
 //! What is unusual about series, and may be a mistake.
 
+use std::collections::HashMap;
+
 use super::file::Series;
+use crate::tasks::labels::alike;
 use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::counted;
 
@@ -36,6 +39,85 @@ pub fn say_unusual(name: &str, all: &[Series]) {
     codes(all)
         .iter()
         .for_each(|code| note(format_args!("{name}: {code}; if it says that a value is missing, leave it empty")));
+    let mut ids = HashMap::new();
+    let mut twins =
+        all.iter().filter_map(|one| one.id.as_ref()).filter_map(|id| Some([ids.insert(alike(id), id)?, id]));
+    if let Some([a, b]) = twins.find(|[a, b]| a != b) {
+        note(format_args!("{name}: the ids {a:?} and {b:?} look alike, and are two series"));
+    }
+    if let Some(id) = sum_of_others(all) {
+        note(format_args!(
+            "{name}: the series {id:?} is the sum of others, which so count twice; take its rows out, unless it is to be predicted too"
+        ));
+    }
+    if let Some(jump) = all.iter().find_map(jump) {
+        note(format_args!("{name}: {jump}; if its unit changes there, give all in one"));
+    }
+    if let Some(channel) = tells_label(all) {
+        note(format_args!(
+            "{name}: `{channel}` does not change within a series and tells its label alone; if it is not known before the label, leave it \
+             out with --channels"
+        ));
+    }
+}
+
+/// The one series without a label that is at all times the sum of the others: half of all.
+fn sum_of_others(all: &[Series]) -> Option<&String> {
+    let points = |one: &'_ Series| -> Vec<(u64, f64)> {
+        let all = one.times.iter().map(|time| time.to_bits()).zip(one.channel(0));
+        all.filter(|(_, value)| !value.is_nan() && one.label.is_none()).collect()
+    };
+    let mut sums: HashMap<u64, f64> = HashMap::new();
+    all.iter().flat_map(points).for_each(|(time, value)| *sums.entry(time).or_default() += value);
+    let is_half = |one: &&Series| {
+        let points = points(one);
+        // Numbers in a file are rounded.
+        let fits = |(time, value): &(u64, f64)| (2.0 * value - sums[time]).abs() <= 1e-3 * sums[time].abs();
+        points.len() > 2 && points.iter().all(fits) && points.iter().any(|(_, value)| *value != 0.0)
+    };
+    let mut found = all.iter().filter(is_half);
+    found.next().filter(|_| all.len() > 2 && found.next().is_none())?.id.as_ref()
+}
+
+/// Where all values of a channel from a point on are ten times as large as those before it, or more, or as small.
+fn jump(one: &Series) -> Option<String> {
+    let widened = |range: &mut [f64; 2], value: &f64| {
+        *range = [range[0].min(*value), range[1].max(*value)];
+        Some(*range)
+    };
+    let of_channel = |channel: usize| {
+        let known = one.times.iter().zip(one.channel(channel)).filter(|(_, value)| !value.is_nan());
+        let (times, values): (Vec<f64>, Vec<f64>) = known.unzip();
+        let last = values.len().checked_sub(DIFFERENT).filter(|_| values.iter().all(|value| *value > 0.0))?;
+        let none = [f64::INFINITY, 0.0];
+        let before: Vec<[f64; 2]> = values.iter().scan(none, widened).collect();
+        let mut after: Vec<[f64; 2]> = values.iter().rev().scan(none, widened).collect();
+        after.reverse();
+        let is_far = |n: &usize| after[*n][0] > 10.0 * before[n - 1][1] || before[n - 1][0] > 10.0 * after[*n][1];
+        let n = (DIFFERENT..=last).find(is_far)?;
+        let ([low, high], [from, to], time) = (before[n - 1], after[n], one.time(times[n]));
+        let name = one.names.get(channel).map_or("values", String::as_str);
+        Some(format!("`{name}` is from {low} to {high} before {time}, and from {from} to {to} from then on"))
+    };
+    (0..one.width).find_map(of_channel)
+}
+
+/// A channel that has one value in all points of series with one label, and another for each other label.
+fn tells_label(all: &[Series]) -> Option<&String> {
+    let tells = |channel: &usize| {
+        let (mut labels, mut values) = (HashMap::new(), HashMap::new());
+        for one in all {
+            let (label, value) = (one.label(), one.values[*channel]);
+            let is_told = *labels.entry(label).or_insert(value) == value
+                && *values.entry(value.to_bits()).or_insert(label) == label;
+            if !is_told || one.channel(*channel).any(|other| other != value) {
+                return false;
+            }
+        }
+        labels.len() > 1 && labels.len() * 4 <= all.len()
+    };
+    let first = all.first()?;
+    (0..first.width).find(tells).and_then(|channel| first.names.get(channel))
 }
 
 /// Numbers that may stand for missing values: the least or the greatest, further off than all others from one another, which come again or
@@ -44,10 +126,7 @@ fn codes(all: &[Series]) -> Vec<String> {
     let mut found = Vec::new();
     for channel in 0..all.first().map_or(0, |one| one.width) {
         let of = all[0].names.get(channel).map_or(String::new(), |name| format!(" of `{name}`"));
-        let values = |one: &'_ Series| -> Vec<f64> {
-            let values = one.values.iter().skip(channel).step_by(one.width).copied();
-            values.filter(|value| !value.is_nan()).collect()
-        };
+        let values = |one: &'_ Series| -> Vec<f64> { one.channel(channel).filter(|value| !value.is_nan()).collect() };
         let before = found.len();
         let mut sorted: Vec<f64> = all.iter().flat_map(values).collect();
         sorted.sort_by(f64::total_cmp);
@@ -65,7 +144,8 @@ fn codes(all: &[Series]) -> Vec<String> {
         let zeros_at_end = |one: &Series| {
             let values = values(one);
             let others = values.iter().rposition(|value| *value != 0.0)? + 1;
-            let are_all = !values[..others].contains(&0.0);
+            // Those that are 0 or 1 alone are no measures.
+            let are_all = !values[..others].contains(&0.0) && values[..others].iter().any(|value| *value != 1.0);
             (values.len() > others + 1 && others >= DIFFERENT && are_all).then(|| values.len() - others)
         };
         if let (Some(count), true) = (all.iter().find_map(zeros_at_end), found.len() == before) {
@@ -100,5 +180,36 @@ mod tests {
         };
         assert_eq!(codes(&ends("0"))[..], ["the last 2 points of `x` are 0, as no others are"]);
         assert!(codes(&ends("1")).is_empty());
+        let flag: String = (0..22).map(|n| format!("{n},{}\n", u8::from(n < 20))).collect();
+        assert!(codes(&format!("time,x\n{flag}")).is_empty());
+    }
+
+    #[test]
+    fn sums_units_and_leaks_are_found() {
+        let all = |text: &str, labels| {
+            let reading = Reading { labels, ..Reading::default() };
+            parse(text.as_bytes(), "csv", "f", &reading).unwrap().series
+        };
+        let sum = |ids: &[(&str, usize, usize)]| {
+            let row = |(id, slope, level): &(&str, usize, usize), n| format!("{id},{n},{}\n", slope * n + level);
+            let rows: String = ids.iter().flat_map(|one| (0..9).map(move |n| row(one, n))).collect();
+            sum_of_others(&all(&format!("id,time,x\n{rows}"), false)).cloned()
+        };
+        let [a, b, both, c] = [("a", 1, 1), ("b", 2, 5), ("both", 3, 6), ("c", 5, 30)];
+        assert_eq!(sum(&[a, b, both]).as_deref(), Some("both"));
+        assert_eq!((sum(&[a, b, c, both]), sum(&[a, ("b", 1, 1)])), (None, None));
+        let steps = |factor: usize| -> String {
+            (0..40).map(|n| format!("{n},{}\n", (7 + n % 5) * if n < 25 { factor } else { 1 })).collect()
+        };
+        let jump = |rows: &str| jump(&all(&format!("time,x\n{rows}"), false)[0]);
+        assert_eq!(jump(&steps(1000)).unwrap(), "`x` is from 7000 to 11000 before 25, and from 7 to 11 from then on");
+        assert_eq!((jump(&steps(5)), jump("0,1\n")), (None, None));
+        let leak = |other: usize| {
+            let row =
+                |n: usize| format!("{},{},{n},{},{}\n", n / 2, n % 2, n / 2 % 2 * 5 + n / 2 / 7 * other, n / 2 % 2);
+            let text: String = (0..16).map(row).collect();
+            tells_label(&all(&format!("id,time,x,code,label\n{text}"), true)).cloned()
+        };
+        assert_eq!((leak(0).as_deref(), leak(1)), (Some("code"), None));
     }
 }
