@@ -41,10 +41,10 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     let titled = columns.label.is_some()
         || all.iter().any(|(title, _)| ["label", "class"].contains(&title.to_lowercase().as_str()));
     let has_labels = titled || forecast.as_ref().is_ok_and(|found| found.series.iter().any(|one| one.label.is_some()));
-    if let Ok(found) = &forecast {
+    let (labelled, forecast) = if has_labels { (series(true), Some(forecast)) } else { (forecast, None) };
+    if let Some(found) = labelled.as_ref().ok().or(forecast.as_ref().and_then(|found| found.as_ref().ok())) {
         say_unusual(&name, &found.series);
     }
-    let (labelled, forecast) = if has_labels { (series(true), Some(forecast)) } else { (forecast, None) };
     let forecast = forecast.filter(|found| labelled.is_err() && found.is_ok());
     let said = |found: Result<String>| {
         let error = |error: anyhow::Error| {

@@ -131,17 +131,9 @@ impl Task for Forecast {
         let parts = parts(config, all, sizes, &reading)?;
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
         let mut scaling = Scaling::of(&learned, None);
-        let mut steps: Vec<f64> = learned.iter().filter_map(even_step).collect();
-        steps.sort_by(f64::total_cmp);
-        if let (Some(least), Some(most)) = (steps.first(), steps.last())
-            && *most > 1.8 * least
-        {
-            note(format_args!(
-                "{name}: times of some series are {} apart, of others {}; seasons count points: give each kind a run of its own",
-                scaling.distance(*least),
-                scaling.distance(*most)
-            ));
-        }
+        // Of the others the first that is long enough to tell.
+        let mut long = learned.iter().filter(|one| one.times.len() > 20);
+        long.any(|one| scaling.say_other_times(&format!("{name}, line {}", one.line), std::iter::once(&one.times[..])));
         scaling.known = known;
         scaling.floors = scaling.floors(&learned);
         if config.task.stack.base {
@@ -433,13 +425,6 @@ fn rounded(row: &Quantiles, unit: f64) -> Quantiles {
 
 fn levels() -> Vec<f64> {
     QUANTILES.iter().map(|q| (f64::from(*q) * 100.0).round() / 100.0).collect()
-}
-
-/// The distance of the times of a series, where nearly all are so far apart, or as far as months are.
-fn even_step(one: &Series) -> Option<f64> {
-    let step = usual_gap(std::iter::once(&one.times[..]))?;
-    let even = one.times.windows(2).filter(|pair| ((pair[1] - pair[0]) / step - 1.0).abs() < 0.2).count();
-    (even >= 4 && 10 * even >= 9 * (one.times.len() - 1)).then_some(step)
 }
 
 fn weekday(one: &Series, time: f64) -> Option<Weekday> {

@@ -230,17 +230,19 @@ impl Scaling {
         format!("{}{}", gap as f32, if gap == 1.0 { unit.trim_end_matches('s') } else { &unit })
     }
 
-    /// Says where times lie as far apart as if they were counted in another unit than those of training,
-    pub fn say_other_times<'a>(&self, name: &str, times: impl Iterator<Item = &'a [f64]> + Clone) {
+    /// Says where times lie as far apart as if they were counted in another unit than those of training, and whether they do,
+    pub fn say_other_times<'a>(&self, name: &str, times: impl Iterator<Item = &'a [f64]> + Clone) -> bool {
         // Points that are only counted are in no unit.
         let is_counted = |times: &'a [f64]| times.iter().zip(0..).all(|(time, n)| *time == f64::from(n));
         let alike = if times.clone().all(is_counted) { 1.0..=1.0 } else { 0.55..=1.8 };
-        if let Some(gap) = usual_gap(times).filter(|gap| !alike.contains(&(gap / self.step))) {
+        let other = usual_gap(times).filter(|gap| !alike.contains(&(gap / self.step)));
+        if let Some(gap) = other {
             let [gap, step] = [gap, self.step].map(|gap| self.distance(gap));
             note(format_args!(
                 "{name}: the usual distance of times is {gap}, and {step} in training, which answers are for"
             ));
         }
+        other.is_some()
     }
 
     /// and where values do, too, or series are much shorter or longer.

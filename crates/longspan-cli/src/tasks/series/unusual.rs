@@ -79,25 +79,23 @@ fn sum_of_others(all: &[Series]) -> Option<&String> {
     found.next().filter(|_| all.len() > 2 && found.next().is_none())?.id.as_ref()
 }
 
-/// Where all values of a channel from a point on are ten times as large as those before it, or more, or as small.
+/// Where all values of a channel from a point on are more than ten times as large as those before it, or as small.
 fn jump(one: &Series) -> Option<String> {
-    let widened = |range: &mut [f64; 2], value: &f64| {
-        *range = [range[0].min(*value), range[1].max(*value)];
-        Some(*range)
-    };
     let of_channel = |channel: usize| {
         let known = one.times.iter().zip(one.channel(channel)).filter(|(_, value)| !value.is_nan());
         let (times, values): (Vec<f64>, Vec<f64>) = known.unzip();
-        let last = values.len().checked_sub(DIFFERENT).filter(|_| values.iter().all(|value| *value > 0.0))?;
-        let none = [f64::INFINITY, 0.0];
-        let before: Vec<[f64; 2]> = values.iter().scan(none, widened).collect();
-        let mut after: Vec<[f64; 2]> = values.iter().rev().scan(none, widened).collect();
-        after.reverse();
-        let is_far = |n: &usize| after[*n][0] > 10.0 * before[n - 1][1] || before[n - 1][0] > 10.0 * after[*n][1];
-        let n = (DIFFERENT..=last).find(is_far)?;
-        let ([low, high], [from, to], time) = (before[n - 1], after[n], one.time(times[n]));
+        let mut sorted = values.clone();
+        sorted.sort_by(f64::total_cmp);
+        let ends = DIFFERENT..(values.len() + 1).checked_sub(DIFFERENT)?;
+        let n = ends.into_iter().find(|n| sorted[0] > 0.0 && sorted[*n] > 10.0 * sorted[n - 1])?;
+        let is_low = |value: &f64| *value < sorted[n];
+        let (rises, falls) = (values[..n].iter().all(is_low), values[values.len() - n..].iter().all(is_low));
+        let (low, high) =
+            (format!("{} to {}", sorted[0], sorted[n - 1]), format!("{} to {}", sorted[n], sorted[values.len() - 1]));
+        let (at, before, after) = if rises { (n, low, high) } else { (values.len() - n, high, low) };
         let name = one.names.get(channel).map_or("values", String::as_str);
-        Some(format!("`{name}` is from {low} to {high} before {time}, and from {from} to {to} from then on"))
+        (rises || falls)
+            .then(|| format!("`{name}` is from {before} before {}, and from {after} from then on", one.time(times[at])))
     };
     (0..one.width).find_map(of_channel)
 }

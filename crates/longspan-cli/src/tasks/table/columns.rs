@@ -860,10 +860,8 @@ impl TextColumn {
     pub fn place(&self, table: &Table, wanted: Option<&String>, other: Option<usize>) -> Result<usize> {
         if let Some(name) = wanted {
             // One of its usual names was found in training, perhaps, and this file has another.
-            if self.knows(name)
-                && table.find(name).is_none()
-                && let Ok(place) = self.place(table, None, other)
-            {
+            if self.knows(name) && table.find(name).is_none() {
+                let place = self.place(table, None, other)?;
                 note(format_args!("{}: no column `{name}`, so `{}` is read", table.name, table.header[place]));
                 return Ok(place);
             }
