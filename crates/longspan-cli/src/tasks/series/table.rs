@@ -99,11 +99,11 @@ pub fn from_table(mut table: Table, reading: &Reading<'_>) -> Result<Found> {
             }
         };
         points.push((time, numbers.iter().map(|channel| channel[n]).collect()));
-        if let Some(own) = roles.label.map(|place| cell(row, place)).filter(|own| !own.is_empty()) {
-            if let Some(known) = label.replace(own.clone()).filter(|known| *known != own) {
-                let problem = "in a line before with the same id; give a series one label";
-                return Err(wrong(format!("the label is {own:?}, and {known:?} {problem}")));
-            }
+        if let Some(own) = roles.label.map(|place| cell(row, place)).filter(|own| !own.is_empty())
+            && let Some(known) = label.replace(own.clone()).filter(|known| *known != own)
+        {
+            let problem = "in a line before with the same id; give a series one label";
+            return Err(wrong(format!("the label is {own:?}, and {known:?} {problem}")));
         }
     }
     let mut again = 0;
@@ -293,93 +293,60 @@ mod tests {
         let beside: String = (1..=10).map(|n| format!("2024-01-{n:02},{n},2024.0{},{}\n", 27 * n, n % 3)).collect();
         let each: String =
             (1..=7).flat_map(|n| ["a", "b"].map(|id| format!("{id},{n},2024-01-{n:02},{}\n", n % 3))).collect();
-        for (text, parts) in [
+        for case in [
             // A date, an id by its name, a row number of pandas, and a part of the time.
-            (
-                ",symbol,date,price\n0,b,Jan 1 2000,1\n1,a,Jan 1 2000,2\n2,b,Feb 1 2000,3\n",
-                "times `date` (dates of the form %b %-d %Y, in months), ids `symbol`, channels `price`; not read: `` (row numbers) & ids b|a; values [1.0, 3.0]; times Jan 1 2000|Feb 1 2000;",
-            ),
-            ("date,x\nmay 2000,1\njun 2000,2\n", "(dates of the form %b %Y, in months, printed such as May 2000)"),
-            (
-                "YEAR,x,TIME\n1951,3,1\n1952,4,2\n",
-                "times `TIME` (numbers), channels `x`; not read: `YEAR` (a part of the time)",
-            ),
-            ("year,quarter,x\n1959,4,1\n1960,1,2\n", "times 1959 Q4|1960 Q1;"),
-            ("year,x\n1959,1\n1960,2\n", "times 1959|1960;"),
+            ",symbol,date,price\n0,b,Jan 1 2000,1\n1,a,Jan 1 2000,2\n2,b,Feb 1 2000,3\n => times `date` (dates of the form %b %-d %Y, in months), ids `symbol`, channels `price`; not read: `` (row numbers) & ids b|a; values [1.0, 3.0]; times Jan 1 2000|Feb 1 2000;",
+            "date,x\nmay 2000,1\njun 2000,2\n => (dates of the form %b %Y, in months, printed such as May 2000)",
+            "YEAR,x,TIME\n1951,3,1\n1952,4,2\n => times `TIME` (numbers), channels `x`; not read: `YEAR` (a part of the time)",
+            "year,quarter,x\n1959,4,1\n1960,1,2\n => times 1959 Q4|1960 Q1;",
+            "year,x\n1959,1\n1960,2\n => times 1959|1960;",
             // Parts of times in columns of their own, and times with their unit.
-            ("year,month,x\n1959,Nov,1\n1959,Dec,2\n", "times 1959-Nov|1959-Dec;"),
-            ("year,month,x\n1959.0,1.0,1\n1959.0,2.0,2\n", "times 1959-01|1959-02;"),
-            ("yearmonth,x\n201012,1\n201101,2\n", "times 201012|201101;"),
-            ("year,month,date_of_month,x\n1959,1,31,1\n1959,2,1,2\n", "times 1959-01-31|1959-02-01;"),
-            ("quarter,year,x\nQ4,1959,1\nQ1,1960,2\n", "times 1959 Q4|1960 Q1;"),
-            ("year,week,x\n2020,9,1\n2020,10,2\n", "times 2020-W09|2020-W10;"),
-            ("date,hr,x\n2020-01-31,22,1\n2020-01-31,24,2\n", "times 2020-01-31 22:00|2020-02-01 00:00;"),
-            (
-                "year,month,day,hour,minute,x\n2020,1,31,9,5,1\n2020,1,31,9,6,2\n",
-                "times 2020-01-31 09:05|2020-01-31 09:06;",
-            ),
-            (
-                "Datum;Uhrzeit;x\n30.01.2024;00:00;1\n30.01.2024;12:00;2\n31.01.2024;00:00;3\n31.01.2024;12:00;4\n",
-                "times 30.01.2024 00:00|30.01.2024 12:00|31.01.2024 00:00|31.01.2024 12:00;",
-            ),
-            ("Time (s),x\n0.5,1\n0.7,2\n", "times 0.5|0.7;"),
-            ("time;x\n0,5;1\n1.000,25;2,5\n", "times 0.5|1000.25;"),
+            "year,month,x\n1959,Nov,1\n1959,Dec,2\n => times 1959-Nov|1959-Dec;",
+            "year,month,x\n1959.0,1.0,1\n1959.0,2.0,2\n => times 1959-01|1959-02;",
+            "yearmonth,x\n201012,1\n201101,2\n => times 201012|201101;",
+            "year,month,date_of_month,x\n1959,1,31,1\n1959,2,1,2\n => times 1959-01-31|1959-02-01;",
+            "quarter,year,x\nQ4,1959,1\nQ1,1960,2\n => times 1959 Q4|1960 Q1;",
+            "year,week,x\n2020,9,1\n2020,10,2\n => times 2020-W09|2020-W10;",
+            "date,hr,x\n2020-01-31,22,1\n2020-01-31,24,2\n => times 2020-01-31 22:00|2020-02-01 00:00;",
+            "year,month,day,hour,minute,x\n2020,1,31,9,5,1\n2020,1,31,9,6,2\n => times 2020-01-31 09:05|2020-01-31 09:06;",
+            "Datum;Uhrzeit;x\n30.01.2024;00:00;1\n30.01.2024;12:00;2\n31.01.2024;00:00;3\n31.01.2024;12:00;4\n => times 30.01.2024 00:00|30.01.2024 12:00|31.01.2024 00:00|31.01.2024 12:00;",
+            "Time (s),x\n0.5,1\n0.7,2\n => times 0.5|0.7;",
+            "time;x\n0,5;1\n1.000,25;2,5\n => times 0.5|1000.25;",
             // Numbers without a name are the time where no other column is.
-            (",0\n1821,269\n1822,321\n", "values [269.0, 321.0]"),
-            ("date,x\n20230228,1\n20230301,2\n", "times 20230228|20230301;"),
+            ",0\n1821,269\n1822,321\n => values [269.0, 321.0]",
+            "date,x\n20230228,1\n20230301,2\n => times 20230228|20230301;",
             // Texts that tell rows of one time apart are ids; spaces around them count as nothing.
-            ("shop,time,x\n é,0,1\nb ,0,2\ne\u{301},1,3\nb,1,4\n", "ids é|b;"),
-            (
-                "id,ts,store,shelf_id,x\n1,0,1,7,5\n2,0,1,8,6\n3,0,2,7,7\n4,1,1,7,8\n5,1,1,8,9\n6,1,2,7,10\n7,2,1,7,5\n8,2,1,8,6\n",
-                "times `ts` (numbers), ids `store` and `shelf_id`, channels `x`; not read: `id` (different in each row) & ids 1,7|1,8|",
-            ),
+            "shop,time,x\n é,0,1\nb ,0,2\ne\u{301},1,3\nb,1,4\n => ids é|b;",
+            "id,ts,store,shelf_id,x\n1,0,1,7,5\n2,0,1,8,6\n3,0,2,7,7\n4,1,1,7,8\n5,1,1,8,9\n6,1,2,7,10\n7,2,1,7,5\n8,2,1,8,6\n => times `ts` (numbers), ids `store` and `shelf_id`, channels `x`; not read: `id` (different in each row) & ids 1,7|1,8|",
             // Counts since 1970 are times, and beside a date the same again.
-            (
-                "ts,date,x\n1704067200,2024-01-01,1\n1704153600,2024-01-02,2\n",
-                "times `date` & channels `x`; not read: `ts` (another time)",
-            ),
-            ("ts,month_sales\n1704067200,170406720\n1704153600,180415360\n", "channels `month_sales`"),
-            ("ts,x\n1704067200000,1\n1704067260000,2\n", "times 1704067200000|1704067260000;"),
+            "ts,date,x\n1704067200,2024-01-01,1\n1704153600,2024-01-02,2\n => times `date` & channels `x`; not read: `ts` (another time)",
+            "ts,month_sales\n1704067200,170406720\n1704153600,180415360\n => channels `month_sales`",
+            "ts,x\n1704067200000,1\n1704067260000,2\n => times 1704067200000|1704067260000;",
             // Texts that tell rows apart together.
-            (
-                "date,site,wday,kind,x\n0,n,Mon,a,1\n0,n,Mon,b,2\n0,s,Mon,a,3\n0,s,Mon,b,4\n1,n,Tue,a,5\n1,n,Tue,b,6\n1,s,Tue,a,7\n1,s,Tue,b,8\n",
-                "ids `site` and `kind`, channels `x`; not read: `wday` (a part of the time) & ids n,a|n,b|s,a|s,b; values [1.0, 5.0]",
-            ),
-            ("rownames,time,x,on\n20.1,0,1,TRUE\n3,1,2,false\n", "values [1.0, 1.0, 2.0, 0.0]"),
-            ("date,Datum,x\n,30.12.1999,1\n,31.12.1999,2\n", "times 30.12.1999|31.12.1999;"),
-            ("date,x\n991230,1\n000102,2\n000103,3\n", "times 991230|000102|000103;"),
+            "date,site,wday,kind,x\n0,n,Mon,a,1\n0,n,Mon,b,2\n0,s,Mon,a,3\n0,s,Mon,b,4\n1,n,Tue,a,5\n1,n,Tue,b,6\n1,s,Tue,a,7\n1,s,Tue,b,8\n => ids `site` and `kind`, channels `x`; not read: `wday` (a part of the time) & ids n,a|n,b|s,a|s,b; values [1.0, 5.0]",
+            "rownames,time,x,on\n20.1,0,1,TRUE\n3,1,2,false\n => values [1.0, 1.0, 2.0, 0.0]",
+            "date,Datum,x\n,30.12.1999,1\n,31.12.1999,2\n => times 30.12.1999|31.12.1999;",
+            "date,x\n991230,1\n000102,2\n000103,3\n => times 991230|000102|000103;",
             // Columns that number rows, whatever the file calls them, and columns without values are no channels.
-            (
-                "No.,date,row_number,x,notes\n7,2024-01-01,1,0.5,\n8,2024-01-02,2,0.7,\n9,2024-01-03,3,0.1,\n",
-                "channels `x`; not read: `No.` (row numbers), `row_number` (row numbers), `notes` (nothing in it)",
-            ),
+            "No.,date,row_number,x,notes\n7,2024-01-01,1,0.5,\n8,2024-01-02,2,0.7,\n9,2024-01-03,3,0.1,\n => channels `x`; not read: `No.` (row numbers), `row_number` (row numbers), `notes` (nothing in it)",
             // It may be a count where no label is learned.
-            (&counting, "channels `entry`"),
-            (
-                &format!("date,instant,decimal date,x\n{beside}"),
-                "channels `x`; not read: `instant` (row numbers), `decimal date` (another time)",
+            &format!("{counting} => channels `entry`"),
+            &format!(
+                "date,instant,decimal date,x\n{beside} => channels `x`; not read: `instant` (row numbers), `decimal date` (another time)"
             ),
-            (&format!("id,visit,date,x\n{each}"), "ids `id`, channels `x`; not read: `visit` (row numbers)"),
+            &format!("id,visit,date,x\n{each} => ids `id`, channels `x`; not read: `visit` (row numbers)"),
             // A row that comes again counts once, and another one of its time is kept.
-            (
-                "time,x\n0,5\n1,6\n0,5\n1,7\n2,6\n3,1\n4,1\n5,2\n6,2\n",
-                "values [5.0, 6.0, 7.0, 6.0, 1.0, 1.0, 2.0, 2.0]; times 0|1|1|2|3|4|5|6;",
-            ),
+            "time,x\n0,5\n1,6\n0,5\n1,7\n2,6\n3,1\n4,1\n5,2\n6,2\n => values [5.0, 6.0, 7.0, 6.0, 1.0, 1.0, 2.0, 2.0]; times 0|1|1|2|3|4|5|6;",
             // A second line of units.
-            ("time,x,y\n,°C,[%]\n0,20,1\n1,21,2\n", "values [20.0, 1.0, 21.0, 2.0]"),
+            "time,x,y\n,°C,[%]\n0,20,1\n1,21,2\n => values [20.0, 1.0, 21.0, 2.0]",
             // Days that a spreadsheet counts, with the time of the day, and of months, whose days differ.
-            (
-                "Datum;x\n45292,5;1\n45292,75;2\n45293;3\n",
-                "(dates of the form excel, in seconds) & times 45292.5|45292.75|45293;",
-            ),
-            ("Date,x\n45292,1\n45323,2\n45352,3\n", "(dates of the form excel, in months) & times 45292|45323|45352;"),
-            (
-                "date,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24\n0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24\n",
-                "channels `1`, `2`",
-            ),
+            "Datum;x\n45292,5;1\n45292,75;2\n45293;3\n => (dates of the form excel, in seconds) & times 45292.5|45292.75|45293;",
+            "Date,x\n45292,1\n45323,2\n45352,3\n => (dates of the form excel, in months) & times 45292|45323|45352;",
+            "date,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24\n0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24\n => channels `1`, `2`",
             // Without a header the first line is a row.
-            ("1,0.5\n2,0.7\n", "times `column 1` (numbers), channels `column 2` & values [0.5, 0.7]"),
+            "1,0.5\n2,0.7\n => times `column 1` (numbers), channels `column 2` & values [0.5, 0.7]",
         ] {
+            let (text, parts) = case.split_once(" => ").unwrap();
             let found = of_table(text, &none).unwrap();
             parts.split(" & ").for_each(|part| assert!(found.contains(part), "{part}: {text}: {found}"));
         }
@@ -454,62 +421,32 @@ mod tests {
         let (_, values, learned) = wide("id,low,mid,high\n7,1,2,3\n8,1,2,3\n", &columns);
         assert_eq!(values, [1.0, 2.0, 3.0]);
         assert_eq!(wide("high,id,low,mid\n3,7,1,2\n3,8,1,2\n", &learned).1, [1.0, 2.0, 3.0]);
-        for (text, part) in [
-            ("time,Time,x\n0,0,1\n", "f, line 1: `time`, `Time` may all be times; say which with --time"),
-            ("time,x,x\n0,1,1\n", "two columns are called `x`"),
-            (
-                "year,time,x\n1990,9.9,1\n1991,9.8,2\n1992,9.85,2\n",
-                "`time`, `year` may all be times; say which with --time",
-            ),
-            (
-                "year,day,x\n90,1,0.5\n90,2,1.5\n91,1,2.5\n91,2,3.5\n91,3,3.5\n",
-                "5 of 5 rows share the time `year` with another row; name all columns that say which series a row is of with --id, or those \
-                 of the time with --time, count rows with --time row, or keep it with --time 'year'",
-            ),
-            (
-                "a,b\n1,2\n",
-                "no column of times is known among `a`, `b`; name it with --time NAME, or count the rows with --time row",
-            ),
-            ("time,,x\n0,5,1\n1,3,1\n", "f, line 1: column 2 has no name"),
-            (
-                "date,store,dept,x\n0,1,1,0.5\n0,1,2,0.5\n0,2,1,0.5\n0,2,2,1.5\n1,1,1,0.5\n1,1,2,0.5\n1,2,1,0.5\n1,2,2,1.5\n",
-                "`dept` may say which series each is of: say so with --id 'store,dept'",
-            ),
-            (
-                "time,income,size\n0,1,1\n0,1,2\n1,2,1\n1,3,1\n2,4,1\n2,2,2\n3,3,2\n3,4,2\n4,1,1\n4,2,2\n5,1,2\n5,3,1\n6,2,1\n6,4,2\n7,3,2\n7,4,1\n",
-                "16 of 16 rows share the time `time` with another row; name all columns",
-            ),
-            (
-                "shop,time,x\n1,0,0.5\n2,0,0.5\n1,1,0.5\n2,1,0.5\n",
-                "`shop` may say which series each is of: say so with --id shop",
-            ),
-            (
-                "time,x,kind\n0,1,rain\n1,2,sun\n",
-                "\"rain\" in the column `kind` is no number; if it says which series a row is of, give --id 'kind', else leave the column out: --channels 'x'",
-            ),
-            ("time,x\n0,cold\n1,21\n2,22\n", "line 2: \"cold\""),
-            ("time,x\n0,\"1,101\"\n1,\"1,102\"\n", "\"1,101\" in the column `x` may be 1101 or 1.101"),
-            (
-                "TrackID,time,x\n1,0,5\n1,1,6\n2,7,5\n2,8,6\n",
-                "`TrackID` may say which series a row is of: say so with --id TrackID, or name all channels with --channels",
-            ),
-            ("date,x\n01/02/2024,1\n02/03/2024,2\n", "--dates '%d/%m/%Y'"),
-            ("id,time,x\na,0,1\na,1,1\n,1,2\n", "f, line 4: the column `id` is empty; say which series the row is of"),
-            (
-                "time;x\n0;1,5\n1;1.25\n",
-                "f, line 3: \"1.25\" in the column `x` is no number; others of it are written otherwise; write all alike",
-            ),
-            (
-                ",Week,x\n1,1991 weeks 6,1\n2,1991 weeks 7,2\n",
-                "f, line 2: \"1991 weeks 6\" in the column `Week` is neither a number nor a date that is known",
-            ),
-            ("year,x\n1991,1\n1992,2\nTotal,3\n", "f, line 4: \"Total\" in the column `year` is neither"),
-            ("time x\n0 1\n", "columns have commas, semicolons, tabs or bars between them, not spaces"),
-            ("land,1990,1991\na,1,2\n", "a column a time, give --wide"),
-            ("land,Lat,1/22/20,1/23/20,1/24/20\na,5,1,2,3\n", "a column a time, give --wide"),
-            ("date,x\n2024-01-01,1\nTotal,2\n", "mend it, or take out a row of sums or words"),
-            ("date,x\n2024-01-01,1\nsoon,2\n", "f, line 3: \"soon\" in the column `date` is no date as the others"),
+        for case in [
+            "time,Time,x\n0,0,1\n => f, line 1: `time`, `Time` may all be times; say which with --time",
+            "time,x,x\n0,1,1\n => two columns are called `x`",
+            "year,time,x\n1990,9.9,1\n1991,9.8,2\n1992,9.85,2\n => `time`, `year` may all be times; say which with --time",
+            "year,day,x\n90,1,0.5\n90,2,1.5\n91,1,2.5\n91,2,3.5\n91,3,3.5\n => 5 of 5 rows share the time `year` with another row; name all columns that say which series a row is of with --id, or those of the time with --time, count rows with --time row, or keep it with --time 'year'",
+            "a,b\n1,2\n => no column of times is known among `a`, `b`; name it with --time NAME, or count the rows with --time row",
+            "time,,x\n0,5,1\n1,3,1\n => f, line 1: column 2 has no name",
+            "date,store,dept,x\n0,1,1,0.5\n0,1,2,0.5\n0,2,1,0.5\n0,2,2,1.5\n1,1,1,0.5\n1,1,2,0.5\n1,2,1,0.5\n1,2,2,1.5\n => `dept` may say which series each is of: say so with --id 'store,dept'",
+            "time,income,size\n0,1,1\n0,1,2\n1,2,1\n1,3,1\n2,4,1\n2,2,2\n3,3,2\n3,4,2\n4,1,1\n4,2,2\n5,1,2\n5,3,1\n6,2,1\n6,4,2\n7,3,2\n7,4,1\n => 16 of 16 rows share the time `time` with another row; name all columns",
+            "shop,time,x\n1,0,0.5\n2,0,0.5\n1,1,0.5\n2,1,0.5\n => `shop` may say which series each is of: say so with --id shop",
+            "time,x,kind\n0,1,rain\n1,2,sun\n => \"rain\" in the column `kind` is no number; if it says which series a row is of, give --id 'kind', else leave the column out: --channels 'x'",
+            "time,x\n0,cold\n1,21\n2,22\n => line 2: \"cold\"",
+            "time,x\n0,\"1,101\"\n1,\"1,102\"\n => \"1,101\" in the column `x` may be 1101 or 1.101",
+            "TrackID,time,x\n1,0,5\n1,1,6\n2,7,5\n2,8,6\n => `TrackID` may say which series a row is of: say so with --id TrackID, or name all channels with --channels",
+            "date,x\n01/02/2024,1\n02/03/2024,2\n => --dates '%d/%m/%Y'",
+            "id,time,x\na,0,1\na,1,1\n,1,2\n => f, line 4: the column `id` is empty; say which series the row is of",
+            "time;x\n0;1,5\n1;1.25\n => f, line 3: \"1.25\" in the column `x` is no number; others of it are written otherwise; write all alike",
+            ",Week,x\n1,1991 weeks 6,1\n2,1991 weeks 7,2\n => f, line 2: \"1991 weeks 6\" in the column `Week` is neither a number nor a date that is known",
+            "year,x\n1991,1\n1992,2\nTotal,3\n => f, line 4: \"Total\" in the column `year` is neither",
+            "time x\n0 1\n => columns have commas, semicolons, tabs or bars between them, not spaces",
+            "land,1990,1991\na,1,2\n => a column a time, give --wide",
+            "land,Lat,1/22/20,1/23/20,1/24/20\na,5,1,2,3\n => a column a time, give --wide",
+            "date,x\n2024-01-01,1\nTotal,2\n => mend it, or take out a row of sums or words",
+            "date,x\n2024-01-01,1\nsoon,2\n => f, line 3: \"soon\" in the column `date` is no date as the others",
         ] {
+            let (text, part) = case.split_once(" => ").unwrap();
             let error = of_table(text, &none).unwrap_err().to_string();
             assert!(error.contains(part), "{text}: {error}");
         }

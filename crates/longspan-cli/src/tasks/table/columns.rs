@@ -310,7 +310,8 @@ impl Table {
         if let Ok(numbers) = self.numbers(place) {
             let numbers = || numbers.iter().copied().filter(|number| !number.is_nan());
             let (low, high) = (numbers().fold(f64::INFINITY, f64::min), numbers().fold(f64::NEG_INFINITY, f64::max));
-            let written = if value(first).is_some() { String::new() } else { format!(", such as {first:?}") };
+            let is_worded = first.contains(char::is_alphabetic);
+            let written = if is_worded { format!(", such as {first:?}") } else { String::new() };
             return format!("numbers from {low} to {high}{written}{missing}");
         }
         let different: HashSet<&str> = known.iter().copied().collect();
