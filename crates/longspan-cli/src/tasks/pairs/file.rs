@@ -127,15 +127,16 @@ mod tests {
             texts(b"[{\"source\":\"a\",\"target\":\"1\"},\n{\"source\":\"b\",\"target\":\"3\"}]", "json").len(),
             2
         );
-        assert!(
-            message(b"{\"source\":\"a\"}\n{\"source\":\"a\",\"target\":\"b\"}", "jsonl")
-                .starts_with("x, line 1: the key `target` is missing")
-        );
-        assert!(message(b"\n{", "jsonl").starts_with("x, line 2: no JSON: EOF"));
-        assert!(message(b"{\"source\":\"a\",\"target\":[]}", "jsonl").contains("is empty"));
-        assert!(message(b"{\"source\":\"a\",\"target\":[1]}", "jsonl").contains("`target` is 1, not a text"));
-        assert!(message(b"{\"source\":\"a\",\"target\":7}", "jsonl").contains("`target` is 7, not a text"));
-        assert!(message(b"[[1]]", "jsonl").contains("[1] is not an object"));
+        for (text, part) in [
+            ("{\"source\":\"a\"}\n{\"source\":\"a\",\"target\":\"b\"}", "x, line 1: the key `target` is missing"),
+            ("\n{", "x, line 2: no JSON: EOF"),
+            ("{\"source\":\"a\",\"target\":[]}", "is empty"),
+            ("{\"source\":\"a\",\"target\":[1]}", "`target` is 1, not a text"),
+            ("{\"source\":\"a\",\"target\":7}", "`target` is 7, not a text"),
+            ("[[1]]", "[1] is not an object"),
+        ] {
+            assert!(message(text.as_bytes(), "jsonl").contains(part), "{text}");
+        }
     }
 
     #[test]

@@ -580,7 +580,10 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         all if 2 * times > all.len() => "; if a row is a whole series, and a column a time, give --wide",
         all if all.iter().any(String::is_empty) => "; if this line does not name the columns, take it out",
         _ if texts => "; labelled texts are learned with --labelled",
-        _ => &repeated(table, &free, &free).map_or(String::new(), |found| format!("; {}", anew(table, found))),
+        _ => &repeated(table, &free, &free).map_or_else(
+            || "; rows that are examples of their own, and no points in time, are not learned from".into(),
+            |found| format!("; {}", anew(table, found)),
+        ),
     };
     bail!(
         "{}: no column of times is known among {}; name it with --time NAME, or count the rows with --time row{help}",
