@@ -370,11 +370,8 @@ mod tests {
         let reading = Reading { columns: None, ..reading };
         let error = parse(monthly.as_bytes(), "tsf", "f", &reading).unwrap_err().to_string();
         assert!(error.contains("it has dates in months, and this run learned from no dates"), "{error}");
-        assert!(
-            from_json("{\"values\": [1], \"times\": [\"2024-03-31\"]}", 1, &reading)
-                .unwrap_err()
-                .contains("this run learned from numbers")
-        );
+        let error = from_json("{\"values\": [1], \"times\": [\"2024-03-31\"]}", 1, &reading).unwrap_err();
+        assert!(error.contains("this run learned from numbers"), "{error}");
     }
 
     #[test]

@@ -376,23 +376,15 @@ mod tests {
         }
         // Columns that a person names: several are one id together, in any order, with one without a name or values.
         let wide = || Columns { wide: true, ..Columns::default() };
+        let id = |name: &str| Columns { id: Some(name.into()), ..Columns::default() };
+        let time = |name: &str| Columns { time: Some(name.into()), ..Columns::default() };
+        let channels = |names: &[&str]| names.iter().map(|name| name.to_string()).collect();
+        let y_x = Columns { channels: channels(&["y", "x"]), ..id("store") };
         for (text, columns, parts) in [
-            (
-                "a,b,time,x\np q,r,0,1\np,q r,0,2\np q,r,1,3\n",
-                Columns { id: Some("a,b".into()), ..none.clone() },
-                "ids p q,r|p,q r; values [1.0, 3.0]",
-            ),
-            (
-                "store,time,x,y,\n1,0,1,2,\n2,0,3,4,\n",
-                Columns { id: Some("store".into()), channels: vec!["y".into(), "x".into()], ..none.clone() },
-                "ids 1|2; values [2.0, 1.0]",
-            ),
-            (
-                "a,b\n1,2\n3,4\n",
-                Columns { time: Some("row".into()), ..none.clone() },
-                "rows are counted & values [1.0, 2.0, 3.0, 4.0]; times 0|1;",
-            ),
-            ("year,x\n90,1.5\n90,2.5\n", Columns { time: Some("year".into()), ..none.clone() }, "values [1.5, 2.5]"),
+            ("a,b,time,x\np q,r,0,1\np,q r,0,2\np q,r,1,3\n", id("a,b"), "ids p q,r|p,q r; values [1.0, 3.0]"),
+            ("store,time,x,y,\n1,0,1,2,\n2,0,3,4,\n", y_x, "ids 1|2; values [2.0, 1.0]"),
+            ("a,b\n1,2\n3,4\n", time("row"), "rows are counted & values [1.0, 2.0, 3.0, 4.0]; times 0|1;"),
+            ("year,x\n90,1.5\n90,2.5\n", time("year"), "values [1.5, 2.5]"),
             ("name,1990,1991\na,1,2\nb,,\nc,3,4\n", wide(), "ids a|c; values [1.0, 2.0]; times 1990|1991;"),
             (
                 "id,no,v1,v2,kind\n7,1,5,6,a\n8,2,7,8,b\n9,3,7,8,b\n",
@@ -450,22 +442,11 @@ mod tests {
             let error = of_table(text, &none).unwrap_err().to_string();
             assert!(error.contains(part), "{text}: {error}");
         }
+        let x = Columns { channels: channels(&[" x"]), ..none.clone() };
         for (text, columns, part) in [
-            (
-                "time,x,X\n0,1,1\n",
-                Columns { channels: vec![" x".into()], ..none.clone() },
-                "two columns are called `x`",
-            ),
-            (
-                "time,x\n0,1\n",
-                Columns { id: Some("y".into()), ..none.clone() },
-                "--id y: no such column; the header is `time`, `x`",
-            ),
-            (
-                "1.5,0.5,2.5\n1,2,3\n",
-                Columns { wide: true, ..none.clone() },
-                "line 1: it names the columns, by numbers that do not run on",
-            ),
+            ("time,x,X\n0,1,1\n", x, "two columns are called `x`"),
+            ("time,x\n0,1\n", id("y"), "--id y: no such column; the header is `time`, `x`"),
+            ("1.5,0.5,2.5\n1,2,3\n", columns, "line 1: it names the columns, by numbers that do not run on"),
         ] {
             let error = of_table(text, &columns).unwrap_err().to_string();
             assert!(error.contains(part), "{text}: {error}");

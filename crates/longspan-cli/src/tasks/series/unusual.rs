@@ -36,29 +36,25 @@ pub fn say_unusual(name: &str, all: &[Series]) {
             "{name}: {date} is further from all other dates than those are from one another; if it says that none is known, leave the row out"
         ));
     }
-    codes(all)
-        .iter()
-        .for_each(|code| note(format_args!("{name}: {code}; if it says that a value is missing, leave it empty")));
     let mut ids = HashMap::new();
     let mut twins =
         all.iter().filter_map(|one| one.id.as_ref()).filter_map(|id| Some([ids.insert(alike(id), id)?, id]));
-    if let Some([a, b]) = twins.find(|[a, b]| a != b) {
-        note(format_args!("{name}: the ids {a:?} and {b:?} look alike, and are two series"));
-    }
-    if let Some(id) = sum_of_others(all) {
-        note(format_args!(
-            "{name}: the series {id:?} is the sum of others, which so count twice; take its rows out, unless it is to be predicted too"
-        ));
-    }
-    if let Some(jump) = all.iter().find_map(jump) {
-        note(format_args!("{name}: {jump}; if its unit changes there, give all in one"));
-    }
-    if let Some(channel) = tells_label(all) {
-        note(format_args!(
-            "{name}: `{channel}` does not change within a series and tells its label alone; if it is not known before the label, leave it \
-             out with --channels"
-        ));
-    }
+    let twins = twins.find(|[a, b]| a != b);
+    let said = [
+        twins.map(|[a, b]| format!("the ids {a:?} and {b:?} look alike, and are two series")),
+        sum_of_others(all).map(|id| {
+            format!("the series {id:?} is the sum of others; take its rows out, unless it is to be predicted too")
+        }),
+        all.iter().find_map(jump).map(|jump| format!("{jump}; if its unit changes there, give all in one")),
+        tells_label(all).map(|channel| {
+            format!(
+                "`{channel}` alone tells the label of a series; if it is not known before, leave it out with --channels"
+            )
+        }),
+    ];
+    let codes =
+        codes(all).into_iter().map(|code| format!("{code}; if it says that a value is missing, leave it empty"));
+    codes.chain(said.into_iter().flatten()).for_each(|said| note(format_args!("{name}: {said}")));
 }
 
 /// The one series without a label that is at all times the sum of the others: half of all.
