@@ -294,6 +294,15 @@ fn pairs_may_be_csv_with_a_header() {
     place.trained("run");
     place.ok(&place.train_on("PAIRS.CSV", "csv", "12", &[]));
     assert_eq!(place.losses("csv"), place.losses("run"));
+    // Answers have the names of the file, and other files may have other usual ones.
+    place.write("question.csv", b"note,question\nx,ab\n");
+    place.write("asked.tsv", b"Source\tx\nab\t1\n");
+    assert!(place.ok(&["predict", "csv", "asked.tsv", "--csv"]).starts_with("SOURCE,Target\nab,"));
+    let (table, notes) = place.said(&["predict", "csv", "question.csv", "--csv"]);
+    assert!(
+        table.starts_with("SOURCE,Target\nab,") && notes.contains("no column `SOURCE`, so `question` is read"),
+        "{notes}"
+    );
     let scores = place.ok(&["eval", "run", "pairs.tsv"]);
     assert_eq!(place.ok(&["eval", "run", "PAIRS.CSV"]), scores);
     let status =

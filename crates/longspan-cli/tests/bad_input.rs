@@ -305,12 +305,8 @@ fn a_changed_letter_in_any_file_is_refused_until_it_is_accepted() {
     // A change that was meant.
     change(&place, "run/config.json", "\"answer_tokens\": 4", "\"answer_tokens\": 1");
     place.ok(&["info", "run", "--accept-changes"]);
-    assert!(
-        place
-            .ok(&["predict", "run", "pairs.tsv"])
-            .lines()
-            .all(|answer| answer.trim_end_matches(" …").chars().count() <= 1)
-    );
+    let answers = place.ok(&["predict", "run", "pairs.tsv"]);
+    assert!(answers.lines().all(|answer| answer.trim_end_matches(" …").chars().count() <= 1));
     fs::remove_file(place.path("run/seal.json")).unwrap();
     place.fails(&["predict", "run", "pairs.tsv"], &["run/seal.json", "--accept-changes"]);
     place.fails(&["train", "--resume", "run", "--steps", "14"], &["run/seal.json"]);
@@ -333,24 +329,18 @@ fn info_says_how_a_file_is_read_or_what_mends_it() {
     };
     let anew = "`age` runs up anew for each `Tree`: if each is a series, give --id Tree --time age";
     let objects = "[\n{\"date\": \"2024-01-01\", \"x\": 1},\n{\"date\": \"2024-01-02\", \"x\": 2}]";
+    let check = |arguments: &[&str], contents: &str, part: &str| {
+        place.write(arguments[0], contents.as_bytes());
+        let said = place.ok(&[&["info"], arguments].concat());
+        assert!(said.contains(part), "{arguments:?}: {said}");
+    };
     for (name, contents, more, part) in [
         ("trees.csv", trees(false), &[][..], anew),
         ("rows.csv", trees(false), &["--time", "row"], anew),
         ("index.csv", trees(true), &[], anew),
         ("half.csv", trees(true), &["--id", "Tree"], anew),
-        (
-            "subject.csv",
-            trees(true).replace("Tree", "Subject"),
-            &[],
-            "`age` runs up anew for each `Subject`: if each is a series, give --id Subject --time age",
-        ),
+        ("subject.csv", trees(true).replace("Tree", "Subject"), &[], &anew.replace("Tree", "Subject")),
         ("named.csv", trees(true), &["--id", "Tree", "--time", "age"], "4 series of 3 points and 1 channel"),
-        (
-            "visits.csv",
-            "patient,date,x\n1,2024-01-01,5\n1,2024-01-02,6\n2,2024-01-01,5\n2,2024-01-02,6\n".into(),
-            &[],
-            "2 series of 2 points",
-        ),
         (
             "data.json",
             format!("{{\"meta\": {{\"data\": \"data\"}}, \"data\": {objects}}}"),
@@ -364,82 +354,37 @@ fn info_says_how_a_file_is_read_or_what_mends_it() {
             "no: line 3: \"soon\"",
         ),
         (
-            "lists.json",
-            "{\"date\": [\"2024-01-01\"], \"x\": [1]}".into(),
-            &[],
-            "a table is a list of objects, one for each row",
-        ),
-        // One that is a row itself, with a list in it.
-        (
-            "row.json",
-            "{\"text\": \"a b\", \"label\": \"c\", \"parts\": [{\"text\": \"a\", \"label\": \"x\"}]}".into(),
-            &[],
-            "1 text with 1 label",
-        ),
-        (
-            "keys.jsonl",
-            "{\"0\": 5, \"1\": 7}\n{\"0\": 6, \"1\": 8}\n".into(),
-            &[],
-            "no column of times is known among `0`, `1`",
-        ),
-        ("savetxt.csv", "# date,x\n2024-01-01,5\n2024-01-02,6\n".into(), &[], "1 series of 2 points and 1 channel"),
-        (
-            "long.jsonl",
-            "{\"text\": \"a\", \"label\": \"b\"}\n{\"text\": \"c\", \"label\": 900719925474099200001}\n".into(),
-            &[],
-            "line 2: a number such as 900719925474099200001 would be rounded; write so many digits in quotes",
-        ),
-        (
-            "statement.csv",
-            "Bank of A,statement\n\ndate,x,y\n2024-01-01,5,6\n".into(),
-            &[],
-            "line 3: 3 columns, the header has 2; the first line names",
-        ),
-        (
-            "bank.csv",
-            "Country,Code,2000 [YR2000],2001 [YR2001],2003 [YR2003]\nA,AA,1,..,3\nB,BB,4,5,6\n".into(),
-            &["--wide"],
-            "2 series of 3 points and 1 channel, 1 value missing, 0 with a label; columns: a series a row, 3 times `2000` … `2003`",
-        ),
-        (
-            "thousands.csv",
-            "date;x\n2024-01-01;1.050\n2024-01-02;2.150\n".into(),
-            &[],
-            "\"1.050\" in the column `x` may be 1.05 or 1050",
-        ),
-        ("label.csv", "text;label\na b;1.050\nc d;950\n".into(), &[], "\"1.050\" in the column `label` may be 1.05"),
-        (
-            "shares.csv",
-            "name,2000,2001,2002\na,1,2%,3\n".into(),
-            &["--wide"],
-            "\"2%\" in the column `2001` is no number",
-        ),
-        ("days.tsv", "2024-01-01\t5\t6\n2024-01-02\t7\t8\n".into(), &[], "1 series of 2 points and 2 channels"),
-        (
             "times.tsv",
             (0..11).map(|n| format!("{n}.5\t{n}\n")).collect(),
             &["--time", "column 1"],
             "1 series of 11 points",
         ),
-        ("wide.tsv", "name\t2000\t2001\na\t1\t2\nb\t3\t4\n".into(), &["--wide"], "2 series of 2 points and 1 channel"),
-        ("clock.csv", "time,x\n09:00,1\n09:10,2\n".into(), &[], "put the day before a time of the day"),
-        (
-            "units.csv",
-            "time,x\n0,60 kg\n1,61\n".into(),
-            &[],
-            "line 3: \"61\" in the column `x` is no number; others of it are written otherwise",
-        ),
-        ("nested.jsonl", "{\"time\": 0, \"main\": {\"t\": 1}}\n".into(), &[], "as pandas' json_normalize does"),
-        (
-            "fixed.txt",
-            "date       x\n2024-01-01 5\n".into(),
-            &[],
-            "columns have commas, semicolons, tabs or bars between them",
-        ),
     ] {
-        place.write(name, contents.as_bytes());
-        let said = place.ok(&[&["info", name], more].concat());
-        assert!(said.contains(part), "{name}: {said}");
+        check(&[&[name], more].concat(), &contents, part);
+    }
+    for case in [
+        "visits.csv | patient,date,x\n1,2024-01-01,5\n1,2024-01-02,6\n2,2024-01-01,5\n2,2024-01-02,6\n => 2 series of 2 points",
+        "lists.json | {\"date\": [\"2024-01-01\"], \"x\": [1]} => a table is a list of objects, one for each row",
+        // One that is a row itself, with a list in it.
+        "row.json | {\"text\": \"a b\", \"label\": \"c\", \"parts\": [{\"text\": \"a\", \"label\": \"x\"}]} => 1 text with 1 label",
+        "keys.jsonl | {\"0\": 5, \"1\": 7}\n{\"0\": 6, \"1\": 8}\n => no column of times is known among `0`, `1`",
+        "savetxt.csv | # date,x\n2024-01-01,5\n2024-01-02,6\n => 1 series of 2 points and 1 channel",
+        "long.jsonl | {\"text\": \"a\", \"label\": \"b\"}\n{\"text\": \"c\", \"label\": 900719925474099200001}\n => line 2: a number such as 900719925474099200001 would be rounded; write so many digits in quotes",
+        "statement.csv | Bank of A,statement\n\ndate,x,y\n2024-01-01,5,6\n => line 3: 3 columns, the header has 2; the first line names",
+        "bank.csv --wide | Country,Code,2000 [YR2000],2001 [YR2001],2003 [YR2003]\nA,AA,1,..,3\nB,BB,4,5,6\n => 2 series of 3 points and 1 channel, 1 value missing, 0 with a label; columns: a series a row, 3 times `2000` … `2003`",
+        "thousands.csv | date;x\n2024-01-01;1.050\n2024-01-02;2.150\n => \"1.050\" in the column `x` may be 1.05 or 1050",
+        "label.csv | text;label\na b;1.050\nc d;950\n => \"1.050\" in the column `label` may be 1.05",
+        "shares.csv --wide | name,2000,2001,2002\na,1,2%,3\n => \"2%\" in the column `2001` is no number",
+        "days.tsv | 2024-01-01\t5\t6\n2024-01-02\t7\t8\n => 1 series of 2 points and 2 channels",
+        "wide.tsv --wide | name\t2000\t2001\na\t1\t2\nb\t3\t4\n => 2 series of 2 points and 1 channel",
+        "clock.csv | time,x\n09:00,1\n09:10,2\n => put the day before a time of the day",
+        "units.csv | time,x\n0,60 kg\n1,61\n => line 3: \"61\" in the column `x` is no number; others of it are written otherwise",
+        "nested.jsonl | {\"time\": 0, \"main\": {\"t\": 1}}\n => as pandas' json_normalize does",
+        "fixed.txt | date       x\n2024-01-01 5\n => columns have commas, semicolons, tabs or bars between them",
+    ] {
+        let ((arguments, contents), part) =
+            case.split_once(" => ").map(|(a, b)| (a.split_once(" | ").unwrap(), b)).unwrap();
+        check(&arguments.split(' ').collect::<Vec<_>>(), contents, part);
     }
     place.write("two.json", format!("{{\"a\": {objects}, \"b\": {objects}}}").as_bytes());
     place.fails(&["info", "two.json"], &["two.json: an object with several lists of objects, such as `a` and `b`"]);
@@ -456,47 +401,35 @@ fn info_says_how_a_file_is_read_or_what_mends_it() {
 #[test]
 fn what_a_file_may_mean_otherwise_is_said() {
     let place = Place::new();
-    for (name, contents, part) in [
-        ("thousands.tsv", "date\tx\n2024-01-01\t1.050\n2024-01-02\t2.150\n", "\"1.050\" of `x` is 1.05"),
-        ("code.csv", "time,x\n0,5\n1,-999\n2,7\n", "1 value of `x`: -999, the others from 5 to 7"),
-        ("again.csv", "time,x\n1,5\n0,6\n0,7\n2,8\n", "several points at one time in 1 series"),
-        ("names.tsv", "name\t2000\t2001\na\t1\t2\n", "the first line is read as a series with the label \"name\""),
-        (
-            "nanoseconds.csv",
-            "time,x\n1704067200000000010,1\n1704067200000000020,2\n",
-            "several points at one time in 1 series; those beyond 9007199254740992 are rounded",
+    let dates: String = (10..22).map(|n| format!("2024-01-{n},{n}\n")).collect();
+    for case in [
+        "thousands.tsv | date\tx\n2024-01-01\t1.050\n2024-01-02\t2.150\n => \"1.050\" of `x` is 1.05",
+        "code.csv | time,x\n0,5\n1,-999\n2,7\n => 1 value of `x`: -999, the others from 5 to 7",
+        "again.csv | time,x\n1,5\n0,6\n0,7\n2,8\n => several points at one time in 1 series",
+        "names.tsv | name\t2000\t2001\na\t1\t2\n => the first line is read as a series with the label \"name\"",
+        "nanoseconds.csv | time,x\n1704067200000000010,1\n1704067200000000020,2\n => several points at one time in 1 series; those beyond 9007199254740992 are rounded",
+        &format!(
+            "unknown.csv | date,x\n1900-01-01,1\n{dates} => 1900-01-01 is further from all other dates than those are from one another"
         ),
-        (
-            "unknown.csv",
-            &format!("date,x\n1900-01-01,1\n{}", (10..22).map(|n| format!("2024-01-{n},{n}\n")).collect::<String>()),
-            "1900-01-01 is further from all other dates than those are from one another",
-        ),
-        (
-            "rest.json",
-            "{\"count\": 1, \"results\": [\n{\"date\": \"2024-01-01\", \"x\": 1}]}",
-            "of the list `results` are read",
-        ),
-        ("quoted.tsv", "\"text\"\t\"label\"\n\"a b\"\t\"x\"\n", "fields in double quotes are read without them"),
-        ("some.tsv", "\"a \"\"b\"\"\"\tx\nc d\ty\n", "double quotes are read as they stand"),
-        (
-            "wide.csv",
-            "id,text,label,target\n1,a b,x,y\n",
-            "columns: text `text`, label `label`; not read: `id`, `target`; --text-column and --label decide otherwise",
-        ),
-        (
-            "pairs.jsonl",
-            "{\"instruction\": \"do\", \"input\": \"a\", \"output\": \"b\"}\n",
-            "columns: source `input`, target `output`; not read: `instruction`; --source and --target decide otherwise",
-        ),
+        "rest.json | {\"count\": 1, \"results\": [\n{\"date\": \"2024-01-01\", \"x\": 1}]} => of the list `results` are read",
+        "quoted.tsv | \"text\"\t\"label\"\n\"a b\"\t\"x\"\n => fields in double quotes are read without them",
+        "some.tsv | \"a \"\"b\"\"\"\tx\nc d\ty\n => double quotes are read as they stand",
+        "wide.csv | id,text,label,target\n1,a b,x,y\n => columns: text `text`, label `label`; not read: `id`, `target`; --text-column and --label decide otherwise",
+        "pairs.jsonl | {\"instruction\": \"do\", \"input\": \"a\", \"output\": \"b\"}\n => columns: source `input`, target `output`; not read: `instruction`; --source and --target decide otherwise",
     ] {
+        let ((name, contents), part) = case.split_once(" => ").map(|(a, b)| (a.split_once(" | ").unwrap(), b)).unwrap();
         place.write(name, contents.as_bytes());
         let said = place.said(&["info", name]).1;
         assert!(said.contains(part), "{name}: {said}");
     }
-    let rows: String = (0..60).map(|n| format!("text {n}\t{}\n", ["yes", "no", "No"][n % 3])).collect();
+    let rows: String = (0..60).map(|n| format!("text {n}\t{}\n", ["yes", "no", "No", "NA"][n % 4])).collect();
     place.write("labels.tsv", format!("{rows}text 0\tno\ntext 1\tyes\n").as_bytes());
     let said = place.said(&support::train(&["--labelled", "labels.tsv"], "run", "1", &[])).1;
-    for part in ["the labels \"No\" and \"no\" look alike", "2 texts with another label than before"] {
+    for part in [
+        "the labels \"No\" and \"no\" look alike",
+        "2 texts with another label than before",
+        "texts have the label \"NA\", which is a class",
+    ] {
         assert!(said.contains(part), "{said}");
     }
 }

@@ -128,15 +128,11 @@ fn waves_at_irregular_times_are_told_with_their_intervals() {
     place.write("short.jsonl", b"{\"values\": [1, 2]}\n");
     place.fails(&["eval", "run", "short.jsonl"], &["short.jsonl: no series has more than 4 points"]);
     assert_eq!(place.ok(&["predict", "run", "short.jsonl"]).lines().count(), 7, "little is known, and still told from");
-    let output = place.run(&["predict", "run", "one.jsonl"]);
-    assert!(!text(&output.stderr).contains("further ahead"), "{}", text(&output.stderr));
+    let notes = place.said(&["predict", "run", "one.jsonl"]).1;
+    assert!(!notes.contains("further ahead"), "{notes}");
     place.write("far.jsonl", b"{\"values\": [1, 2, 1, 2], \"forecast\": [100]}\n");
-    let output = place.run(&["predict", "run", "far.jsonl"]);
-    assert!(
-        text(&output.stderr).contains("fewer than 4 points, or times further ahead than 6 points, in 1 series"),
-        "{}",
-        text(&output.stderr)
-    );
+    let notes = place.said(&["predict", "run", "far.jsonl"]).1;
+    assert!(notes.contains("fewer than 4 points, or times further ahead than 6 points, in 1 series"), "{notes}");
 }
 
 #[test]

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::series::file::{self as series, Found, Reading};
+use crate::tasks::series::unusual::say_unusual;
 use crate::tasks::table::{Form, Table, contents};
 use crate::tasks::{labelled, pairs};
 use crate::terminal::samples::counted;
@@ -40,10 +41,10 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     let titled = columns.label.is_some()
         || all.iter().any(|(title, _)| ["label", "class"].contains(&title.to_lowercase().as_str()));
     let has_labels = titled || forecast.as_ref().is_ok_and(|found| found.series.iter().any(|one| one.label.is_some()));
-    if let Ok(found) = &forecast {
-        series::say_unusual(&name, &found.series);
-    }
     let (labelled, forecast) = if has_labels { (series(true), Some(forecast)) } else { (forecast, None) };
+    if let Some(found) = labelled.as_ref().ok().or(forecast.as_ref().and_then(|found| found.as_ref().ok())) {
+        say_unusual(&name, &found.series);
+    }
     let forecast = forecast.filter(|found| labelled.is_err() && found.is_ok());
     let said = |found: Result<String>| {
         let error = |error: anyhow::Error| {
@@ -52,11 +53,11 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
         found.unwrap_or_else(error)
     };
     let texts = || {
-        let (all, _) = labelled::file::parse(&bytes, &ending, &name, columns)?;
+        let (all, ..) = labelled::file::parse(&bytes, &ending, &name, columns)?;
         let labels: BTreeSet<&str> = all.iter().map(|one| one.label.as_str()).collect();
         Ok(format!("{} with {}", counted(all.len(), "texts"), counted(labels.len(), "labels")))
     };
-    let pairs = || Ok(counted(pairs::file::parse(&bytes, &ending, &name, columns)?.len(), "pairs"));
+    let pairs = || Ok(counted(pairs::file::parse(&bytes, &ending, &name, columns)?.0.len(), "pairs"));
     let tasks = [
         ("--series", Some(labelled.map(|found| in_words(&found)))),
         ("--forecast", forecast.map(|found| found.map(|found| in_words(&found)))),

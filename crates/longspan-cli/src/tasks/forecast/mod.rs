@@ -131,6 +131,9 @@ impl Task for Forecast {
         let parts = parts(config, all, sizes, &reading)?;
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
         let mut scaling = Scaling::of(&learned, None);
+        // Of the others the first that is long enough to tell.
+        let mut long = learned.iter().filter(|one| one.times.len() > 20);
+        long.any(|one| scaling.say_other_times(&format!("{name}, line {}", one.line), std::iter::once(&one.times[..])));
         scaling.known = known;
         scaling.floors = scaling.floors(&learned);
         if config.task.stack.base {

@@ -28,29 +28,22 @@ pub struct Labelled {
     pub label: String,
 }
 
-pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Labelled>> {
+/// The labelled texts of a file, and what its columns are called.
+pub fn read(path: &Path, columns: &Columns) -> Result<(Vec<Labelled>, Columns)> {
     let (name, bytes) = contents(path)?;
-    let (all, again) = parse(&bytes, &lines::ending(path), &name, columns)?;
+    let (all, again, found) = parse(&bytes, &lines::ending(path), &name, columns)?;
     note_some(again, |again| {
         format!("{name}: {} with a text and label that came before; each counts once", counted(again, "lines"))
     });
     let texts: HashSet<&str> = all.iter().map(|one| one.text.as_str()).collect();
-    let labels: HashSet<&str> = all.iter().map(|one| one.label.as_str()).collect();
-    if 10 * texts.len() <= labels.len() {
-        let (texts, labels) = (counted(texts.len(), "texts"), counted(labels.len(), "labels"));
-        bail!(
-            "{name}: {texts} and {labels}, as if each label stood before its text; put the text first, or name the columns with \
-             --text-column and --label"
-        );
-    }
     note_some(all.len() - texts.len(), |more| {
         format!("{name}: {} with another label than before; each counts as an example", counted(more, "texts"))
     });
-    Ok(all)
+    Ok((all, found))
 }
 
-/// The labelled texts, no two alike, and how many lines came again.
-pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Labelled>, usize)> {
+/// The labelled texts, no two alike, how many lines came again, and what the columns are called.
+pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Labelled>, usize, Columns)> {
     let text = lines::text(bytes, name)?;
     let none = || anyhow!("{name}: no labelled texts in it; give a file with one text and its label a line");
     let mut table =
@@ -67,6 +60,8 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     let label = LABEL.place(&table, columns.label.as_ref(), Some(place))?;
     say_read(&table, [(&TEXT, place), (&LABEL, label)]);
     table.say_empty(place);
+    let (own, own_label) = (TEXT.named(&table, place, &columns.text), LABEL.named(&table, label, &columns.label));
+    let found = Columns { text: own, label: own_label, ..columns.clone() };
     table.settle_numbers(&[], Some(label))?;
     let plain = table.with_plain_numbers(&[], Some(label));
     let table = plain.as_ref().unwrap_or(&table);
@@ -98,7 +93,16 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     if all.is_empty() {
         return Err(none());
     }
-    Ok((all, again))
+    let texts: HashSet<&str> = all.iter().map(|one| one.text.as_str()).collect();
+    let labels: HashSet<&str> = all.iter().map(|one| one.label.as_str()).collect();
+    if 10 * texts.len() <= labels.len() {
+        let (texts, labels) = (counted(texts.len(), "texts"), counted(labels.len(), "labels"));
+        bail!(
+            "{name}: {texts} and {labels}, as if each label stood before its text; put the text first, or name the columns with \
+             --text-column and --label"
+        );
+    }
+    Ok((all, again, found))
 }
 
 const EXAMPLE: &str = "expected an object such as {\"text\": \"how nice\", \"label\": \"good\"}";
@@ -107,7 +111,7 @@ const EXAMPLE: &str = "expected an object such as {\"text\": \"how nice\", \"lab
 mod tests {
     use super::*;
 
-    fn found(bytes: &[u8], ending: &str) -> (Vec<Labelled>, usize) {
+    fn found(bytes: &[u8], ending: &str) -> (Vec<Labelled>, usize, Columns) {
         parse(bytes, ending, "f", &Columns::default()).unwrap()
     }
 

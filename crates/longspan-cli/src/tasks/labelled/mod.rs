@@ -18,6 +18,7 @@ use super::split::{self, Split, evenly};
 use super::stack::{self, stacked};
 use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
 use super::tokens::{END, Kind, Tokenizer};
+use crate::run::columns::Columns;
 use crate::run::config::{self, LabelledSettings};
 use crate::run::folder::RunFolder;
 use crate::terminal::samples::counted;
@@ -51,7 +52,8 @@ impl Task for Labels {
     const EXAMPLES: &str = "texts";
 
     fn begin(config: &mut Config) -> Result<(Self, Data<Self>)> {
-        let split = read_split(config)?;
+        let (split, columns) = read_split(config)?;
+        config.task.files.columns = columns;
         let kind = config.task.tokens.as_ref().map_or(Ok(Kind::Characters), |name| name.parse())?;
         let tokenizer = Tokenizer::build(&kind, split.train.iter().map(|labelled| labelled.text.as_str()))?;
         let name = config.data_name();
@@ -79,7 +81,7 @@ impl Task for Labels {
     }
 
     fn data(&self, config: &Config) -> Result<Data<Self>> {
-        let split = read_split(config)?;
+        let split = read_split(config)?.0;
         let unseen = if config.task.stack.base { bag(&self.target, &split)?.1 } else { Vec::new() };
         self.encode(split, unseen, config)
     }
@@ -128,7 +130,7 @@ impl Task for Labels {
     }
 
     fn evaluate(&self, model: &Classifier, path: &Path, how: &Answering<'_>) -> Result<Scores> {
-        self.score(model, &file::read(path, &how.config.task.files.columns)?, how)
+        self.score(model, &file::read(path, &how.config.task.files.columns)?.0, how)
     }
 
     fn show(&self, model: &Classifier, held_out: &[Labelled], how: &Answering<'_>, folder: &str) -> Result<Shown> {
@@ -228,8 +230,11 @@ fn bag(target: &Target, split: &Split<Labelled>) -> Result<(Bag, Vec<Vec<f32>>)>
     Ok(Bag::fit(&texts, &target.goals(split.train.iter().map(|one| one.label.as_str()))?, target.outputs()))
 }
 
-fn read_split(config: &Config) -> Result<Split<Labelled>> {
+/// The texts by their use, and what the columns of the main file are called.
+fn read_split(config: &Config) -> Result<(Split<Labelled>, Columns)> {
     let Some(path) = config.first() else { bail!("no labelled texts are given; name them with --labelled") };
-    let read = |path: &Path| file::read(path, &config.task.files.columns);
-    split::of(&config.task.files, &config.data_name(), read(path)?, Labels::EXAMPLES, read, |labelled| &labelled.text)
+    let (all, columns) = file::read(path, &config.task.files.columns)?;
+    let read = |path: &Path| Ok(file::read(path, &columns)?.0);
+    let split = split::of(&config.task.files, &config.data_name(), all, Labels::EXAMPLES, read, |one| &one.text)?;
+    Ok((split, columns))
 }

@@ -18,7 +18,7 @@ use super::batches::{micro_batches, values};
 use super::scores::{decimals, likeliest};
 use super::simple::Simple;
 use super::split::Split;
-use super::table::value;
+use super::table::{is_missing, value};
 use super::task::{self, Answer, Answering, Loss, Titles, Vocabulary};
 use crate::run::columns::Columns;
 use crate::run::config::LabelKind;
@@ -103,7 +103,7 @@ fn several<'a>(labels: impl Iterator<Item = &'a str> + Clone) -> Vec<&'a str> {
 }
 
 /// What texts that look alike have in common: without what is not seen, and whatever the case, the width, the blanks and the quotes.
-fn alike(text: &str) -> String {
+pub fn alike(text: &str) -> String {
     let seen = |c: &char| !matches!(c, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{2060}' | '\u{feff}');
     let plain = |c: char| match c {
         '\u{2018}' | '\u{2019}' | '`' | '\u{b4}' => '\'',
@@ -162,6 +162,11 @@ impl Target {
             let (mean, deviation) = moments(&all);
             return Ok(Self::Number { mean, deviation });
         }
+        if let Some((label, count)) = counts.iter().find(|(label, _)| is_missing(label)) {
+            note(format_args!(
+                "{name}: {count} {examples} have the label {label:?}, which is a class; if it says that none is known, take them out"
+            ));
+        }
         let several = several(counts.keys().copied());
         if let Some(first) = several.first() {
             note(format_args!(
@@ -200,16 +205,29 @@ impl Target {
 
     /// Says which labels of examples that are not learned from are none of those that are, so that they are never predicted.
     pub fn say_unlearned<'a, E>(&self, split: &'a Split<E>, names: [String; 2], label: impl Fn(&'a E) -> &'a str) {
-        let mut unlearned: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
-        for (part, name) in [&split.development, &split.held_out].into_iter().zip(names) {
+        let Self::Labels(labels) = self else { return };
+        let mut unlearned: BTreeMap<&String, BTreeSet<&str>> = BTreeMap::new();
+        for (part, name) in [&split.development, &split.held_out].into_iter().zip(&names) {
             let labels = part.iter().map(&label).filter(|label| matches!(self.goal(label), Ok(None)));
             unlearned.entry(name).or_default().extend(labels);
         }
         for (name, unlearned) in unlearned.iter().filter(|(_, unlearned)| !unlearned.is_empty()) {
+            let twin = unlearned.first().and_then(|label| labels.iter().find(|known| alike(known) == alike(label)));
+            let twin = twin.map_or(String::new(), |twin| format!(" or write it as in training, such as {twin:?}"));
             let unlearned: Vec<String> = unlearned.iter().map(|label| format!("{label:?}")).collect();
             note(format_args!(
-                "{name}: the label {} is held out or for development alone, and so is never predicted; give more of it",
+                "{name}: the label {} is held out or for development alone, and so is never predicted; give more of it{twin}",
                 listed(&unlearned, 1)
+            ));
+        }
+        let held_out: Vec<Option<Goal>> = split.held_out.iter().filter_map(|one| self.goal(label(one)).ok()).collect();
+        let is_absent = |(n, _): &(u32, &String)| !held_out.contains(&Some(Goal::Label(*n)));
+        let absent: Vec<String> = (0..).zip(labels).filter(is_absent).map(|(_, label)| format!("{label:?}")).collect();
+        if !absent.is_empty() && !held_out.is_empty() {
+            note(format_args!(
+                "{}: nothing with the label {} is held out, so scores say nothing of it",
+                names[1],
+                listed(&absent, 1)
             ));
         }
     }

@@ -21,18 +21,19 @@ pub const TARGET: TextColumn = TextColumn {
     names: &["tgt", "output", "answer", "response", "completion", "pronunciation", "to"],
 };
 
-pub fn read(path: &Path, columns: &Columns) -> Result<Vec<Example>> {
+/// The pairs of a file, and what its columns are called.
+pub fn read(path: &Path, columns: &Columns) -> Result<(Vec<Example>, Columns)> {
     let (name, bytes) = contents(path)?;
-    let entries = parse(&bytes, &lines::ending(path), &name, columns)?;
+    let (entries, found) = parse(&bytes, &lines::ending(path), &name, columns)?;
     let (examples, dropped) = group(entries);
     note_some(dropped, |dropped| format!("{name}: {}; each counts once", counted(dropped, "repeated pairs")));
-    Ok(examples)
+    Ok((examples, found))
 }
 
 /// The pairs in the contents of a file whose name has this end; `name` is its name in errors. A target may be a list of texts.
 ///
 /// Lines that are entirely empty are passed over. A column may be empty.
-pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<Vec<Entry>> {
+pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Entry>, Columns)> {
     let text = lines::text(bytes, name)?;
     let none = || anyhow!("{name}: no pairs in it; give a file with one pair a line");
     let table =
@@ -75,7 +76,9 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
         }
     }
     [source, target].into_iter().for_each(|place| table.say_empty(place));
-    Ok(entries)
+    let (source, target) =
+        (SOURCE.named(&table, source, &columns.source), TARGET.named(&table, target, &columns.target));
+    Ok((entries, Columns { source, target, ..columns.clone() }))
 }
 
 const EXAMPLE: &str = "{\"source\": \"cat\", \"target\": \"K AE T\"}";
@@ -85,7 +88,7 @@ mod tests {
     use super::*;
 
     fn texts(bytes: &[u8], ending: &str) -> Vec<(usize, String, String)> {
-        let entries = parse(bytes, ending, "x", &Columns::default()).unwrap();
+        let entries = parse(bytes, ending, "x", &Columns::default()).unwrap().0;
         entries.into_iter().map(|Entry { line, source, target }| (line, source, target)).collect()
     }
 
@@ -109,7 +112,7 @@ mod tests {
             assert_eq!(texts(bytes, ending), named);
         }
         let columns = Columns { source: Some("en".into()), target: Some("fr".into()), ..Columns::default() };
-        assert_eq!(parse(b"fr,de,en\nb,x,a\n", "csv", "x", &columns).unwrap()[0].source, "a");
+        assert_eq!(parse(b"fr,de,en\nb,x,a\n", "csv", "x", &columns).unwrap().0[0].source, "a");
         assert!(
             message(b"fr,de,en\nb,x,a\n", "csv")
                 .contains("no column `source` among `fr`, `de`, `en`; name it with --source NAME")
@@ -124,15 +127,16 @@ mod tests {
             texts(b"[{\"source\":\"a\",\"target\":\"1\"},\n{\"source\":\"b\",\"target\":\"3\"}]", "json").len(),
             2
         );
-        assert!(
-            message(b"{\"source\":\"a\"}\n{\"source\":\"a\",\"target\":\"b\"}", "jsonl")
-                .starts_with("x, line 1: the key `target` is missing")
-        );
-        assert!(message(b"\n{", "jsonl").starts_with("x, line 2: no JSON: EOF"));
-        assert!(message(b"{\"source\":\"a\",\"target\":[]}", "jsonl").contains("is empty"));
-        assert!(message(b"{\"source\":\"a\",\"target\":[1]}", "jsonl").contains("`target` is 1, not a text"));
-        assert!(message(b"{\"source\":\"a\",\"target\":7}", "jsonl").contains("`target` is 7, not a text"));
-        assert!(message(b"[[1]]", "jsonl").contains("[1] is not an object"));
+        for (text, part) in [
+            ("{\"source\":\"a\"}\n{\"source\":\"a\",\"target\":\"b\"}", "x, line 1: the key `target` is missing"),
+            ("\n{", "x, line 2: no JSON: EOF"),
+            ("{\"source\":\"a\",\"target\":[]}", "is empty"),
+            ("{\"source\":\"a\",\"target\":[1]}", "`target` is 1, not a text"),
+            ("{\"source\":\"a\",\"target\":7}", "`target` is 7, not a text"),
+            ("[[1]]", "[1] is not an object"),
+        ] {
+            assert!(message(text.as_bytes(), "jsonl").contains(part), "{text}");
+        }
     }
 
     #[test]

@@ -24,6 +24,7 @@ use super::table::columns::TextColumn;
 use super::task::{self, Answer, Asked, Data, Loss, Predict, Shown, Task, Titles, Told, Vocabulary};
 use super::tokens::{END, Kind, START, Tokenizer};
 use super::workers::Workers;
+use crate::run::columns::Columns;
 use crate::run::config::{self, PairsSettings};
 use crate::run::folder::RunFolder;
 use crate::terminal::notes::{note, note_some};
@@ -53,7 +54,8 @@ impl Task for Pairs {
     type Settings = PairsSettings;
 
     fn begin(config: &mut Config) -> Result<(Self, Data<Self>)> {
-        let split = read_split(config)?;
+        let (split, columns) = read_split(config)?;
+        config.task.files.columns = columns;
         let task = Self::build(config, &split)?;
         task.say_lost(&split)?;
         let data = task.encode(split, config)?;
@@ -74,7 +76,7 @@ impl Task for Pairs {
     }
 
     fn data(&self, config: &Config) -> Result<Data<Self>> {
-        self.encode(read_split(config)?, config)
+        self.encode(read_split(config)?.0, config)
     }
 
     fn vocabularies(&self) -> Vec<Vocabulary> {
@@ -126,7 +128,7 @@ impl Task for Pairs {
     }
 
     fn evaluate(&self, model: &Seq2Seq, path: &Path, how: &Answering<'_>) -> Result<ErrorRates> {
-        self.score(model, &file::read(path, &how.config.task.files.columns)?, how)
+        self.score(model, &file::read(path, &how.config.task.files.columns)?.0, how)
     }
 
     fn show(&self, model: &Seq2Seq, held_out: &[Example], how: &Answering<'_>, folder: &str) -> Result<Shown> {
@@ -181,19 +183,15 @@ impl Predict for Pairs {
     }
 }
 
-fn read_split(config: &Config) -> Result<Split<Example>> {
-    let examples = match config.first() {
+/// The pairs by their use, and what the columns of the main file are called.
+fn read_split(config: &Config) -> Result<(Split<Example>, Columns)> {
+    let (all, columns) = match config.first() {
         Some(path) => file::read(path, &config.task.files.columns)?,
-        None => cmudict::examples()?,
+        None => (cmudict::examples()?, Columns::default()),
     };
-    split::of(
-        &config.task.files,
-        &config.data_name(),
-        examples,
-        "pairs",
-        |path| file::read(path, &config.task.files.columns),
-        |example| &example.source,
-    )
+    let read = |path: &Path| Ok(file::read(path, &columns)?.0);
+    let split = split::of(&config.task.files, &config.data_name(), all, "pairs", read, |one| &one.source)?;
+    Ok((split, columns))
 }
 
 impl Pairs {

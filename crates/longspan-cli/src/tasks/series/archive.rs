@@ -332,3 +332,75 @@ fn from_attributes(text: &str, line: usize) -> Result<Series, String> {
     let label = label.trim().trim_matches(['\'', '"']);
     series(together(&channels, None)?, &[], (!label.is_empty() && label != "?").then(|| label.to_string()), line)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tasks::series::file::parse;
+
+    #[test]
+    fn heads_of_archives_are_believed() {
+        let of = |text: &str, ending: &str| {
+            parse(text.as_bytes(), ending, "f", &Reading { labels: true, ..Reading::default() })
+        };
+        let shape = |text: &str| {
+            let found = of(text, "ts").unwrap();
+            let one = &found.series[0];
+            (one.width, one.label.clone(), found.target)
+        };
+        let named = |label: &str| Some(label.to_string());
+        assert_eq!(
+            shape("@dimensions 2\n@classLabel true 12:30 18:00\n@data\n0,2:4,5:12:30\n"),
+            (2, named("12:30"), Some(LabelKind::Label))
+        );
+        assert_eq!(shape("@data\n0,2,3:4,5,6\n"), (2, None, None), "a list of numbers is no label");
+        assert_eq!(shape("% of mine\n@univariate true\n@data\n0,2,3:4\n"), (1, named("4"), None));
+        assert_eq!(shape("@targetLabel true\n@data\n0,2,3:4.5\n"), (1, named("4.5"), Some(LabelKind::Number)));
+        assert_eq!(shape("@targetlabel false\n@classLabel false\n@data\n0,2,3\n"), (1, None, None));
+        for (head, line, part) in [
+            ("@classLabel true a b", "1,2:c", "the label \"c\" is none that @classLabel lists (a, b)"),
+            ("@univariate true\n@seriesLength 9", "1,2:c", "2 points, and @seriesLength says 9"),
+            ("@dimensions 3\n@classLabel true a", "1,2:3,4:a", "3 fields, and the head says 3 channels and a label"),
+        ] {
+            let error = of(&format!("{head}\n@data\n{line}\n"), "ts").unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        let dated = of("@timestamps true\n@data\n(2019-01-01 10:00:00,1),(2019-01-01 11:00:00,2):a\n", "ts").unwrap();
+        assert_eq!(
+            (dated.series[0].width, dated.series[0].time(dated.series[0].times[1])),
+            (1, "2019-01-01 11:00:00".into())
+        );
+        let twice = of("@timestamps true\n@data\n(0,1),(0,2),(1,3):(0,4),(1,5):a\n", "ts").unwrap();
+        assert_eq!(format!("{:?}", twice.series[0].values), "[1.0, 4.0, 2.0, NaN, 3.0, 5.0]", "two points at one time");
+        let holes = of("@classLabel true a\n@data\n1,?,3,?:a\n", "ts").unwrap();
+        assert_eq!((holes.series[0].times.len(), holes.series[0].values[1].is_nan()), (3, true));
+
+        let monthly = "# x\n@attribute series_name string\n@attribute start_timestamp date\n@frequency monthly\n@data\nT1:1979-11-30 00-00-00:1,?,3\n";
+        let found = of(monthly, "tsf").unwrap();
+        let one = &found.series[0];
+        assert_eq!((one.id.as_deref(), one.time(one.times[2])), (Some("T1"), "1980-01-30 00-00-00".into()));
+        for (frequency, third) in [("6_hours", "1979-11-30 12-00-00"), ("fortnightly", "2")] {
+            let other = monthly
+                .replace("monthly", frequency)
+                .replace("@attribute", "@Attribute")
+                .replace("date", "Date")
+                .replace("@data", "@Data");
+            let found = of(&other, "tsf").unwrap();
+            assert_eq!(found.series[0].time(found.series[0].times[2]), third);
+        }
+        let error = of("@relation x\n@attribute c {1,2}\n@attribute a numeric\n@data\n1,0.5\n", "arff")
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("f, line 4: an attribute before the last one has names in braces"), "{error}");
+        let rows = of("@relation x\n@attribute a numeric\n@attribute c {1,2}\n@data\n0.5,?,2,1\n", "arff").unwrap();
+        assert_eq!(
+            (rows.series[0].times.len(), rows.series[0].label.as_deref(), rows.target),
+            (3, Some("1"), Some(LabelKind::Label))
+        );
+        let rows = of("@relation x\n@attribute r relational\n@attribute a numeric\n@end r\n@attribute c {1,2}\n@data\n'1,2\\n3,4',2\n", "").unwrap();
+        assert_eq!(
+            (rows.series[0].width, &rows.series[0].values, rows.series[0].label.as_deref()),
+            (2, &vec![1.0, 3.0, 2.0, 4.0], Some("2"))
+        );
+    }
+}

@@ -2,7 +2,11 @@
 
 mod archive;
 pub mod file;
+mod objects;
 pub mod scaling;
+mod table;
+pub mod unusual;
+mod wide;
 
 use std::path::Path;
 

@@ -94,8 +94,8 @@ impl Scaling {
     pub fn of(train: &[Series], clock: Option<Clock>) -> Self {
         let Some(first) = train.first() else { return Self { step: 1.0, ..Self::default() } };
         let moments = (0..first.width).map(|channel| {
-            let values = train.iter().flat_map(|one| one.values.iter().skip(channel).step_by(first.width));
-            moments(&values.copied().filter(|value| !value.is_nan()).collect::<Vec<_>>())
+            let values = train.iter().flat_map(|one| one.channel(channel));
+            moments(&values.filter(|value| !value.is_nan()).collect::<Vec<_>>())
         });
         let (means, deviations) = moments.unzip();
         let step = usual_gap(train.iter().map(|one| one.times.as_slice())).unwrap_or(1.0);
@@ -137,9 +137,9 @@ impl Scaling {
     /// Which channels were never below 0 in series to learn from, and 0 at one point in a hundred or more.
     pub fn floors(&self, train: &[Series]) -> Vec<bool> {
         let ends = |channel: usize| {
-            let values = || train.iter().flat_map(|one| one.values.iter().skip(channel).step_by(one.width));
-            let zeros = values().filter(|value| **value == 0.0).count();
-            zeros > 0 && 100 * zeros >= values().count() && !values().any(|value| *value < 0.0)
+            let values = || train.iter().flat_map(|one| one.channel(channel));
+            let zeros = values().filter(|value| *value == 0.0).count();
+            zeros > 0 && 100 * zeros >= values().count() && !values().any(|value| value < 0.0)
         };
         (0..self.channels()).map(ends).collect()
     }
@@ -190,9 +190,8 @@ impl Scaling {
         let at = |n: usize| first + (last - first) * n as f64 / (count - 1) as f64;
         let mut values = Vec::with_capacity(count * self.channels());
         for channel in 0..self.channels() {
-            let all = one.times.iter().zip(one.values.iter().skip(channel).step_by(one.width));
-            let known: Vec<(f64, f64)> =
-                all.filter(|(_, value)| !value.is_nan()).map(|(time, value)| (*time, *value)).collect();
+            let all = one.times.iter().copied().zip(one.channel(channel));
+            let known: Vec<(f64, f64)> = all.filter(|(_, value)| !value.is_nan()).collect();
             values.extend((0..count).map(|n| {
                 let next = known.partition_point(|(time, _)| *time < at(n));
                 let value = match (next.checked_sub(1).map(|before| known[before]), known.get(next)) {
@@ -231,17 +230,19 @@ impl Scaling {
         format!("{}{}", gap as f32, if gap == 1.0 { unit.trim_end_matches('s') } else { &unit })
     }
 
-    /// Says where times lie as far apart as if they were counted in another unit than those of training,
-    pub fn say_other_times<'a>(&self, name: &str, times: impl Iterator<Item = &'a [f64]> + Clone) {
+    /// Says where times lie as far apart as if they were counted in another unit than those of training, and whether they do,
+    pub fn say_other_times<'a>(&self, name: &str, times: impl Iterator<Item = &'a [f64]> + Clone) -> bool {
         // Points that are only counted are in no unit.
         let is_counted = |times: &'a [f64]| times.iter().zip(0..).all(|(time, n)| *time == f64::from(n));
         let alike = if times.clone().all(is_counted) { 1.0..=1.0 } else { 0.55..=1.8 };
-        if let Some(gap) = usual_gap(times).filter(|gap| !alike.contains(&(gap / self.step))) {
+        let other = usual_gap(times).filter(|gap| !alike.contains(&(gap / self.step)));
+        if let Some(gap) = other {
             let [gap, step] = [gap, self.step].map(|gap| self.distance(gap));
             note(format_args!(
                 "{name}: the usual distance of times is {gap}, and {step} in training, which answers are for"
             ));
         }
+        other.is_some()
     }
 
     /// and where values do, too, or series are much shorter or longer.
@@ -257,7 +258,7 @@ impl Scaling {
             });
         }
         for (n, (mean, deviation)) in self.means.iter().zip(&self.deviations).enumerate() {
-            let values = all.iter().flat_map(|one| one.values.iter().skip(n).step_by(one.width));
+            let values = all.iter().flat_map(|one| one.channel(n));
             let values = values.filter(|value| !value.is_nan()).map(|value| (value - mean) / deviation);
             let (away, spread) = moments(&values.collect::<Vec<f64>>());
             // A few series may well be alike.

@@ -310,7 +310,9 @@ impl Table {
         if let Ok(numbers) = self.numbers(place) {
             let numbers = || numbers.iter().copied().filter(|number| !number.is_nan());
             let (low, high) = (numbers().fold(f64::INFINITY, f64::min), numbers().fold(f64::NEG_INFINITY, f64::max));
-            return format!("numbers from {low} to {high}{missing}");
+            let is_worded = first.contains(char::is_alphabetic);
+            let written = if is_worded { format!(", such as {first:?}") } else { String::new() };
+            return format!("numbers from {low} to {high}{written}{missing}");
         }
         let different: HashSet<&str> = known.iter().copied().collect();
         let short = |text: &str| visible(text).chars().take(40).collect::<String>();
@@ -382,10 +384,10 @@ fn holds_epochs(table: &Table, place: usize) -> bool {
     is_named && table.numbers(place).is_ok_and(|all| epoch(all.into_iter().filter(|number| !number.is_nan())).is_some())
 }
 
-/// Whether a column that is called a date holds whole numbers from those of 1970 to those of 2100 as spreadsheets count days.
+/// Whether a column that is called a date holds numbers from those of 1970 to those of 2100 as spreadsheets count days, and parts of them.
 pub fn counts_excel_days(table: &Table, place: usize) -> bool {
-    let is_day = |number: &f64| number.fract() == 0.0 && (25_569.0..73_051.0).contains(number);
-    has_word(&table.header[place], |word| ["date", "datum", "day"].contains(&word))
+    let is_day = |number: &f64| (25_569.0..73_051.0).contains(number);
+    has_word(&table.header[place], |word| ["date", "datetime", "datum", "day"].contains(&word))
         && table.rows.len() > 2
         && table.numbers(place).is_ok_and(|all| all.iter().all(is_day))
 }
@@ -528,7 +530,8 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     let is_dated = |place: &usize| speaks_of_time(*place) && holds_dates(table, *place);
     let mut dated: Vec<usize> = free.iter().copied().filter(is_dated).collect();
     if dated.is_empty() {
-        dated = free.iter().copied().filter(|place| holds_epochs(table, *place)).collect();
+        let counts_days = |place: &usize| holds_epochs(table, *place) || counts_excel_days(table, *place);
+        dated = free.iter().copied().filter(counts_days).collect();
     }
     match dated[..] {
         [one] => return Ok(with_hours(one)),
@@ -577,7 +580,10 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         all if 2 * times > all.len() => "; if a row is a whole series, and a column a time, give --wide",
         all if all.iter().any(String::is_empty) => "; if this line does not name the columns, take it out",
         _ if texts => "; labelled texts are learned with --labelled",
-        _ => &repeated(table, &free, &free).map_or(String::new(), |found| format!("; {}", anew(table, found))),
+        _ => &repeated(table, &free, &free).map_or_else(
+            || "; rows that are examples of their own, and no points in time, are not learned from".into(),
+            |found| format!("; {}", anew(table, found)),
+        ),
     };
     bail!(
         "{}: no column of times is known among {}; name it with --time NAME, or count the rows with --time row{help}",
@@ -814,7 +820,7 @@ impl TextColumn {
         // In the first column a text may be such a word, too.
         let known = titles.iter().skip(1).find(|title| is_header && self.knows(title));
         // One known name is a header: what is beside it may have any.
-        let named = form != Form::Tabs || titles.iter().any(|title| self.is(title, wanted));
+        let named = form != Form::Tabs || titles.iter().any(|title| self.is(title, wanted) || self.is(title, None));
         if let (Some(title), false) = (known, named) {
             let flag = self.flag;
             note(format_args!(
@@ -845,11 +851,24 @@ impl TextColumn {
         } else {
             Table::read(line, form, "").ok()??.header
         };
-        titles.iter().find(|title| self.is(title, wanted)).filter(|_| form == Form::Json || titles.len() > 1).cloned()
+        let find = |wanted| titles.iter().find(|title| self.is(title, wanted));
+        find(wanted).or(find(None)).filter(|_| form == Form::Json || titles.len() > 1).cloned()
+    }
+
+    /// What a run calls the column in other files: as a person named it, or as the file does, where that is not its usual name.
+    pub fn named(&self, table: &Table, place: usize, wanted: &Option<String>) -> Option<String> {
+        let title = Some(&table.header[place]).filter(|title| *title != self.key);
+        wanted.as_ref().or(title).cloned()
     }
 
     pub fn place(&self, table: &Table, wanted: Option<&String>, other: Option<usize>) -> Result<usize> {
         if let Some(name) = wanted {
+            // One of its usual names was found in training, perhaps, and this file has another.
+            if self.knows(name) && table.find(name).is_none() {
+                let place = self.place(table, None, other)?;
+                note(format_args!("{}: no column `{name}`, so `{}` is read", table.name, table.header[place]));
+                return Ok(place);
+            }
             return table.named(name, By::Flag(self.flag));
         }
         if let Some(place) = table.find(self.key) {

@@ -78,10 +78,10 @@ const NUMBERS: [(usize, &str); 13] = [
 const EPOCHS: [(&str, i128); 4] =
     [("seconds", 1_000_000_000), ("milliseconds", 1_000_000), ("microseconds", 1_000), ("nanoseconds", 1)];
 
-/// Days as spreadsheets count them, of which this one begins 1970.
+/// Days as spreadsheets count them, with the time of the day as a fraction; this one begins 1970.
 pub const EXCEL: &str = "excel";
-const EXCEL_1970: i128 = 25_569;
-const DAY: i128 = 86_400_000_000_000;
+const EXCEL_1970: f64 = 25_569.0;
+const DAY: f64 = 86_400.0;
 
 /// Seconds by which the clocks of a place change.
 const HOUR: i64 = 3600;
@@ -173,8 +173,14 @@ impl Dates {
         if let (Some(first), 1) = (ordered.first(), ordered.len()) {
             candidates.retain(|format| year_first(format) == *first);
         }
-        // The same texts as other days: the day and the month change places.
         let Some(best) = candidates.first() else { return Ok(None) };
+        if let (Some(text), None) = (swapped(best, &texts[..most]), wanted) {
+            return Err(format!(
+                "dates are in order only if the day and the month change places in some, such as {text:?}, as programs do that read \
+                 dates of another country; write all in one way, or say which it is with --dates '{best}'"
+            ));
+        }
+        // The same texts as other days: the day and the month change places.
         for other in &candidates[1..] {
             if let Some(text) = texts[..most].iter().find(|text| parse(best, text) != parse(other, text)) {
                 return Err(format!(
@@ -264,7 +270,7 @@ impl Dates {
 
     /// Whether they are written as numbers that count since 1970.
     pub fn is_epoch(&self) -> bool {
-        unit(&self.format).is_some()
+        unit(&self.format).is_some() || self.format == EXCEL
     }
 
     /// Why a text that is a date in this format has no number; `None` where it is no such date.
@@ -306,10 +312,24 @@ impl Calendar {
     }
 }
 
-/// The unit of counts, and how many of them come before 1970.
-fn unit(format: &str) -> Option<(i128, i128)> {
-    let found = EPOCHS.iter().find(|(name, _)| *name == format).map(|(_, unit)| (*unit, 0));
-    found.or((format == EXCEL).then_some((DAY, EXCEL_1970)))
+/// Of dates that are in no order, but would be if the day and the month changed places wherever they may, the first where they do.
+fn swapped<'a>(format: &str, texts: &[&'a str]) -> Option<&'a str> {
+    let other = format.replace("%d", "\0").replace("%m", "%d").replace('\0', "%m");
+    if texts.len() < 10 || other == format || format.starts_with("%Y") {
+        return None;
+    }
+    let date = |format: &str, text: &str| Some(parse(format, text)?.0);
+    let as_read: Vec<_> = texts.iter().map(|text| date(format, text)).collect();
+    let changed: Vec<_> =
+        texts.iter().zip(&as_read).map(|(text, date_read)| date(&other, text).or(*date_read)).collect();
+    let in_order = |dates: &[Option<DateTime>]| dates.is_sorted() || dates.iter().rev().is_sorted();
+    let first = || as_read.iter().zip(&changed).position(|(read, changed)| read != changed);
+    if in_order(&as_read) || !in_order(&changed) { None } else { first().map(|place| texts[place]) }
+}
+
+/// The unit of counts since 1970.
+fn unit(format: &str) -> Option<i128> {
+    EPOCHS.iter().find(|(name, _)| *name == format).map(|(_, unit)| *unit)
 }
 
 /// The unit in which whole numbers may count since 1970: the largest lies between 1973 and 2103.
@@ -382,11 +402,17 @@ fn seconds(date: DateTime) -> i64 {
 
 /// A text as a date of this format, with its time zone.
 fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
-    if let Some((unit, before)) = unit(format) {
+    if format == EXCEL {
+        let days: f64 = text.trim().parse().ok().filter(|days: &f64| days.is_finite())?;
+        // Their digits tell about a second.
+        let at = Timestamp::from_second(((days - EXCEL_1970) * DAY).round() as i64).ok()?;
+        return Some((Offset::UTC.to_datetime(at), None));
+    }
+    if let Some(unit) = unit(format) {
         let text = text.trim();
         let whole = |number: f64| (number.fract() == 0.0).then_some(number as i128);
         let count = text.parse().ok().or_else(|| whole(text.parse().ok()?))?;
-        let at = Timestamp::from_nanosecond(unit.checked_mul(count.checked_sub(before)?)?).ok()?;
+        let at = Timestamp::from_nanosecond(unit.checked_mul(count)?).ok()?;
         return Some((Offset::UTC.to_datetime(at), None));
     }
     if let Some((mark, digits)) = of_two_years(format) {
@@ -414,8 +440,13 @@ fn parse(format: &str, text: &str) -> Option<(DateTime, Option<Offset>)> {
 }
 
 fn print(format: &str, date: DateTime, offset: i32) -> Option<String> {
-    if let Some((unit, before)) = unit(format) {
-        return Some((Offset::UTC.to_timestamp(date).ok()?.as_nanosecond() / unit + before).to_string());
+    let at = || Offset::UTC.to_timestamp(date).ok();
+    if format == EXCEL {
+        let days = at()?.as_second() as f64 / DAY + EXCEL_1970;
+        return Some(((days * 1e6).round() / 1e6).to_string());
+    }
+    if let Some(unit) = unit(format) {
+        return Some((at()?.as_nanosecond() / unit).to_string());
     }
     if let Some((mark, digits)) = of_two_years(format) {
         return Some(format!("{:04}{mark}{}", date.year(), next_year(date, digits)));
@@ -464,89 +495,73 @@ mod tests {
     #[test]
     fn dates_are_printed_as_they_are_written_and_count_on_their_calendar() {
         // What comes after the last, a step later.
-        for (texts, next) in [
-            (["1949-10", "1949-11", "1949-12"], "1950-01"),
-            (["1991 Oct", "1991 Nov", "1991 Dec"], "1992 Jan"),
-            (["1970 Q2", "1970 Q3", "1970 Q4"], "1971 Q1"),
-            (["202052", "202053", "202101"], "202102"),
-            (
-                ["Fri Dec 29 23:00:00 2023", "Sat Dec 30 23:00:00 2023", "Sun Dec 31 23:00:00 2023"],
-                "Mon Jan 01 23:00:00 2024",
-            ),
-            (
-                ["01/Jan/2024:10:00:00 +0000", "01/Jan/2024:11:00:00 +0000", "01/Jan/2024:12:00:00 +0000"],
-                "01/Jan/2024:13:00:00 +0000",
-            ),
-            (["Friday, March 1, 2024", "Saturday, March 2, 2024", "Sunday, March 3, 2024"], "Monday, March 4, 2024"),
-            (["1974Q1", "1974Q2", "1974Q3"], "1974Q4"),
-            (["2Q 2015", "3Q 2015", "4Q 2015"], "1Q 2016"),
-            (["2015.Q2", "2015.Q3", "2015.Q4"], "2016.Q1"),
-            (["1999/00", "2000/01", "2001/02"], "2002/03"),
-            (["2009-10", "2010-11", "2011-12"], "2012-13"),
-            (["1980-1981", "1981-1982", "1982-1983"], "1983-1984"),
-            (["FY1998", "FY1999", "FY2000"], "FY2001"),
-            (["Oct1999", "Nov1999", "Dec1999"], "Jan2000"),
-            (["28FEB2024", "29FEB2024", "01MAR2024"], "02MAR2024"),
-            (["28. 2. 2024", "29. 2. 2024", "1. 3. 2024"], "2. 3. 2024"),
-            (["30122023", "31122023", "01012024"], "02012024"),
-            (["2023123122", "2023123123", "2024010100"], "2024010101"),
-            (["2023-12-31 22", "2023-12-31 23", "2024-01-01 00"], "2024-01-01 01"),
-            (["2023-12-31 10:00pm", "2023-12-31 11:00pm", "2024-01-01 12:00am"], "2024-01-01 01:00am"),
-            (["31/12/2023, 22:00:00", "31/12/2023, 23:00:00", "01/01/2024, 00:00:00"], "01/01/2024, 01:00:00"),
-            (
-                ["2024-02-29 12:00:00,100", "2024-02-29 12:00:00,200", "2024-02-29 12:00:00,300"],
-                "2024-02-29 12:00:00,400",
-            ),
-            (["2020-W8", "2020-W9", "2020-W10"], "2020-W11"),
-            (["2Q15", "3Q15", "4Q15"], "1Q16"),
-            (["20203", "20204", "20211"], "20212"),
-            (["2020.3", "2020.4", "2021.1"], "2021.2"),
-            (["FY2015Q2", "FY2015Q3", "FY2015Q4"], "FY2016Q1"),
-            (["Q2 FY15", "Q3 FY15", "Q4 FY15"], "Q1 FY16"),
-            (["2015q2", "2015q3", "2015q4"], "2016q1"),
-            (["1999m8", "1999m9", "1999m10"], "1999m11"),
-            (["1991 W51", "1991 W52", "1992 W01"], "1992 W02"),
-            (["Jan 1 2000", "Feb 1 2000", "Mar 1 2000"], "Apr 1 2000"),
-            (["Jan-1-1995", "Feb-1-1995", "Mar-1-1995"], "Apr-1-1995"),
-            (["2012-01-31", "2012-02-29", "2012-03-31"], "2012-04-30"),
-            (["2001-01-01", "2002-01-01", "2003-01-01"], "2004-01-01"),
-            (["2023-02-26", "2023-02-27", "2023-02-28"], "2023-03-01"),
-            (["20230226", "20230227", "20230228"], "20230301"),
-            (["230227", "230228", "230301"], "230302"),
-            (["20230228T2200", "20230228T2300", "20230301T0000"], "20230301T0100"),
-            (["202210", "202211", "202212"], "202301"),
-            (["2022.10", "2022.11", "2022.12"], "2023.01"),
-            (["202302282200", "202302282300", "202303010000"], "202303010100"),
-            (["2012/1/9", "2012/1/10", "2012/1/11"], "2012/1/12"),
-            (["29.02.2024", "01.03.2024", "02.03.2024"], "03.03.2024"),
-            (["12/30/2023", "12/31/2023", "01/01/2024"], "01/02/2024"),
-            (["2010/01/01 22:00", "2010/01/01 23:00", "2010/01/02 00:00"], "2010/01/02 01:00"),
-            (
-                ["2021-05-01 00:00:00+00:00", "2021-05-01 00:30:00+00:00", "2021-05-01 01:00:00+00:00"],
-                "2021-05-01 01:30:00+00:00",
-            ),
-            (["2013-01-01T06:00:00Z", "2013-01-01T07:00:00Z", "2013-01-01T08:00:00Z"], "2013-01-01T09:00:00Z"),
-            (
-                ["2013-01-01T06:00:00-0500", "2013-01-01T07:00:00-0500", "2013-01-01T08:00:00-0500"],
-                "2013-01-01T09:00:00-0500",
-            ),
-            (
-                ["1970-01-01 00:04:40.000", "1970-01-01 00:04:40.015", "1970-01-01 00:04:40.030"],
-                "1970-01-01 00:04:40.045",
-            ),
-            (["1/31/24 1:00 PM", "1/31/24 2:00 PM", "1/31/24 3:00 PM"], "1/31/24 4:00 PM"),
-            (["2023-12-30", "2024-01-30", "2024-02-29"], "2024-03-30"),
-            (["OCT-1999", "NOV-1999", "DEC-1999"], "JAN-2000"),
-            (["2020-W51", "2020-W52", "2020-W53"], "2021-W01"),
-            (["20/02/28", "20/02/29", "20/03/01"], "20/03/02"),
-            (["28.02.20", "29.02.20", "01.03.20"], "02.03.20"),
+        for case in [
+            "1949-10 | 1949-11 | 1949-12 | 1950-01",
+            "1991 Oct | 1991 Nov | 1991 Dec | 1992 Jan",
+            "1970 Q2 | 1970 Q3 | 1970 Q4 | 1971 Q1",
+            "202052 | 202053 | 202101 | 202102",
+            "Fri Dec 29 23:00:00 2023 | Sat Dec 30 23:00:00 2023 | Sun Dec 31 23:00:00 2023 | Mon Jan 01 23:00:00 2024",
+            "01/Jan/2024:10:00:00 +0000 | 01/Jan/2024:11:00:00 +0000 | 01/Jan/2024:12:00:00 +0000 | 01/Jan/2024:13:00:00 +0000",
+            "Friday, March 1, 2024 | Saturday, March 2, 2024 | Sunday, March 3, 2024 | Monday, March 4, 2024",
+            "1974Q1 | 1974Q2 | 1974Q3 | 1974Q4",
+            "2Q 2015 | 3Q 2015 | 4Q 2015 | 1Q 2016",
+            "2015.Q2 | 2015.Q3 | 2015.Q4 | 2016.Q1",
+            "1999/00 | 2000/01 | 2001/02 | 2002/03",
+            "2009-10 | 2010-11 | 2011-12 | 2012-13",
+            "1980-1981 | 1981-1982 | 1982-1983 | 1983-1984",
+            "FY1998 | FY1999 | FY2000 | FY2001",
+            "Oct1999 | Nov1999 | Dec1999 | Jan2000",
+            "28FEB2024 | 29FEB2024 | 01MAR2024 | 02MAR2024",
+            "28. 2. 2024 | 29. 2. 2024 | 1. 3. 2024 | 2. 3. 2024",
+            "30122023 | 31122023 | 01012024 | 02012024",
+            "2023123122 | 2023123123 | 2024010100 | 2024010101",
+            "2023-12-31 22 | 2023-12-31 23 | 2024-01-01 00 | 2024-01-01 01",
+            "2023-12-31 10:00pm | 2023-12-31 11:00pm | 2024-01-01 12:00am | 2024-01-01 01:00am",
+            "31/12/2023, 22:00:00 | 31/12/2023, 23:00:00 | 01/01/2024, 00:00:00 | 01/01/2024, 01:00:00",
+            "2024-02-29 12:00:00,100 | 2024-02-29 12:00:00,200 | 2024-02-29 12:00:00,300 | 2024-02-29 12:00:00,400",
+            "2020-W8 | 2020-W9 | 2020-W10 | 2020-W11",
+            "2Q15 | 3Q15 | 4Q15 | 1Q16",
+            "20203 | 20204 | 20211 | 20212",
+            "2020.3 | 2020.4 | 2021.1 | 2021.2",
+            "FY2015Q2 | FY2015Q3 | FY2015Q4 | FY2016Q1",
+            "Q2 FY15 | Q3 FY15 | Q4 FY15 | Q1 FY16",
+            "2015q2 | 2015q3 | 2015q4 | 2016q1",
+            "1999m8 | 1999m9 | 1999m10 | 1999m11",
+            "1991 W51 | 1991 W52 | 1992 W01 | 1992 W02",
+            "Jan 1 2000 | Feb 1 2000 | Mar 1 2000 | Apr 1 2000",
+            "Jan-1-1995 | Feb-1-1995 | Mar-1-1995 | Apr-1-1995",
+            "2012-01-31 | 2012-02-29 | 2012-03-31 | 2012-04-30",
+            "2001-01-01 | 2002-01-01 | 2003-01-01 | 2004-01-01",
+            "2023-02-26 | 2023-02-27 | 2023-02-28 | 2023-03-01",
+            "20230226 | 20230227 | 20230228 | 20230301",
+            "230227 | 230228 | 230301 | 230302",
+            "20230228T2200 | 20230228T2300 | 20230301T0000 | 20230301T0100",
+            "202210 | 202211 | 202212 | 202301",
+            "2022.10 | 2022.11 | 2022.12 | 2023.01",
+            "202302282200 | 202302282300 | 202303010000 | 202303010100",
+            "2012/1/9 | 2012/1/10 | 2012/1/11 | 2012/1/12",
+            "29.02.2024 | 01.03.2024 | 02.03.2024 | 03.03.2024",
+            "12/30/2023 | 12/31/2023 | 01/01/2024 | 01/02/2024",
+            "2010/01/01 22:00 | 2010/01/01 23:00 | 2010/01/02 00:00 | 2010/01/02 01:00",
+            "2021-05-01 00:00:00+00:00 | 2021-05-01 00:30:00+00:00 | 2021-05-01 01:00:00+00:00 | 2021-05-01 01:30:00+00:00",
+            "2013-01-01T06:00:00Z | 2013-01-01T07:00:00Z | 2013-01-01T08:00:00Z | 2013-01-01T09:00:00Z",
+            "2013-01-01T06:00:00-0500 | 2013-01-01T07:00:00-0500 | 2013-01-01T08:00:00-0500 | 2013-01-01T09:00:00-0500",
+            "1970-01-01 00:04:40.000 | 1970-01-01 00:04:40.015 | 1970-01-01 00:04:40.030 | 1970-01-01 00:04:40.045",
+            "1/31/24 1:00 PM | 1/31/24 2:00 PM | 1/31/24 3:00 PM | 1/31/24 4:00 PM",
+            "2023-12-30 | 2024-01-30 | 2024-02-29 | 2024-03-30",
+            "OCT-1999 | NOV-1999 | DEC-1999 | JAN-2000",
+            "2020-W51 | 2020-W52 | 2020-W53 | 2021-W01",
+            "20/02/28 | 20/02/29 | 20/03/01 | 20/03/02",
+            "28.02.20 | 29.02.20 | 01.03.20 | 02.03.20",
             // Fractions that no number of seconds has.
-            (["2024-02-29 12:00:00.1", "2024-02-29 12:00:00.2", "2024-02-29 12:00:00.3"], "2024-02-29 12:00:00.4"),
+            "2024-02-29 12:00:00.1 | 2024-02-29 12:00:00.2 | 2024-02-29 12:00:00.3 | 2024-02-29 12:00:00.4",
             // Counts since 1970 of days and months.
-            (["1704067200000", "1706745600000", "1709251200000"], "1711929600000"),
-            (["1704067200", "1704153600", "1704240000"], "1704326400"),
-            (["631152000000000000", "631238400000000000", "631324800000000000"], "631411200000000000"),
+            "1704067200000 | 1706745600000 | 1709251200000 | 1711929600000",
+            "1704067200 | 1704153600 | 1704240000 | 1704326400",
+            "631152000000000000 | 631238400000000000 | 631324800000000000 | 631411200000000000",
         ] {
+            let all: [&str; 4] = case.split(" | ").collect::<Vec<_>>().try_into().unwrap();
+            let (texts, next) = ([all[0], all[1], all[2]], all[3]);
             let dates = of(&texts);
             let numbers = texts.map(|text| dates.number(text).unwrap_or_else(|| panic!("{text}: {dates:?}")));
             for (text, number) in texts.iter().zip(numbers) {
@@ -616,39 +631,42 @@ mod tests {
         ] {
             assert_eq!(Dates::of(texts, None).unwrap(), None, "{texts:?}");
         }
-        let error = Dates::of(&["01/02/2024", "05/06/2024"], None).unwrap_err();
-        assert!(
-            error.contains("\"01/02/2024\"") && error.contains("--dates '%d/%m/%Y' or --dates '%m/%d/%Y'"),
-            "{error}"
-        );
-        let error = Dates::of(&["01022024", "05062024"], None).unwrap_err();
-        assert!(error.contains("--dates '%d%m%Y' or --dates '%m%d%Y'"), "{error}");
-        let error = Dates::of(&["2015-3", "2015-4", "2016-1"], None).unwrap_err();
-        assert!(error.contains("--dates '%Y-%m' or --dates '%Y-%q'"), "{error}");
+        let months: Vec<String> = (1..=24).map(|n| format!("{}.{:02}", 2023 + n / 13, (n - 1) % 12 + 1)).collect();
+        let bare: Vec<&str> = months.iter().map(|text| text.trim_end_matches('0')).collect();
+        // As spreadsheets of another country leave dates of which they read some.
+        let days: Vec<String> =
+            (1..=31).map(|day| if day > 12 { format!("{day}/05/2023") } else { format!("05/{day:02}/2023") }).collect();
+        let days: Vec<&str> = days.iter().map(String::as_str).collect();
+        for (texts, part) in [
+            (&["01/02/2024", "05/06/2024"][..], "\"01/02/2024\" may be two days"),
+            (&["01/02/2024", "05/06/2024"], "--dates '%d/%m/%Y' or --dates '%m/%d/%Y'"),
+            (&["01022024", "05062024"], "--dates '%d%m%Y' or --dates '%m%d%Y'"),
+            (&["2015-3", "2015-4", "2016-1"], "--dates '%Y-%m' or --dates '%Y-%q'"),
+            (&bare, "\"2023.1\" looks like a year and a month"),
+            // One order of the year is as good as the other.
+            (&["20/01/31", "05/06/11", "07/08/29"], "--dates '%d/%m/%y' or --dates '%y/%m/%d'"),
+            (&["Nov-68", "Dec-68", "Jan-69"], "such as \"Nov-68\" apart; write four"),
+            (&days, "change places in some, such as \"05/01/2023\""),
+        ] {
+            let error = Dates::of(texts, None).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
         assert_eq!(of(&["2015-3", "2015-4"]).format, "%Y-%-m", "in one year they count up as months do");
         assert_eq!(of(&["2011/12", "2012/01"]).format, "%Y/%m", "two months, and no years");
         assert_eq!(of(&["2018/19", "2019/20"]).format, "%Y/%y");
-        let months: Vec<String> = (1..=24).map(|n| format!("{}.{:02}", 2023 + n / 13, (n - 1) % 12 + 1)).collect();
-        let bare: Vec<&str> = months.iter().map(|text| text.trim_end_matches('0')).collect();
-        assert!(
-            Dates::of(&bare, None).unwrap_err().starts_with("\"2023.1\" looks like a year and a month"),
-            "{bare:?}"
-        );
         assert_eq!(Dates::of(&bare[..9], None).unwrap().unwrap().format, "%Y.%m");
         assert_eq!(Dates::of(&bare, Some("number")).unwrap(), None);
-        // One order of the year is as good as the other.
-        let error = Dates::of(&["20/01/31", "05/06/11", "07/08/29"], None).unwrap_err();
-        assert!(error.contains("--dates '%d/%m/%y' or --dates '%y/%m/%d'"), "{error}");
-        let error = Dates::of(&["Nov-68", "Dec-68", "Jan-69"], None).unwrap_err();
-        assert!(error.contains("such as \"Nov-68\" apart; write four"), "{error}");
+        assert_eq!(Dates::of(&days, Some("%d/%m/%Y")).unwrap().unwrap().format, "%d/%m/%Y");
+        let days = Dates::of(&["45123.5", "45123.541667", "45123.583333333336"], Some(EXCEL)).unwrap().unwrap();
+        let at = |text| days.number(text).unwrap();
+        assert_eq!((at("45123.541667") - at("45123.5"), at("25570")), (3600.0, 86_400.0));
+        assert_eq!(days.text(at("45123.583333333336") + 3600.0), "45123.625");
+        assert_eq!((days.text(at("45123.541667")).as_str(), days.number("1e300")), ("45123.541667", None));
         let week = |format, text: &str| Dates::of(&[text], Some(format)).unwrap().unwrap().number(text);
         assert_eq!(week("%Y-%j", "1970-032"), Some(31.0 * 86400.0));
         assert_eq!(week("%G-W%V", "1970-W02"), Some(4.0 * 86400.0));
         assert_eq!(week("%Y/%W", "1970/01"), Some(4.0 * 86400.0));
-        assert_eq!(
-            Dates::of(&["01/02/2024", "05/06/2024"], Some("%m/%d/%Y")).unwrap().unwrap().number("01/02/2024"),
-            Some(1_704_153_600.0)
-        );
+        assert_eq!(week("%m/%d/%Y", "01/02/2024"), Some(1_704_153_600.0));
         assert_eq!(Dates::of(&["20230227"], Some("number")).unwrap(), None);
         assert!(Dates::of(&["x"], Some("%Y")).unwrap_err().contains("no date of the form %Y"));
         // One that is not like those before it is left to the reader of the line.

@@ -5,7 +5,7 @@ use std::cell::OnceCell;
 use anyhow::{Result, bail};
 use serde_json::Value;
 
-use super::{Row, Table, is_missing, value};
+use super::{Row, Table, is_missing, text, value};
 use crate::run::columns::{Columns, Decimal};
 use crate::terminal::notes::note;
 use crate::terminal::samples::listed;
@@ -17,6 +17,12 @@ const MONEY: [char; 14] = ['$', '€', '£', '¥', '₹', '₽', '₩', '₺', '
 const CODES: &str =
     "USD|EUR|GBP|CHF|JPY|CNY|INR|RUB|BRL|AUD|CAD|NZD|SEK|NOK|DKK|PLN|CZK|HUF|MXN|ZAR|TRY|KRW|Rs|Rs.|Fr.|kr";
 
+/// letters right behind it for thousands and more, as in exports of share prices, with powers of ten: `1.2M`, `350K`,
+const POWERS: [(char, &str); 5] = [('K', "3"), ('k', "3"), ('M', "6"), ('B', "9"), ('T', "12")];
+
+/// words that are 0 and 1,
+const TRUTHS: [[&str; 2]; 5] = [["false", "true"], ["no", "yes"], ["off", "on"], ["n", "y"], ["f", "t"]];
+
 /// and what says that a number is negative.
 const MINUS: [char; 3] = ['-', '−', '–'];
 
@@ -25,6 +31,8 @@ const MINUS: [char; 3] = ['-', '−', '–'];
 struct Notation<'a> {
     /// What stands before and after each, such as `$` or `%`.
     units: [&'a str; 2],
+    /// Whether one has a letter for thousands or more behind it.
+    has_power: bool,
     /// The decimal mark, if something tells it.
     told: Option<Decimal>,
     /// A number whose mark, if nothing else tells, is a decimal one or stands between thousands.
@@ -36,6 +44,7 @@ struct Written<'a> {
     is_negative: bool,
     units: [&'a str; 2],
     digits: &'a str,
+    power: Option<&'static str>,
 }
 
 impl<'a> Written<'a> {
@@ -44,7 +53,12 @@ impl<'a> Written<'a> {
         let (first, end) = (&text[..text.find(is_digit)?], text.rfind(is_digit)? + 1);
         // `.5` begins with its point, `Rs.5` does not.
         let before = first.strip_suffix(['.', ',']).filter(|rest| !rest.ends_with(char::is_alphabetic));
-        let (before, after) = (before.unwrap_or(first), text[end..].trim());
+        let (before, after) = (before.unwrap_or(first), &text[end..]);
+        let found = POWERS.iter().find_map(|(letter, power)| Some((after.strip_prefix(*letter)?, *power)));
+        let (after, power) = match found {
+            Some((after, power)) if !after.starts_with(char::is_alphanumeric) => (after.trim(), Some(power)),
+            _ => (after.trim(), None),
+        };
         // Some programs write the sign last, and accounts put what is negative in brackets.
         let is_last = after == "-";
         let signs = before.matches(MINUS).count() + before.matches('(').count() + usize::from(is_last);
@@ -55,7 +69,7 @@ impl<'a> Written<'a> {
         let is_unit = |c: char| c.is_alphabetic() || MONEY.contains(&c) || "%‰°/.²³".contains(c);
         let is_after = units[1].chars().count() <= 8 && units[1].chars().all(is_unit);
         let is_whole = signs < 2 && before.contains('(') == after.contains(')') && is_before && is_after;
-        is_whole.then_some(Self { is_negative: signs > 0, units, digits: &text[before.len()..end] })
+        is_whole.then_some(Self { is_negative: signs > 0, units, digits: &text[before.len()..end], power })
     }
 
     /// The decimal mark by this number alone, and whether it may as well stand between thousands: three digits follow it, and few come before.
@@ -79,7 +93,7 @@ impl<'a> Written<'a> {
         {
             return Some(number);
         }
-        let (mantissa, exponent) = self.digits.split_once(['e', 'E']).unwrap_or((self.digits, "0"));
+        let (mantissa, exponent) = self.digits.split_at(self.digits.find(['e', 'E']).unwrap_or(self.digits.len()));
         let (whole, fraction) = mantissa.split_once(decimal.mark()).unwrap_or((mantissa, ""));
         let without_marks;
         let mut plain = whole;
@@ -97,11 +111,12 @@ impl<'a> Written<'a> {
             without_marks = parts.concat();
             plain = &without_marks;
         }
-        self.signed(&[plain, ".", fraction, "e", exponent].concat())
+        self.signed(&[plain, ".", fraction, exponent].concat())
     }
 
     fn signed(&self, digits: &str) -> Option<f64> {
-        let number: f64 = digits.parse().ok()?;
+        let number = self.power.map_or_else(|| digits.parse(), |power| [digits, "e", power].concat().parse());
+        let number: f64 = number.ok()?;
         number.is_finite().then_some(if self.is_negative { -number } else { number })
     }
 }
@@ -163,6 +178,7 @@ impl Table {
                 },
             };
             let one = Written::of(text).filter(|one| *units.get_or_insert(one.units) == one.units).ok_or(row)?;
+            found.has_power |= one.power.is_some();
             match one.mark() {
                 Some((decimal, false)) => drop(found.told.get_or_insert(decimal)),
                 Some(_) => drop(found.doubt.get_or_insert(text)),
@@ -196,9 +212,9 @@ impl Table {
         })
     }
 
-    /// A label, unless its numbers have words beside them: `5 stars` is the name of a class.
+    /// A label, unless its numbers have words or letters beside them: `5 stars` and `10K` are names of classes.
     fn without_words(&self, label: Option<usize>) -> Option<usize> {
-        let has_words = |one: Notation<'_>| one.units.concat().contains(char::is_alphabetic);
+        let has_words = |one: Notation<'_>| one.has_power || one.units.concat().contains(char::is_alphabetic);
         label.filter(|place| !self.own_notation(*place).is_ok_and(has_words))
     }
 
@@ -206,6 +222,12 @@ impl Table {
     /// things. The decimal mark, where one matters.
     pub fn settle_numbers(&self, places: &[usize], label: Option<usize>) -> Result<Option<Decimal>> {
         let (mut said, mut decimal, label) = (Vec::new(), None, self.without_words(label));
+        for place in places {
+            let first = self.rows.iter().find_map(|row| Some((text(&row.cells[*place])?, truth(&row.cells[*place]))));
+            if let (Some((text, Some(flag))), true) = (first, self.numbers(*place).is_ok()) {
+                said.push(format!("{text:?} of `{}` is {}", self.header[*place], u8::from(flag)));
+            }
+        }
         for place in places.iter().copied().chain(label).filter(|place| self.plain_numbers(*place).is_none()) {
             let (Ok(one), title) = (self.notation(place), &self.header[place]) else { continue };
             if let (Some(text), None) = (one.doubt, one.told) {
@@ -264,7 +286,7 @@ impl Table {
         let found = |place: usize| {
             let is_time = label != Some(place);
             let numbers = self.numbers(place).ok().filter(|_| self.plain_numbers(place).is_none())?;
-            let Notation { units, told, doubt } = self.notation(place).ok()?;
+            let Notation { units, told, doubt, .. } = self.notation(place).ok()?;
             (told.is_some() || doubt.is_none()).then_some((place, numbers)).filter(|_| units == ["", ""] || !is_time)
         };
         let labels = self.without_words(label);
@@ -298,8 +320,10 @@ fn plain(cell: &Value) -> Option<f64> {
 fn truth(cell: &Value) -> Option<bool> {
     match cell {
         Value::Bool(flag) => Some(*flag),
-        Value::String(text) if text.trim().eq_ignore_ascii_case("true") => Some(true),
-        Value::String(text) if text.trim().eq_ignore_ascii_case("false") => Some(false),
+        Value::String(text) => {
+            let place = TRUTHS.as_flattened().iter().position(|word| text.trim().eq_ignore_ascii_case(word));
+            place.map(|place| place % 2 == 1)
+        }
         _ => None,
     }
 }
@@ -362,6 +386,13 @@ mod tests {
             ("x;y\n-12.345.678,5;a\n1e3;b\n1,5e-1;c\n", &[-12_345_678.5, 1e3, 0.15]),
             ("x,y\n1.5,a\n.5,b\n1e-3,c\n", &[1.5, 0.5, 1e-3]),
             ("x\n1\nTRUE\nfalse\n", &[1.0, 1.0, 0.0]),
+            ("x,y\nYes,1\nno,2\n-,3\n", &[1.0, 0.0, f64::NAN]),
+            ("x,y\noff,1\nON,2\n", &[0.0, 1.0]),
+            // Thousands and more by their letters, whichever a file has.
+            ("x,y\n1.2M,a\n350.5K,b\n2.3B,c\n-,d\n999,e\n", &[1.2e6, 350_500.0, 2.3e9, f64::NAN, 999.0]),
+            ("x,y\n\"$1,234.5M\",a\n($2M),b\n", &[1_234_500_000.0, -2e6]),
+            ("x;y\n1,2M;a\n350K;b\n", &[1.2e6, 350_000.0]),
+            ("x,y\n300 K,a\n295.5 K,b\n", &[300.0, 295.5]),
             ("x,y\nNA,1\n,2\n#N/A,3\nnull,4\n", &[f64::NAN; 4]),
         ] {
             let found = numbers(text).unwrap_or_else(|error| panic!("{text}: {error}"));
@@ -379,7 +410,8 @@ mod tests {
             ("x;y\n1,5;a\n12345.678,9;b\n", 3),
             ("x,y\n$5,a\n€5,b\n", 3),
             ("x,y\n5%,a\n0.05,b\n", 3),
-            ("x,y\n1.2M,a\n900K,b\n", 3),
+            ("x,y\n1.2M,a\n900 K,b\n", 3),
+            ("x,y\nyes,a\nperhaps,b\n", 3),
             ("x\n1\ninf\n", 3),
             ("x\n1.5\nTRUE\n0\n", 3),
             ("x\n12-13\n", 2),
@@ -402,7 +434,9 @@ mod tests {
             assert!(error.contains(part) && error.contains("--decimal point or --decimal comma"), "{text}: {error}");
         }
         // Of labels words are kept, and signs are not.
-        for (text, expected) in [("x,y\n5 stars,a\n1 stars,b\n", None), ("x,y\n5%,a\n1%,b\n", Some("5"))] {
+        for (text, expected) in
+            [("x,y\n5 stars,a\n1 stars,b\n", None), ("x,y\n10K,a\n5K,b\n", None), ("x,y\n5%,a\n1%,b\n", Some("5"))]
+        {
             let plain = read(text).with_plain_numbers(&[], Some(0));
             assert_eq!(plain.as_ref().and_then(|table| table.rows[0].cells[0].as_str()), expected, "{text}");
         }

@@ -303,6 +303,9 @@ fn what_is_wrong(head: &[u8]) -> Option<&'static str> {
     if head.starts_with(b"\xff\xfe") || head.starts_with(b"\xfe\xff") {
         return Some("UTF-16 text; convert it, such as with `iconv -f utf-16 -t utf-8`");
     }
+    if head.starts_with(b"%PDF") {
+        return Some("a PDF; write what it says as text, such as with `pdftotext`");
+    }
     head.contains(&0).then_some(BINARY)
 }
 
@@ -314,11 +317,18 @@ fn other_task(path: &Path, head: &[u8]) -> Option<&'static str> {
     let mut some = text.lines().filter(|line| !line.is_empty()).take(20).peekable();
     some.peek()?;
     match name.rsplit_once('.').map_or("", |(_, end)| end) {
+        "csv" => some
+            .next()?
+            .contains([',', ';'])
+            .then_some("a table; give it with --labelled, --pairs or --series, or a column of it as text"),
         "tsv" => some
             .all(|line| line.matches('\t').count() == 1)
             .then_some("pairs or labelled texts (two columns); give it with --pairs or --labelled"),
         "jsonl" | "ndjson" => {
             let first: serde_json::Value = serde_json::from_str(some.next()?).ok()?;
+            if first.get("messages").or(first.get("conversations")).is_some_and(serde_json::Value::is_array) {
+                return Some("chats; write what is said as text, or questions and answers as pairs for --pairs");
+            }
             let has = |keys: [&str; 2]| keys.iter().all(|key| first.get(key).is_some());
             if has(["text", "label"]) {
                 return Some("labelled texts; give it with --labelled");
@@ -400,6 +410,9 @@ mod tests {
         let late = ["é".repeat(50_000).as_bytes(), b"\xe9"].concat();
         assert!(error("e", &late).contains("byte 100001: invalid UTF-8 (0xe9)"));
         assert!(error("g.jsonl", b"{\"source\": \"a\", \"target\": \"b\"}\n").contains("--pairs"));
+        assert!(error("c.jsonl", b"{\"messages\": [{\"role\": \"user\"}]}\n").contains("it looks like chats"));
+        assert!(error("t.csv", b"text,label\na,b\n").contains("it looks like a table; give it with --labelled"));
+        assert!(error("p.pdf", b"%PDF-1.4\n\xe2").contains("a PDF; write what it says as text"));
         assert!(error("k.jsonl", b"{\"text\": \"a\", \"label\": \"b\"}\n").contains("--labelled"));
     }
 }
