@@ -3,6 +3,7 @@
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,6 +26,8 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 if INTERPRETED:
     from triton.runtime import interpreter
 
+    # It computes whether sums of integers overflow, two fifths of all time, and tells it only where it is asked to debug.
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     known = set()
 
     def called(function, *given, **named):
@@ -46,11 +49,9 @@ def on_device(monkeypatch):
 
 def has_kernels(case, dtype):
     """Whether it is one of those that are not torch's to serve."""
-    if dtype is torch.bfloat16 and (case.width % 16 or case.value_width % 16) and "convolution" not in case.mechanism:
+    if dtype is torch.bfloat16 and (case.width % 16 or case.value_width % 16) and not ("convolution" in case.mechanism or "aft" in case.mechanism):
         return False
-    if case.mechanism in ("gated", "delta"):
-        return True
-    if "convolution" in case.mechanism:
+    if case.mechanism in ("gated", "delta", "aft-simple", "aft-local", "aft-conv") or "convolution" in case.mechanism:
         return True
     if case.mechanism == "shaw" and case.decays:
         return False
@@ -133,6 +134,16 @@ def test_states_move_between_devices(case, monkeypatch):
     assert error(on_cpu, exactly) < 3e-6
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if str(case) in ("aft-simple: padded", "aft-local: padded", "aft-conv: padded")], ids=str)
+def test_the_cpu_goes_on_from_states_of_means(case):
+    q, k, v, _, *learned = case.tensors()
+    token, run = case.tensors(tokens=1)[:3], partial(case.attend, output_final_state=True)
+    ours = run(*[x.to(DEVICE) for x in (q, k, v, *learned)])[1].detach()
+    theirs = native(run, *[x.double() for x in (q, k, v, *learned)])[1]
+    got = native(run, *token, *learned, key_padding_mask=None, initial_state=ours)[0]
+    assert error(got, native(run, *[x.double() for x in (*token, *learned)], key_padding_mask=None, initial_state=theirs)[0]) < 3e-6
+
+
 @pytest.mark.parametrize("feature_map", ["elu+1", "exp"])
 def test_steps_are_the_whole(feature_map):
     case = Case("steps", queries=5, keys=5, options={"feature_map": feature_map})
@@ -148,13 +159,14 @@ def test_steps_are_the_whole(feature_map):
 
 @pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("segments, mechanism", [(1, "kernelized"), (4, "kernelized"), (1, "shaw"), (1, "delta"), (3, "channel"), (1, "kda")])
+@pytest.mark.parametrize("segments, mechanism", [(1, "kernelized"), (4, "kernelized"), (1, "shaw"), (1, "delta"), (3, "channel"), (1, "kda"), (1, "aft")])
 def test_what_is_not_finite_reaches_only_rows_that_see_it(where, number, segments, mechanism, monkeypatch):
     cut(monkeypatch, segments)
     attend = {
         "kernelized": ops.kernelized_attention, "shaw": partial(ops.shaw_attention, rel=torch.randn(1, 11, 16, device=DEVICE)),
         "delta": partial(ops.delta_attention, beta=torch.rand(1, 1, 100, device=DEVICE)),
         "channel": partial(ops.gated_attention, log_decay=-torch.rand(1, 1, 100, 16, device=DEVICE)),
+        "aft": partial(ops.aft_local, w=torch.randn(100, 9, device=DEVICE)),
         "kda": partial(ops.delta_attention, beta=torch.rand(1, 1, 100, device=DEVICE), log_decay=-torch.rand(1, 1, 100, 16, device=DEVICE)),
     }[mechanism]  # fmt: skip
     attend = partial(attend, is_causal=True)
@@ -203,7 +215,7 @@ def test_what_ignored_keys_hold_changes_no_bit():
 
 @pytest.mark.parametrize("mechanism, options, reason", [
     ("toeplitz", {}, "the mechanism toeplitz"), ("shaw", {"gate": True}, "gates beside Shaw's positions"), ("kernelized", {"feature_map": "dpfp"}, "the feature map dpfp"),
-    ("fourier", {"axes": 1}, "positions that are given"), ("fourier", {"normalizer": "literal"}, "the literal normaliser"),
+    ("fourier", {"axes": 1}, "positions that are given"), ("aft-conv", {"image": [2, 2]}, "the mechanism aft-conv over images"), ("fourier", {"normalizer": "literal"}, "the literal normaliser"),
 ])  # fmt: skip
 def test_what_the_kernels_do_not_do_has_a_name(mechanism, options, reason):
     call = Request(mechanism, json.dumps(options), "call", True, 0)
@@ -241,6 +253,8 @@ def test_wrong_calls_are_refused():
     refused = partial(pytest.raises, ValueError)
     with refused(match="k: expected shape"):
         ops.kernelized_attention(q, k[..., :4], v)
+    with refused(match="aft_simple: v: expected shape"):
+        ops.aft_simple(q, k, v[..., :1])
     with refused(match="expected 1 for packed sequences"):
         ops.kernelized_attention(q, k, v, cu_seqlens=[0, 8])
     with refused(match="expected None beside a key_padding_mask"):
@@ -288,7 +302,7 @@ def test_second_derivatives_take_the_formulation():
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["fourier: plain", "shaw: positions alone", "delta: a gate a head"])
+@pytest.mark.parametrize("name", ["fourier: plain", "shaw: positions alone", "delta: a gate a head", "aft-local: one token"])
 def test_compiled_gradients(name):
     """Inside of an operator, where autograd records nothing."""
     case = next(case for case in CASES if str(case) == name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from longspan.torch._triton import band, channels, gated, kernelized, shaw, solve, taps
+from longspan.torch._triton import aft, band, channels, gated, kernelized, means, shaw, solve, taps
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -35,7 +35,7 @@ CALLS = {
     "rotary": {"TURN": "pairs", "BLOCKS": 4, "SUMMED": 2},
 }  # fmt: skip
 NUMBERS = {"queries", "keys", "tokens", "offset", "first_chunk", "kv_heads", "segments", "record", "scale", "count",
-           "base", "blocks", "start", "width", "radius", "near", "ahead", "place", "chunks"}  # fmt: skip
+           "base", "blocks", "start", "width", "radius", "near", "ahead", "place", "chunks", "back", "shift"}  # fmt: skip
 KERNELS = [("out", False), ("dq", False), ("dk", False), ("dv", False), ("out", True), ("dv", True)]
 
 
@@ -177,6 +177,25 @@ def test_bands_compile(target, dtype, width, tmp_path):
     ):
         warps = shaw.WARPS_BACK if kernel is band.band and chosen["OF_KEYS"] else shaw.WARPS
         without_spills(kernel, pointers, {**constants, **chosen}, device, tmp_path, warps)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_means_compile(target, tmp_path):
+    device = GPUTarget("hip", target, 64) if isinstance(target, str) else GPUTarget("cuda", target, 32)
+    own, wide = "*bf16", "*fp32"
+    constants = {"ONE_KEY": False, "PACKED": False, "GROUP": 2, "CAUSAL": True, "D": 80, "R": aft.BLOCK, "C": aft.NEAR, "BX": aft.COLUMNS}
+    near = {"x": own, "v": own, "w": wide, "own": own, "to": own, "before": wide}
+    one_key, packed = {"ONE_KEY": True}, {"PACKED": True}
+    for kernel, pointers, chosen in (
+        (means.sum_blocks, {"x": own, "v": own, "sums": wide, "bounds": "*i64"}, {"OF_ROWS": False, **one_key, **packed}),
+        (means.sum_blocks, {"x": wide, "v": wide, "sums": wide}, {"OF_ROWS": True}),
+        (means.scan_blocks, {"sums": wide, "initial": wide, "ends": wide}, {"REVERSE": False}),
+        (means.collect, {**near, "after": wide}, {"ROLE": "out", "CAUSAL": False}),
+        (means.collect, {**near, "bounds": "*i64", "d_out": own, "beside": wide}, {"ROLE": "dq", **one_key, **packed}),
+        (means.collect, {**near, "x": wide, "after": wide, "beside": own, "final": wide, "lengths": "*i64"}, {"ROLE": "dk"}),
+        (means.weigh_back, {"items": wide, "k": own, "v": own, "w": wide, "dw": wide}, {}),
+    ):
+        without_spills(kernel, pointers, {**constants, **chosen}, device, tmp_path, aft.WARPS)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -311,6 +311,7 @@ CASES = [
     replace(_form("delta: a gate a channel, keys that repeat", (16,)), inputs="repeats"),
     *(replace(_form(f"{name}: {n} tokens, keys that rise by 150", *learned), inputs="far", queries=n, keys=n)
       for name, learned in (("aft-simple", ()), ("aft-conv", ((2, 7),))) for n in (16, 17, 257)),
+    replace(_form("aft-local: 61 distances, a head of 40, keys that rise by 150", (90, 61)), inputs="far", heads=1, width=40, value_width=40),
     _form("gated: keys of unit length", (), l2_norm=True),
     replace(_form("delta: keys that repeat", ()), inputs="repeats", queries=100, keys=100),
     replace(_form("delta: heads of 64, segments", ()), queries=100, keys=100, width=64, value_width=40, segments=3),

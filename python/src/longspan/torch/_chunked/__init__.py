@@ -21,7 +21,7 @@ from . import aft, convolution, gated, kernelized, pairs
 from .call import Call, autocasts
 from .kernelized import RECURRENCE, recurrence
 
-__all__ = ["RECURRENCE", "check_packed", "check_shapes", "chunked_attention", "in_torch", "recurrence"]
+__all__ = ["RECURRENCE", "check_packed", "check_parameters", "check_shapes", "chunked_attention", "in_torch", "recurrence"]
 
 _FULL = aft.Aft(aft.full_biases, by_position=True)
 _LOCAL, _CONV = aft.Aft(aft.local_biases, aft.local_reach, by_position=True), aft.Aft(aft.conv_biases, aft.conv_reach)
@@ -123,7 +123,7 @@ def _run(
         wide = torch.promote_types(torch.float32, dtype)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         call = _call(q, k, v, [parameter.to(wide) for parameter in parameters], settings, is_causal, offset, key_padding_mask, initial)
-        _check_parameters(asked, call)
+        check_parameters(asked, call)
         if mechanism == "toeplitz":
             # Of the whole call, because packed sequences share its table.
             settings["first"] = 1 - q.shape[2] - offset
@@ -208,9 +208,9 @@ def check_shapes(call: Request, q: Tensor, k: Tensor, v: Tensor, key_padding_mas
     _, kv_heads, keys, _ = k.shape
     if mechanism != "short-convolution" and head_dim == 0 and v.shape[3] > 0:
         raise ValueError(f"{operation}: q: expected heads of 1 feature or more, got 0")
-    key_dim = 1 if mechanism == "aft-conv" else head_dim
+    key_dim, value_dim = 1 if mechanism == "aft-conv" else head_dim, head_dim if mechanism.startswith("aft") else v.shape[3]
     for name, tensor, shape in (("k", k, (batch, kv_heads, keys, key_dim)),
-                                ("v", v, (batch, kv_heads, keys, v.shape[3]))):  # fmt: skip
+                                ("v", v, (batch, kv_heads, keys, value_dim))):  # fmt: skip
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{operation}: {name}: expected shape {shape}, got shape {tuple(tensor.shape)}")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
@@ -238,7 +238,7 @@ def check_packed(
             raise ValueError(f"{operation}: cu_seqlens: expected ascending from 0 to {tokens}, got {bounds}")
 
 
-def _check_parameters(asked: Request, call: Call) -> None:
+def check_parameters(asked: Request, call: Call) -> None:
     """Checks shapes that broadcasting would accept silently."""
     mechanism, operation, parameters, settings = asked.mechanism, asked.operation, call.parameters, call.settings
     _, heads, queries, head_dim = call.q.shape

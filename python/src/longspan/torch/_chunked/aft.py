@@ -69,13 +69,11 @@ def _items(call: Call, ring: int) -> tuple[_Items, int]:
     k = k.masked_fill(there == 0, -torch.inf)
     items, past = _Items(k, v, torch.ones_like(k)), 0
     if call.initial is not None:
-        numerator, denominator, exponent, keys, values, marks = (part[:, :, None] for part in call.initial)
+        numerator, denominator, exponent = (part[:, :, None] for part in call.initial[:3])
         rows = [_Items(exponent.detach().masked_fill(denominator.detach() == 0, -torch.inf), numerator, denominator)]
         if ring:
-            slot = marks[..., 0, _OLDEST, None]
-            older = [ordered(x[:, :, 0], slot, ring) for x in (keys, values)]
-            there = older[0].detach() != -torch.inf
-            rows.append(_Items(older[0], present(older[1], there), torch.ones_like(older[0])))
+            k, v = older(call, ring)
+            rows.append(_Items(k, v, torch.ones_like(k)))
         rows.append(items)
         items = _Items(*(torch.cat(parts, 2) for parts in ([x.k for x in rows], [x.v for x in rows], [x.weight for x in rows])))
         past = 1 + ring
@@ -116,9 +114,7 @@ class Aft:
         else:
             out = self._near(extended, items, *reach)
         if self.by_position and call.initial is not None:
-            # Nobody may look at the numbers of a state: rows whose position no table has are no numbers.
-            late = _tokens(call) + torch.arange(call.q.shape[2], device=out.device) + call.offset >= _length(call)
-            out = out.masked_fill(late[:, None, :, None], torch.nan)
+            out = out.masked_fill(late(call), torch.nan)
         return out
 
     def _piece(self, call: Call, items: _Items, rows: slice, seen: slice) -> Tensor:
@@ -170,30 +166,38 @@ class Aft:
 
     def state_after(self, call: Call) -> list[Tensor]:
         """The parts of the state after the last key."""
-        width, ring = call.v.shape[3], self._ring(call)
+        ring = self._ring(call)
         items, past = _items(call, ring)
-        count = call.lengths[..., None]
-        if call.initial is None:
-            marks = count.new_zeros((*call.k.shape[:2], 3))
-            absent = items.k.new_full((*items.k.shape[:2], ring, items.k.shape[3]), -torch.inf)
-            nothing = items.v.new_zeros((*items.v.shape[:2], ring, width))
-            items = _Items(*(torch.cat(x, 2) for x in ((absent, items.k), (nothing, items.v), (torch.ones_like(absent), items.weight))))
-        else:
-            marks = call.initial[5].detach()[..., :3].long()
-        whole = 1 if past else 0
+        if not past:
+            k, v = older(call, ring)
+            items = _Items(*(torch.cat(x, 2) for x in ((k, items.k), (v, items.v), (torch.ones_like(k), items.weight))))
         # Those that no window reaches any more.
-        far = torch.arange(items.k.shape[2], device=items.k.device) < count + whole
+        far = torch.arange(items.k.shape[2], device=items.k.device) < call.lengths[..., None] + bool(past)
         k = items.k.masked_fill(~far[..., None], -torch.inf)
         top = k.detach().amax(2, keepdim=True).clamp(min=lowest(k)) if k.shape[2] else k.new_full((*k.shape[:2], 1, k.shape[3]), lowest(k))
         weights = (k - top).exp()
         sums, total = (weights * items.v).sum(2), (weights * items.weight).sum(2)
-        slot = (marks[..., _OLDEST, None] + count) % max(ring, 1)
-        rows = [circled(x[:, :, whole:], count, slot, ring) for x in (items.k, items.v)]
-        if not ring:
-            rows = [sums[..., :0]] * 2
-        held = (marks[..., _FILLED, None] + count).clamp(max=ring)
-        place = (marks[..., _POSITION, None] + count).clamp(max=_length(call) if self.by_position else 0)
-        return [sums, total, top[:, :, 0], *rows, torch.cat([slot, held, place], -1).to(k.dtype)]
+        whole = 1 if past else 0
+        rows = rows_after(call, items.k[:, :, whole:], items.v[:, :, whole:], ring, _length(call) if self.by_position else 0)
+        return [sums, total, top[:, :, 0], *rows]
+
+
+def older(call: Call, ring: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the ring before the call, from the oldest on: minus infinity and 0 where there are none."""
+    if call.initial is None:
+        return call.k.new_full((*call.k.shape[:2], ring, call.k.shape[3]), -torch.inf), call.v.new_zeros((*call.v.shape[:2], ring, call.v.shape[3]))
+    k, v = (ordered(x, call.initial[5][..., _OLDEST, None], ring) for x in call.initial[3:5])
+    return k, present(v, k.detach() != -torch.inf)
+
+
+def rows_after(call: Call, k: Tensor, v: Tensor, ring: int, positions: int) -> list[Tensor]:
+    """The ring after the last key, of keys and values with the older ones in front, and the marks."""
+    count = call.lengths[..., None]
+    marks = count.new_zeros((*k.shape[:2], 3)) if call.initial is None else call.initial[5].detach()[..., :3].long()
+    slot = (marks[..., _OLDEST, None] + count) % max(ring, 1)
+    k, v = (x.to(torch.promote_types(torch.float32, x.dtype)) for x in ((k, v) if ring else (k[:, :, :0], v[:, :, :0])))
+    held, place = (marks[..., _FILLED, None] + count).clamp(max=ring), (marks[..., _POSITION, None] + count).clamp(max=positions)
+    return [*(circled(x, count, slot, ring) for x in (k, v)), torch.cat([slot, held, place], -1).to(k.dtype)]
 
 
 def _means(q: Tensor, scores: Tensor, weighed: Callable[[Tensor], Tensor], *far: Tensor) -> Tensor:
@@ -238,6 +242,12 @@ def _tokens(call: Call) -> Tensor:
     if call.initial is None or not call.k.shape[1]:
         return torch.zeros((1, 1), dtype=torch.long, device=call.q.device)
     return call.initial[5].detach()[:, 0, _POSITION, None].long()
+
+
+def late(call: Call) -> Tensor:
+    """Rows whose position no table has, ``[batch or 1, 1, queries, 1]``: as nobody may look at the numbers of a state, they are no numbers."""
+    place = _tokens(call) + torch.arange(call.q.shape[2], device=call.q.device) + call.offset
+    return (place >= _length(call))[:, None, :, None]
 
 
 def _past(call: Call) -> int:

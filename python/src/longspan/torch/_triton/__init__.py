@@ -16,6 +16,7 @@ from ..._calls import Request
 
 #: Feature maps that the kernels have.
 MAPS = ("elu+1", "relu", "softplus", "exp", "identity")
+_AFT = ("aft-simple", "aft-local", "aft-conv")
 #: The widest head, and the widest under ``exp``, whose rows a tile has to hold whole.
 WIDEST, WIDEST_EXP = 256, 128
 #: The farthest of Shaw's positions that have weights of their own, which a row holds in memory.
@@ -72,8 +73,8 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
         widest = WIDEST // 2 if options.get("wave") == "pairs" else WIDEST // 4
     elif call.mechanism == "shaw" and options.get("gate"):
         return "gates beside Shaw's positions"
-    elif call.mechanism not in ("kernelized", "shaw", "short-convolution"):
-        return f"the mechanism {call.mechanism}"
+    elif call.mechanism not in ("kernelized", "shaw", "short-convolution", *_AFT) or options.get("image"):
+        return f"the mechanism {call.mechanism}" + " over images" * bool(options.get("image"))
     feature_map, decays = options.get("feature_map", "elu+1"), options.get("decay") is not None
     if feature_map not in MAPS:
         return f"the feature map {feature_map}"
@@ -82,6 +83,8 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
     of_ten = q.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(q.device)[0] >= 10
     if of_ten and _triton_version() < (3, 9):
         return "this device by a Triton before 3.9"
+    if call.mechanism in _AFT:
+        return None
     # Of shapes that do not fit torch's own operations say what was expected.
     if options.get("gate"):
         token = (k.shape[0], v.shape[1], *(k.shape[2:-1] or (1,)))
@@ -126,8 +129,8 @@ def unsupported(call: Request, tensors: Sequence[Tensor]) -> str | None:
 
 def _kernels(call: Request) -> Any:
     """Those of a mechanism. Triton takes long to import, so it is with the first call."""
-    module = {"short-convolution": "convolution", "shaw": "shaw", "gated": "gated", "delta": "gated"}.get(call.mechanism, "kernelized")
-    return importlib.import_module(f"{__name__}.{module}")
+    module = {"short-convolution": "convolution", "shaw": "shaw", "gated": "gated", "delta": "gated", **dict.fromkeys(_AFT, "aft")}
+    return importlib.import_module(f"{__name__}.{module.get(call.mechanism, 'kernelized')}")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, parameters: Sequence[Tensor], call: Request, *rest: Any) -> tuple[Tensor, Tensor, Tensor | None]:
