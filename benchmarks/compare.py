@@ -168,19 +168,23 @@ def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
     row = ROWS[name]
     heads, head_dim = options.heads, options.head_dim
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, length, head_dim, generator=generator) for _ in range(3))
+    dtype = getattr(torch, options.dtype)
+    q, k, v = (torch.randn(1, heads, length, head_dim, generator=generator).to(dtype) for _ in range(3))
     compiled = [f"compiled:{peer}" for peer in row.same] if row.compiled and not options.eager else []
     names = [*row.same, *compiled, *row.softmax]
     peers = {peer: torch_peers.make(peer, heads, length, head_dim) for peer in names}
     elsewhere = {
         peer: importlib.import_module(module).Peer(peer, q, k, v, options.threads)
         for module, peer in row.elsewhere
-        if _installed(module)
+        if options.dtype == "float32" and _installed(module)
     }
     if not peers and not elsewhere:
         print(f"{name}: left out, because {row.elsewhere[0][0]} finds no library", file=sys.stderr)
         return []
     parameters = learned(peers[row.same[0]]) if row.same else []
+    if parameters and options.dtype != "float32":
+        print(f"{name}: left out, because its opponents learn in float32", file=sys.stderr)
+        return []
     own, own_parameters = ours(row.kind, parameters, heads, length, row.is_causal)
     in_torch = {"longspan": own, **peers}
 
@@ -191,7 +195,8 @@ def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
             if got.dim() == 3:
                 got = got.unflatten(-1, (heads, head_dim)).transpose(1, 2)
             difference = (got - expected).abs().max() / expected.abs().max()
-            if not difference < 1e-2:
+            # Opponents round sums and weights to bfloat16.
+            if not difference < {"float32": 1e-2, "bfloat16": 5e-2}[options.dtype]:
                 raise SystemExit(f"{name}, L={length}: {peer} and Longspan differ by {difference:.1e}; nothing is measured")
         del expected
 
@@ -209,7 +214,7 @@ def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
         else:
             out = in_torch[candidate](*inputs)
             if out.shape not in ones:
-                ones[out.shape] = torch.ones(out.shape)
+                ones[out.shape] = torch.ones(out.shape, dtype=dtype)
             out.backward(ones[out.shape])
             for tensor in (*inputs, *wrt[candidate]):
                 tensor.grad = None
@@ -444,6 +449,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, help="instead of each row's own")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: rows in PyTorch that learn nothing")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.5, help="for each row, length and direction")
     parser.add_argument("--eager", action="store_true", help="without torch.compile in front of the opponents")
@@ -478,7 +484,7 @@ def _in_child(allocator: str, options: argparse.Namespace, folder: str) -> list[
     """Measures in a process of its own, whose allocator the environment sets."""
     times = Path(folder, f"{allocator}.json")
     command = [sys.executable, __file__, "--child", "--allocator", allocator,
-               "--heads", options.heads, "--head-dim", options.head_dim, "--threads", options.threads,
+               "--heads", options.heads, "--head-dim", options.head_dim, "--dtype", options.dtype, "--threads", options.threads,
                "--seconds", options.seconds, "--json", times, "--rows", *options.rows]  # fmt: skip
     command += ["--eager"] if options.eager else []
     command += ["--lengths", *options.lengths] if options.lengths else []
@@ -513,7 +519,7 @@ def main(arguments: list[str] | None = None) -> int:
         found: dict[str, Sequence[Times]] = {
             allocator: _in_child(allocator, options, folder) for allocator in allocators
         }
-    print(f"B=1, H={options.heads}, d={options.head_dim}, float32, {options.threads} threads; medians of alternating rounds\n")
+    print(f"B=1, H={options.heads}, d={options.head_dim}, {options.dtype}, {options.threads} threads; medians of alternating rounds\n")
     print(summary(found))
     if options.details:
         for allocator, times in found.items():

@@ -1,7 +1,7 @@
 """What a PyTorch user would write or pick instead.
 
-`make` gives functions of ``q``, ``k``, ``v``, ``[batch, head, token, feature]`` in float32. The feature map ``elu + 1`` and
-the normaliser are inside them. What they learn they close over, as tensors that require a gradient.
+`make` gives functions of ``q``, ``k``, ``v``, ``[batch, head, token, feature]``. The feature map ``elu + 1`` and
+the normaliser are inside them. What they learn they close over, as float32 tensors that require a gradient.
 """
 
 import torch

@@ -529,7 +529,8 @@ impl Smoothing {
         let of = |(column, channels): (usize, &Vec<Channel>)| {
             // What repeats after 4 points repeats after 8 too, by chance a little better, and with more to learn.
             let again = |season: usize| {
-                let shorter = |(way, _): &(Way, f64)| (2..season).contains(&way.season) && season % way.season == 0;
+                let shorter =
+                    |(way, _): &(Way, f64)| (2..season).contains(&way.season) && season.is_multiple_of(way.season);
                 if first[column].iter().any(shorter) { 0.1 } else { 0.0 }
             };
             let sort = |mut losses: Vec<(Way, f64)>| -> Vec<Way> {
