@@ -6,17 +6,28 @@ cd "$(dirname "$0")"
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"${LONGSPAN_PYTHON:-python3}" -m venv "$work/environment"
-python="$work/environment/bin/python"
-"$python" -m pip install --quiet --upgrade pip
-"$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/wheels" .
-"$python" -m pip install --quiet "$work"/wheels/longspan-*.whl pytest pytest-xdist mypy basedpyright
-
-# NumPy alone is enough.
-"$python" -c 'import longspan, sys; assert "torch" not in sys.modules; print("longspan", longspan.__version__)'
+environment() { "${LONGSPAN_PYTHON:-python3}" -m venv "$work/$1" && "$work/$1/bin/python" -m pip install --quiet --upgrade pip; }
+environment whole
+python="$work/whole/bin/python"
+# What takes minutes to fetch and unpack, while the wheel is built.
+libraries=(pytest pytest-xdist mypy basedpyright)
 if [[ -z "${LONGSPAN_WITHOUT_TORCH:-}" ]]; then
-    "$python" -m pip install --quiet "$(echo "$work"/wheels/longspan-*.whl)[transformers]" accelerate onnxscript onnxruntime
+    extra='import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["transformers"])'
+    libraries+=($("$python" -c "$extra") accelerate onnxscript onnxruntime)
 fi
+"$python" -m pip install --quiet "${libraries[@]}" &
+environment bare
+bare="$work/bare/bin/python"
+"$bare" -m pip wheel --quiet --no-deps --wheel-dir "$work/wheels" .
+wheel=$(echo "$work"/wheels/longspan-*.whl)
+# NumPy alone is enough.
+"$bare" -m pip install --quiet "$wheel"
+"$bare" -c 'import longspan; print("longspan", longspan.__version__)'
+wait $!
+[[ -n "${LONGSPAN_WITHOUT_TORCH:-}" ]] || wheel+="[transformers]"
+"$python" -m pip install --quiet "$wheel"
+"$python" -c 'import longspan, sys; assert "torch" not in sys.modules'
+
 # Tests run on one thread, so as many at once as there are processors.
 tests() { "$python" -m pytest -q -n logical --dist worksteal --durations=5 "$@"; }
 tests tests
