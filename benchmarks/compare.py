@@ -179,7 +179,8 @@ def measure(name: str, length: int, options: argparse.Namespace) -> list[Times]:
         if options.dtype == "float32" and _installed(module)
     }
     if not peers and not elsewhere:
-        print(f"{name}: left out, because {row.elsewhere[0][0]} finds no library", file=sys.stderr)
+        why = f"{row.elsewhere[0][0]} finds no library" if options.dtype == "float32" else "its opponents compute in float32 alone"
+        print(f"{name}: left out, because {why}", file=sys.stderr)
         return []
     parameters = learned(peers[row.same[0]]) if row.same else []
     if parameters and options.dtype != "float32":

@@ -131,7 +131,7 @@ impl Task for Forecast {
         let parts = parts(config, all, sizes, &reading)?;
         let learned: Vec<Series> = parts.train.iter().map(|part| part.series.first(part.points.end)).collect();
         let mut scaling = Scaling::of(&learned, None);
-        // Of the others the first that is long enough to tell.
+        // Of series whose times lie further or less apart than most, the first is named.
         let mut long = learned.iter().filter(|one| one.times.len() > 20);
         long.any(|one| scaling.say_other_times(&format!("{name}, line {}", one.line), std::iter::once(&one.times[..])));
         scaling.known = known;
@@ -567,8 +567,7 @@ impl Predict for Forecast {
             )
         });
         let is_below = |(one, _, found): &(&Series, &Seen, &Vec<Quantiles>)| {
-            let never =
-                |n: usize| one.values.iter().skip(n).step_by(width).all(|value| value.is_nan() || *value >= 0.0);
+            let never = |n: usize| one.channel(n).all(|value| value.is_nan() || value >= 0.0);
             self.predicted().any(|n| rows(found, n).iter().any(|row| row[0] < 0.0) && never(n))
         };
         note_some(answered().filter(is_below).count(), |below| {

@@ -220,10 +220,15 @@ impl Target {
                 listed(&unlearned, 1)
             ));
         }
-        let held_out: Vec<Option<Goal>> = split.held_out.iter().filter_map(|one| self.goal(label(one)).ok()).collect();
-        let is_absent = |(n, _): &(u32, &String)| !held_out.contains(&Some(Goal::Label(*n)));
-        let absent: Vec<String> = (0..).zip(labels).filter(is_absent).map(|(_, label)| format!("{label:?}")).collect();
-        if !absent.is_empty() && !held_out.is_empty() {
+        let mut is_held_out = vec![false; labels.len()];
+        for one in &split.held_out {
+            if let Ok(Some(Goal::Label(n))) = self.goal(label(one)) {
+                is_held_out[n as usize] = true;
+            }
+        }
+        let absent = labels.iter().zip(is_held_out).filter(|(_, is_held_out)| !is_held_out);
+        let absent: Vec<String> = absent.map(|(label, _)| format!("{label:?}")).collect();
+        if !absent.is_empty() && !split.held_out.is_empty() {
             note(format_args!(
                 "{}: nothing with the label {} is held out, so scores say nothing of it",
                 names[1],

@@ -108,9 +108,9 @@ pub fn from_table(mut table: Table, reading: &Reading<'_>) -> Result<Found> {
     }
     let mut again = 0;
     // Where labels are learned, two things may well happen at once.
-    for (_, _, points, _) in
-        found.iter_mut().filter(|(_, _, all, _)| !reading.labels && !all.is_sorted_by(|a, b| a.0 < b.0))
-    {
+    let may_repeat =
+        |points: &[Point]| !points.is_sorted_by(|a, b| a.0 < b.0) && !points.is_sorted_by(|a, b| a.0 > b.0);
+    for (_, _, points, _) in found.iter_mut().filter(|(_, _, points, _)| !reading.labels && may_repeat(points)) {
         let (count, mut known) = (points.len(), HashSet::new());
         points.retain(|(time, values)| {
             known.insert(values.iter().chain([time]).map(|n| n.to_bits()).collect::<Vec<_>>())
@@ -251,10 +251,7 @@ fn no_number(table: &Table, roles: &Roles, place: usize, row: &Row) -> anyhow::E
 /// A note where the last points of series have some channels, and others not up to the end: they may be meant to be predicted.
 fn say_partly_known(name: &str, all: &[Series], known: &[bool]) {
     let Some(first) = all.first().filter(|one| one.width > 1 && known.is_empty()) else { return };
-    let end_of = |one: &Series, channel: usize| {
-        let values = one.values.iter().skip(channel).step_by(one.width);
-        values.rev().take_while(|value| value.is_nan()).count()
-    };
+    let end_of = |one: &Series, channel: usize| one.channel(channel).rev().take_while(|value| value.is_nan()).count();
     let ends: Vec<usize> =
         (0..first.width).map(|channel| all.iter().map(|one| end_of(one, channel)).min().unwrap_or(0)).collect();
     let (Some(channel), true) = (ends.iter().position(|end| *end > 0), ends.contains(&0)) else { return };

@@ -59,6 +59,9 @@ pub fn say_unusual(name: &str, all: &[Series]) {
 
 /// The one series without a label that is at all times the sum of the others: half of all.
 fn sum_of_others(all: &[Series]) -> Option<&String> {
+    if all.len() < 3 {
+        return None;
+    }
     let points = |one: &'_ Series| -> Vec<(u64, f64)> {
         let all = one.times.iter().map(|time| time.to_bits()).zip(one.channel(0));
         all.filter(|(_, value)| !value.is_nan() && one.label.is_none()).collect()
@@ -72,7 +75,7 @@ fn sum_of_others(all: &[Series]) -> Option<&String> {
         points.len() > 2 && points.iter().all(fits) && points.iter().any(|(_, value)| *value != 0.0)
     };
     let mut found = all.iter().filter(is_half);
-    found.next().filter(|_| all.len() > 2 && found.next().is_none())?.id.as_ref()
+    found.next().filter(|_| found.next().is_none())?.id.as_ref()
 }
 
 /// Where all values of a channel from a point on are more than ten times as large as those before it, or as small.

@@ -515,10 +515,7 @@ impl Smoothing {
             columns.iter().zip(ways).map(|(channels, ways)| losses(ways, channels, &ahead, COMPARED / 4)).collect();
         let count = columns.iter().filter(|channels| !channels.is_empty()).count();
         let tables: Vec<HashMap<Way, f64>> = first.iter().map(|losses| losses.iter().copied().collect()).collect();
-        let pooled = |way: Way| -> f64 {
-            if count < 2 {
-                return 0.0;
-            }
+        let in_all = |way: Way| -> f64 {
             // Where a season was not found, or values have no logarithms, it would be the way without.
             let alike = [(way.season, way.log), (way.season, false), (1, way.log), (1, false)];
             let alike = alike.map(|(season, log)| Way { season, log, ..way });
@@ -526,6 +523,12 @@ impl Smoothing {
                 |tried: &HashMap<Way, f64>| alike.iter().find_map(|way| tried.get(way)).map(|loss| loss.min(MOST_LOSS));
             POOLED * tables.iter().filter_map(loss).sum::<f64>() / count as f64
         };
+        let mut pooled: HashMap<Way, f64> = HashMap::new();
+        if count > 1 {
+            for (way, _) in first.iter().flatten() {
+                pooled.entry(*way).or_insert_with(|| in_all(*way));
+            }
+        }
         let of = |(column, channels): (usize, &Vec<Channel>)| {
             // What repeats after 4 points repeats after 8 too, by chance a little better, and with more to learn.
             let again = |season: usize| {
@@ -534,7 +537,7 @@ impl Smoothing {
                 if first[column].iter().any(shorter) { 0.1 } else { 0.0 }
             };
             let sort = |mut losses: Vec<(Way, f64)>| -> Vec<Way> {
-                losses.iter_mut().for_each(|(way, loss)| *loss += pooled(*way) + again(way.season));
+                losses.iter_mut().for_each(|(way, loss)| *loss += pooled.get(way).unwrap_or(&0.0) + again(way.season));
                 losses.sort_by(|a, b| a.1.total_cmp(&b.1));
                 losses.into_iter().map(|(way, _)| way).collect()
             };

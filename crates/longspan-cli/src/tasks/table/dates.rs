@@ -167,14 +167,18 @@ impl Dates {
         let in_order = |format: &&String| {
             let dates: Vec<_> =
                 texts[..most].iter().filter_map(|text| parse(format, text)).map(|(date, _)| date).collect();
-            dates.is_sorted() || dates.iter().rev().is_sorted()
+            is_ordered(&dates)
         };
-        let ordered: BTreeSet<bool> = candidates.iter().filter(in_order).map(year_first).collect();
+        let in_order: Vec<String> = candidates.iter().filter(in_order).cloned().collect();
+        let ordered: BTreeSet<bool> = in_order.iter().map(year_first).collect();
         if let (Some(first), 1) = (ordered.first(), ordered.len()) {
             candidates.retain(|format| year_first(format) == *first);
         }
         let Some(best) = candidates.first() else { return Ok(None) };
-        if let (Some(text), None) = (swapped(best, &texts[..most]), wanted) {
+        if wanted.is_none()
+            && !in_order.contains(best)
+            && let Some(text) = swapped(best, &texts[..most])
+        {
             return Err(format!(
                 "dates are in order only if the day and the month change places in some, such as {text:?}, as programs do that read \
                  dates of another country; write all in one way, or say which it is with --dates '{best}'"
@@ -312,6 +316,10 @@ impl Calendar {
     }
 }
 
+fn is_ordered(dates: &[impl PartialOrd]) -> bool {
+    dates.is_sorted() || dates.iter().rev().is_sorted()
+}
+
 /// Of dates that are in no order, but would be if the day and the month changed places wherever they may, the first where they do.
 fn swapped<'a>(format: &str, texts: &[&'a str]) -> Option<&'a str> {
     let other = format.replace("%d", "\0").replace("%m", "%d").replace('\0', "%m");
@@ -322,9 +330,8 @@ fn swapped<'a>(format: &str, texts: &[&'a str]) -> Option<&'a str> {
     let as_read: Vec<_> = texts.iter().map(|text| date(format, text)).collect();
     let changed: Vec<_> =
         texts.iter().zip(&as_read).map(|(text, date_read)| date(&other, text).or(*date_read)).collect();
-    let in_order = |dates: &[Option<DateTime>]| dates.is_sorted() || dates.iter().rev().is_sorted();
-    let first = || as_read.iter().zip(&changed).position(|(read, changed)| read != changed);
-    if in_order(&as_read) || !in_order(&changed) { None } else { first().map(|place| texts[place]) }
+    let place = as_read.iter().zip(&changed).position(|(read, changed)| read != changed);
+    place.filter(|_| is_ordered(&changed)).map(|place| texts[place])
 }
 
 /// The unit of counts since 1970.

@@ -224,7 +224,9 @@ impl Table {
         let (mut said, mut decimal, label) = (Vec::new(), None, self.without_words(label));
         for place in places {
             let first = self.rows.iter().find_map(|row| Some((text(&row.cells[*place])?, truth(&row.cells[*place]))));
-            if let (Some((text, Some(flag))), true) = (first, self.numbers(*place).is_ok()) {
+            if let Some((text, Some(flag))) = first
+                && self.numbers(*place).is_ok()
+            {
                 said.push(format!("{text:?} of `{}` is {}", self.header[*place], u8::from(flag)));
             }
         }
