@@ -308,6 +308,11 @@ mod tests {
             "year,month,day,hour,minute,x\n2020,1,31,9,5,1\n2020,1,31,9,6,2\n => times 2020-01-31 09:05|2020-01-31 09:06;",
             "Datum;Uhrzeit;x\n30.01.2024;00:00;1\n30.01.2024;12:00;2\n31.01.2024;00:00;3\n31.01.2024;12:00;4\n => times 30.01.2024 00:00|30.01.2024 12:00|31.01.2024 00:00|31.01.2024 12:00;",
             "Time (s),x\n0.5,1\n0.7,2\n => times 0.5|0.7;",
+            // Names that speak of time where numbers rise.
+            ",Days,x\n1,0,184.35\n2,4,182.5\n3,7,180.4\n => times `Days` (numbers), channels `x`",
+            ",Days,x\n1,4,184.35\n2,0,182.5\n3,7,180.4\n => channels `Days`, `x`",
+            "x,Days,Subject\n249,0,308\n258,1,308\n222,0,309\n205,1,309\n => times `Days` (numbers), ids `Subject`, channels `x`",
+            "AYear,x\n2001,259\n2002,301\n2004,343\n => times `AYear` (numbers), channels `x`",
             "time;x\n0,5;1\n1.000,25;2,5\n => times 0.5|1000.25;",
             // Numbers without a name are the time where no other column is.
             ",0\n1821,269\n1822,321\n => values [269.0, 321.0]",

@@ -17,6 +17,9 @@ pub struct Smoothing {
     pub way: Way,
     /// Errors `h` points ahead are `growth[0]·h^growth[1]` times as large as the deviation of fitted values.
     growth: [f64; 2],
+    /// Mean errors one point ahead: as a part of the largest value seen, or of 1 for logarithms, and by themselves; 0 in earlier runs.
+    #[serde(default)]
+    usual: [f64; 2],
     /// Quantiles of errors, divided by what they usually are that far ahead.
     pub quantiles: Vec<f64>,
 }
@@ -112,6 +115,9 @@ const COMPARED: usize = 48;
 const MEASURED: usize = 192;
 
 const LONGEST: usize = 400;
+
+/// Values from which it is not known how far the next may be.
+const FEW: usize = 4;
 
 /// What a way loses in all columns of a table counts so many times what it loses in one; of the logarithm of a column's loss at most so much, since what
 /// one way tells exactly would decide for all.
@@ -427,6 +433,12 @@ impl Way {
         centres.map(|centre| End { centre, unit, log, floor: false }).collect()
     }
 
+    /// What is predicted after so many of a channel's values.
+    fn after(self, channel: &Channel, cut: usize, ahead: &[usize]) -> Vec<End> {
+        let known: Vec<&[f64]> = channel.known.iter().map(|column| &column[..cut + ahead.len()]).collect();
+        self.ends(&channel.values[..cut], &known, ahead)
+    }
+
     /// All that are tried on a column.
     fn tried(channels: &[Channel], seasons: &[usize], four_years: usize) -> Vec<Self> {
         let mut seasons: Vec<usize> = seasons.iter().copied().chain(found_seasons(channels)).chain([1]).collect();
@@ -480,22 +492,32 @@ impl Smoothing {
     }
 
     fn of(way: Way) -> Self {
-        Self { way, growth: [1.0, 0.0], quantiles: Vec::new() }
+        Self { way, growth: [1.0, 0.0], usual: [0.0; 2], quantiles: Vec::new() }
     }
 
     /// What is predicted after these values, so many points ahead of the last.
     pub fn ends(&self, values: &[f64], known: &[&[f64]], ahead: &[usize]) -> Vec<End> {
-        let grown = |(end, far): (End, &usize)| End {
-            unit: end.unit * self.growth[0] * (*far as f64).powf(self.growth[1]),
-            ..end
-        };
-        self.way.ends(values, known, ahead).into_iter().zip(ahead).map(grown).collect()
+        self.grown(values, &self.way.ends(values, known, ahead), ahead)
     }
 
-    /// What is predicted after so many of a channel's values.
-    fn after(&self, channel: &Channel, cut: usize, ahead: &[usize]) -> Vec<End> {
-        let known: Vec<&[f64]> = channel.known.iter().map(|column| &column[..cut + ahead.len()]).collect();
-        self.ends(&channel.values[..cut], &known, ahead)
+    /// As far ahead as they are, after these values.
+    fn grown(&self, values: &[f64], ends: &[End], ahead: &[usize]) -> Vec<End> {
+        let mut seen = values.iter().filter(|value| !value.is_nan());
+        let (first, few, level) = (seen.next(), seen.clone().nth(FEW - 1).is_none(), level(values));
+        // Of few values, or of one that comes again and again, nobody knows how far the next is from what is foretold.
+        let share = if few || seen.all(|value| Some(value) == first) { 1.0 } else { 1e-2 };
+        let [part, alone] = self.usual;
+        let one = |(end, far): (&End, &usize)| {
+            let usual = if end.log {
+                part
+            } else if level > 0.0 {
+                part * level
+            } else {
+                alone
+            };
+            End { unit: end.unit.max(share * usual) * self.growth[0] * (*far as f64).powf(self.growth[1]), ..*end }
+        };
+        ends.iter().zip(ahead).map(one).collect()
     }
 
     /// For each column of a table, which is a channel of every series, the way that does best in telling the next `told` values from those before,
@@ -550,12 +572,25 @@ impl Smoothing {
     }
 
     fn measure(mut self, channels: &[Channel], cuts: &[(usize, usize)], ahead: &[usize], shares: &[f32]) -> Self {
+        let told = |&(n, cut): &(usize, usize)| {
+            let (values, next) = channels[n].values.split_at(cut);
+            (values, next, self.way.after(&channels[n], cut, ahead))
+        };
+        let told: Vec<(&[f64], &[f64], Vec<End>)> = cuts.par_iter().map(told).collect();
+        let first = |(values, next, ends): &(&[f64], &[f64], Vec<End>)| {
+            let (end, of) = (ends[0], if ends[0].log { 1.0 } else { level(values) });
+            let is_known = end.log == self.way.log && !next[0].is_nan();
+            is_known.then(|| [end.unit * end.measured(next[0]).abs(), (end.value(0.0) - next[0]).abs(), of])
+        };
+        let first: Vec<[f64; 3]> = told.iter().filter_map(first).collect();
+        let mean = |n: usize| first.iter().map(|one| one[n]).sum::<f64>() / first.len().max(1) as f64;
+        self.usual = [if mean(2) > 0.0 { mean(0) / mean(2) } else { 0.0 }, mean(1)];
         let errors = |way: &Self| -> Vec<Vec<f64>> {
-            let one = |&(n, cut): &(usize, usize)| {
-                let ends = way.after(&channels[n], cut, ahead);
-                ends.iter().zip(&channels[n].values[cut..]).map(|(end, value)| end.measured(*value).abs()).collect()
+            let one = |(values, next, ends): &(&[f64], &[f64], Vec<End>)| {
+                let ends = way.grown(values, ends, ahead);
+                ends.iter().zip(*next).map(|(end, value)| end.measured(*value).abs()).collect()
             };
-            cuts.par_iter().map(one).collect()
+            told.iter().map(one).collect()
         };
         let found = errors(&self);
         // A line through the logarithms of mean errors.
@@ -606,11 +641,12 @@ fn losses(ways: Vec<Way>, channels: &[Channel], ahead: &[usize], most: usize) ->
             let values = &channels[n].values;
             let steps: Vec<f64> = filled(&values[..cut]).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
             let scale = steps.iter().sum::<f64>() / steps.len().max(1) as f64;
-            let ends = Smoothing::of(*way).after(&channels[n], cut, ahead);
+            let ends = way.after(&channels[n], cut, ahead);
             let errors = ends.iter().zip(&values[cut..]).map(|(end, value)| (end.value(0.0) - value).abs());
             let known: Vec<f64> = errors.filter(|error| !error.is_nan()).collect();
             // One wild window decides no more than others.
-            (known.iter().sum::<f64>() / known.len().max(1) as f64 / scale.max(1e-12)).min(1e3)
+            let scale = if scale > 0.0 { scale } else { level(&values[..cut]).max(1e-12) };
+            (known.iter().sum::<f64>() / known.len().max(1) as f64 / scale).min(1e3)
         };
         // Where all is told exactly, what rounding left decides nothing.
         cuts.par_iter().map(one).collect::<Vec<_>>().into_iter().sum::<f64>().max(1e-9).ln()
@@ -618,6 +654,11 @@ fn losses(ways: Vec<Way>, channels: &[Channel], ahead: &[usize], most: usize) ->
     let errors: Vec<f64> = ways.iter().map(error).collect();
     let least = errors.iter().copied().fold(f64::INFINITY, f64::min);
     ways.into_iter().zip(errors).map(|(way, error)| (way, error - least)).collect()
+}
+
+/// How far from 0 values go.
+fn level(values: &[f64]) -> f64 {
+    values.iter().filter(|value| !value.is_nan()).fold(0.0, |most, value| value.abs().max(most))
 }
 
 /// Values, with a line over those that are missing.
@@ -853,5 +894,26 @@ mod tests {
         let few = chosen(alone(vec![5.0; 9], 2), 3, &[], 0);
         assert!(few.ends(&[5.0; 9], &[], &[1, 3]).iter().all(|end| (end.value(0.0) - 5.0).abs() < 1e-9), "{few:?}");
         assert!(few.ends(&[f64::NAN, 7.0], &[], &[1])[0].centre.is_finite() && few.ends(&[], &[], &[1])[0].unit == 1.0);
+    }
+
+    #[test]
+    fn what_tells_no_error_makes_none_large() {
+        // Of one point, or of one value that comes again, the fitted error is 0; others are as large as before.
+        let all = |series: Vec<Vec<f64>>| -> Smoothing {
+            let channels = series.into_iter().map(|values| alone(values, 1)).collect();
+            Smoothing::choose(&[channels], 3, &[], 0, &[0.1, 0.5, 0.9]).remove(0)
+        };
+        let found = all((1..9).map(|n| [100, 110, 105, 115].map(|value| f64::from(n * value)).to_vec()).collect());
+        for values in [&[100.0][..], &[100.0; 9], &[100.0, 110.0, 105.0, 115.0, 112.0]] {
+            let end = found.ends(values, &[], &[1])[0];
+            let unit = if end.log { 100.0 * end.unit } else { end.unit };
+            assert!((1.0..40.0).contains(&unit), "{end:?} {found:?}");
+        }
+        let mut normal = normal(5);
+        let mut late = |n: usize| (0..40).map(|m| if m < 10 + n { 0.0 } else { 1.0 + 0.1 * normal() }).collect();
+        let found = all((0..20).map(&mut late).collect());
+        let unit = |values: &[f64]| found.ends(values, &[], &[1])[0].unit;
+        let [before, after] = [unit(&[0.0; 9]), unit(&[0.0, 0.0, 1.1, 0.9, 1.0, 0.9, 1.1])];
+        assert!((0.01..3.0).contains(&before) && (0.02..3.0).contains(&after), "{before} {after} {found:?}");
     }
 }

@@ -561,6 +561,24 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     if let [one] = all[..] {
         return Ok(with_hours(one));
     }
+    // What speaks of time in another way and rises from each row of a series to the next.
+    let pairs = neighbours(table, &named_id(table).into_iter().collect::<Vec<_>>());
+    let rises = |place: usize| {
+        let title = lower(place);
+        let is_named = title.strip_suffix('s').is_some_and(|one| is_one(TIMES, one) || is_one(PARTS, one));
+        let is_right = |all: Vec<f64>| {
+            (is_named || all.iter().all(|year| (1000.0..3000.0).contains(year)))
+                && pairs.len() > 1
+                && pairs.iter().all(|[before, after]| all[*after] > all[*before])
+        };
+        (is_named || title.contains("year")) && table.numbers(place).is_ok_and(is_right)
+    };
+    let rising: Vec<usize> = free.iter().copied().filter(|place| rises(*place)).collect();
+    match rising[..] {
+        [one] => return Ok(vec![one]),
+        [] => {}
+        _ => return Err(asked(&rising)),
+    }
     // What may be the time is not passed over for the number of the row.
     let is_strange = |place: usize| {
         free.len() > 1 && speaks_of_time(place) && is_different(table, place) && !holds_dates(table, place)
