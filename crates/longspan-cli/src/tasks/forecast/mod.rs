@@ -135,6 +135,17 @@ impl Task for Forecast {
         let mut long = learned.iter().filter(|one| one.times.len() > 20);
         long.any(|one| scaling.say_other_times(&format!("{name}, line {}", one.line), std::iter::once(&one.times[..])));
         scaling.known = known;
+        let is_same = |n: &usize| {
+            let mut values = learned.iter().flat_map(|one| one.channel(*n)).filter(|value| !value.is_nan());
+            let first = values.next();
+            scaling.is_known(*n) && values.all(|value| Some(value) == first)
+        };
+        for n in (0..scaling.channels()).filter(is_same) {
+            note(format_args!(
+                "{name}: `{}` is known ahead, but the same at all points to learn from: nothing is learned of what it does",
+                scaling.names()[n]
+            ));
+        }
         scaling.floors = scaling.floors(&learned);
         if config.task.stack.base {
             scaling.base = task_base(&scaling, &parts.train, told);
@@ -550,8 +561,19 @@ impl Predict for Forecast {
                 self.list(|channel| self.scaling.is_known(channel))
             )
         });
-        let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
         let width = self.scaling.channels();
+        for n in (0..width).filter(|n| self.scaling.is_known(*n)) {
+            let of = |(_, values): &Point| (values[n] - self.scaling.means[n]).abs() / self.scaling.deviations[n];
+            let away = all.iter().flat_map(|(one, ..)| &one.ahead).map(of).fold(0.0, f64::max);
+            if away > 8.0 {
+                note(format_args!(
+                    "{}: `{}` is up to {away:.0} deviations of training from its mean at points to predict; nothing was learned of that",
+                    how.name,
+                    self.scaling.names()[n]
+                ));
+            }
+        }
+        let seen: Vec<&Seen> = all.iter().map(|(_, seen, _)| seen).collect();
         let found = self.quantiles(model, &seen, how)?;
         let answered = || all.iter().zip(&found).map(|((one, seen, _), found)| (one, seen, found));
         let rows =

@@ -17,7 +17,7 @@ pub struct Smoothing {
     pub way: Way,
     /// Errors `h` points ahead are `growth[0]·h^growth[1]` times as large as the deviation of fitted values.
     growth: [f64; 2],
-    /// Mean errors one point ahead: as a part of the largest value seen, or of 1 for logarithms, and by themselves; 0 in earlier runs.
+    /// Mean errors: as a part of the largest value seen, or of 1 for logarithms, and by themselves; 0 in earlier runs.
     #[serde(default)]
     usual: [f64; 2],
     /// Quantiles of errors, divided by what they usually are that far ahead.
@@ -577,14 +577,19 @@ impl Smoothing {
             (values, next, self.way.after(&channels[n], cut, ahead))
         };
         let told: Vec<(&[f64], &[f64], Vec<End>)> = cuts.par_iter().map(told).collect();
-        let first = |(values, next, ends): &(&[f64], &[f64], Vec<End>)| {
-            let (end, of) = (ends[0], if ends[0].log { 1.0 } else { level(values) });
-            let is_known = end.log == self.way.log && !next[0].is_nan();
-            is_known.then(|| [end.unit * end.measured(next[0]).abs(), (end.value(0.0) - next[0]).abs(), of])
-        };
-        let first: Vec<[f64; 3]> = told.iter().filter_map(first).collect();
-        let mean = |n: usize| first.iter().map(|one| one[n]).sum::<f64>() / first.len().max(1) as f64;
-        self.usual = [if mean(2) > 0.0 { mean(0) / mean(2) } else { 0.0 }, mean(1)];
+        let (mut sums, mut count) = ([0.0; 3], 0.0);
+        for (values, next, ends) in &told {
+            let level = level(values);
+            for (end, value) in ends.iter().zip(*next).filter(|(end, value)| end.log == self.way.log && !value.is_nan())
+            {
+                sums[0] += end.unit * end.measured(*value).abs();
+                sums[1] += if end.log { 1.0 } else { level };
+                sums[2] += (end.value(0.0) - value).abs();
+                count += 1.0;
+            }
+        }
+        let of = |sum: f64, whole: f64| if whole > 0.0 { sum / whole } else { 0.0 };
+        self.usual = [of(sums[0], sums[1]), of(sums[2], count)];
         let errors = |way: &Self| -> Vec<Vec<f64>> {
             let one = |(values, next, ends): &(&[f64], &[f64], Vec<End>)| {
                 let ends = way.grown(values, ends, ahead);
