@@ -137,6 +137,8 @@ def test_packed_sequences_are_apart():
     out, after = fla.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=states, output_final_state=True, cu_seqlens=bounds)
     near(out, torch.cat([one[0] for one in alone], dim=1))
     near(after, torch.cat([one[1] for one in alone]))
+    none = fla.chunk_gated_delta_rule(*(x[:, :0].bfloat16() for x in (q, k, v)), output_final_state=True, cu_seqlens=bounds[:1])
+    assert [(x.shape, x.dtype) for x in none] == [((1, 0, 4, 12), torch.bfloat16), ((0, 4, 16, 12), torch.float32)]
     fresh = fla.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=bounds)[0]
     near(fresh[:, 31:], fla.chunk_gated_delta_rule(*(x[:, 31:] for x in (q, k, v, g, beta)))[0])
 
@@ -240,6 +242,11 @@ def test_what_is_wrong_is_named():
         ((q, k, v, g, beta, None, state[:, :2]), "initial_state: expected shape"),
         ((q, k, v[0], g, beta), "v: expected a tensor of 4 axes"),
         ((q, k, v, g, beta, torch.ones((), requires_grad=True)), "scale: expected a number or None"),
+        ((q, k, v, g, beta, None, 1.0), r"initial_state: expected shape \(2, 4, 16, 12\), got float"),
+        ((q, k, v, g, 0.5), r"beta: expected shape \(2, 5, 4\), got float"),
+        ((q.long(), k, v, g, beta), "q: expected floating-point numbers, got torch.int64"),
+        ((q, k.to(torch.complex64), v, g, beta), "k: expected floating-point numbers, got torch.complex64"),
+        ((q, k, v, g, beta, None, state, False, False, 5), "cu_seqlens: expected integers, or a pair of such lists, got 5"),
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
             fla.chunk_gated_delta_rule(*arguments)
@@ -264,6 +271,19 @@ def test_what_is_wrong_is_named():
         scan(seq_idx=torch.zeros(1, 5), return_final_states=True)
     with pytest.raises(ValueError, match="activation"):
         fla.causal_conv1d_fn(torch.ones(1, 2, 3), torch.ones(2, 2), activation="relu")
+    for options in ({"D": 3.0}, {"A": -1.0}, {"z": [1.0]}, {"dt": one.long()}):
+        [name] = options
+        with pytest.raises(TypeError, match=f"scan_combined: {name}: expected .*, got (float|list|torch.int64)"):
+            fla.mamba_chunk_scan_combined(**{**dict(zip("x dt A B C".split(), scan.args)), **options})
+    with pytest.raises(TypeError, match="chunk_kda: beta: expected a tensor of 3 axes, got NoneType"):
+        fla.chunk_kda(q, k, v[:, :, :2], torch.zeros(2, 5, 2, 16), None)
+    with pytest.raises(TypeError, match="chunk_gla: g: expected a tensor of 4 axes, got NoneType"):
+        fla.chunk_gla(q, k, v, None)
+    # Outputs have the type of the inputs, which would have cut the fractions off.
+    with pytest.raises(TypeError, match="causal_conv1d_fn: x: expected floating-point numbers, got torch.int64"):
+        fla.causal_conv1d_fn(torch.ones(1, 2, 3).long(), torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"causal_conv1d_fn: seq_idx: expected a tensor of shape \(1, 3\), got list"):
+        fla.causal_conv1d_fn(torch.ones(1, 2, 3), torch.ones(2, 2), seq_idx=[[0, 0, 1]])
     for empty in (torch.ones(0, 2, 3), torch.ones(1, 2, 0)):
         assert fla.causal_conv1d_fn(empty, torch.ones(2, 2)).shape == empty.shape
     assert fla.causal_conv1d_fn(torch.ones(1, 0, 3), torch.ones(0, 2)).shape == (1, 0, 3)
@@ -353,6 +373,23 @@ def test_accelerated_layers_keep_packed_sequences_apart(name, said):
     if said == ("seq_idx",):
         two = layer(torch.cat([x, x.flip(1)]), seq_idx=torch.cat([packed["seq_idx"], torch.zeros(1, 60, dtype=torch.int32)]))
         near(two, torch.cat([found, layer(x.flip(1))]))
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
+@torch.no_grad()
+def test_what_a_cache_puts_before_packed_sequences_belongs_to_the_first(name):
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**MODELS[name]))
+    layer = model.get_submodule(accelerate(model)[0])
+    x, y = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
+    # Fewer tokens than a convolution's state: zeros come before.
+    found = layer(x, cache=transformers.DynamicCache(config=model.config), cu_seq_lens_q=torch.tensor([0, 1, 3]))
+    near(found, torch.cat([layer(x[:, :1]), layer(x[:, 1:])], 1))
+    cache = transformers.DynamicCache(config=model.config)
+    layer(x, cache=cache)
+    near(layer(y, cache=cache, cu_seq_lens_q=torch.tensor([0, 5])), layer(torch.cat([x, y], 1))[:, 3:])
+    with pytest.raises(ValueError, match="accelerate: cache: expected none beside packed sequences that go on"):
+        layer(y, cache=cache, cu_seq_lens_q=torch.tensor([0, 2, 5]))
 
 
 def test_a_state_that_comes_without_its_name_is_taken():

@@ -221,6 +221,31 @@ def test_what_is_not_known_is_no_answer(kind, vocabulary):
         assert suppressed == [0, 1, 3, *([6] if kind == "json" else [])]
 
 
+def test_letters_with_marks_are_read_composed_or_decomposed():
+    """As the command reads them: whichever the run learned."""
+    composed, decomposed = "na\u00efve", "nai\u0308ve"
+    for kind, pieces in (("characters", tuple(composed)), ("words", (composed,))):
+        tokenizer = Tokenizer(kind, pieces)
+        assert tokenizer.encode(decomposed) == tokenizer.encode(composed) == list(range(4, 4 + len(pieces)))
+    assert Tokenizer("characters", tuple(decomposed)).encode(composed) == [4, 5, 6, 7, 8, 9]
+    # A text of which no form is known better stays as it stands.
+    assert Tokenizer("characters", ("a",)).encode("\u00ef") == [3]
+
+
+def test_ids_beyond_a_vocabulary_are_no_text():
+    gaps = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 7}, "unk_token": "a"}}
+    assert len(Tokenizer("json", (json.dumps(gaps),))) == 12
+    assert Tokenizer("characters", ("a",)).decode([4, 5]) == Tokenizer("bytes", ()).decode([4 + ord("a"), 260]) == "a"
+
+
+def test_a_text_without_tokens_has_an_empty_answer():
+    words = Tokenizer("words", ("a", "b"))
+    run = Run(Seq2Seq(CONFIG, 6, 6), {**CONFIG, "max_tokens": 3}, words, words)
+    with torch.no_grad():
+        run.model.output.bias[4] = 90.0
+    assert [run.predict(text) for text in ("", " \t", "a")] == ["", "", "a a a"]
+
+
 def test_widths_that_heads_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="d_model: expected a multiple of heads = 4, got 30"):
         Seq2Seq({**CONFIG, "d_model": 30, "heads": 4}, 7, 9)

@@ -287,7 +287,7 @@ class _Pooled(nn.Module):
         counts = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if ignored is None else ~ignored
         if self.pooling_query is not None:
             scores = (x * (self.pooling_query * x.shape[2] ** -0.5)).sum(-1)
-            weights = scores.masked_fill(~counts, -1e30).softmax(-1)
+            weights = scores.masked_fill(~counts, torch.finfo(scores.dtype).min).softmax(-1)
         elif self.pooling == "last":
             weights = (counts & (counts.flip(1).cumsum(1).flip(1) == 1)).to(x.dtype)
         else:
