@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from agreement import learned
-from longspan.torch.runs import END, START, Tokenizer
+from longspan.torch.runs import END, START, Tokenizer, load_run
 from longspan.transformers import (
     LongspanConfig,
     LongspanForCausalLM,
@@ -68,6 +68,8 @@ def test_a_run_of_texts(settings, tmp_path):
     folder = train(tmp_path, "--text", TEXT * 3, *settings)
     model = LongspanForCausalLM.from_pretrained(folder)
     auto = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match="got one of texts, a language model; read it with `longspan generate"):
+        load_run(folder)
     prompt = "It was the "
     ids = torch.tensor([[START, *tokens(folder, "text", prompt)]])
     torch.testing.assert_close(auto(ids).logits, model(ids).logits)
@@ -102,6 +104,8 @@ def test_a_run_of_labelled_texts(target, pooling, tmp_path):
     folder = train(tmp_path, "--labelled", LABELLED[target], f"pooling={pooling}", *form)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert type(model) is LongspanForSequenceClassification
+    with pytest.raises(ValueError, match="got one of labelled texts, a classifier; read it with `longspan predict"):
+        load_run(folder)
     asked = [line.split("\t")[0] for line in LABELLED[target].splitlines()[:6]]
     rows = [[*tokens(folder, "text", text), END] for text in asked]
     longest = max(map(len, rows))

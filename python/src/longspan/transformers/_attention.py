@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .. import ops
-from .._native import State
+from ..torch.models import Past
 
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "kernelized": (ops.kernelized_attention, ops.kernelized_attention_step),
@@ -134,17 +134,15 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
     AttentionMaskInterface.register(name, mask)
 
 
-class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
+class _StateLayer(CacheLayerMixin, Past):  # type: ignore[misc]
     """One layer's state, and how many tokens it has taken in; in a decoder, keys and values of what the encoder gave."""
 
     supports_early_init = False
 
     def __init__(self, owner: StateCache) -> None:
         super().__init__()
+        Past.__init__(self)
         self.owner = owner
-        self.state: State | Any | None = None
-        self.tokens = 0
-        self.memory: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -172,21 +170,17 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def reset(self) -> None:
-        self.state, self.tokens, self.memory = None, 0, None
+        Past.__init__(self)
 
     def offload(self) -> None:
         """A state is small, and stays where its tokens are."""
 
-    def prefetch(self) -> None:
-        """It is there."""
+    prefetch = offload
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise ValueError("StateCache.crop: tokens_to_remove: expected 0, because a state forgets no token, "
                              f"got {tokens_to_remove}")  # fmt: skip
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
@@ -194,6 +188,8 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.memory is not None:
             keys, values = self.memory
             self.memory = keys.index_select(0, indices), values.index_select(0, indices)
+
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:

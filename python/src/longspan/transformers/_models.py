@@ -76,6 +76,7 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
 
     config_class = LongspanConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embedding"
     model: Any
 
     def __init__(self, config: LongspanConfig, make: Callable[..., torch.nn.Module], *sizes: int) -> None:
@@ -237,9 +238,6 @@ class LongspanForCausalLM(_Generating):
             suppress_tokens=never(config, "text"),
         )  # fmt: skip
 
-    def get_input_embeddings(self) -> torch.nn.Module:
-        return self.model.embedding  # type: ignore[no-any-return]
-
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: StateCache | None = None,
@@ -309,9 +307,6 @@ class LongspanForSequenceClassification(_Longspan):
 
     def __init__(self, config: LongspanConfig) -> None:
         super().__init__(config, models.Classifier, config.vocab_size, config.num_labels)
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        return self.model.embedding  # type: ignore[no-any-return]
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -385,6 +380,8 @@ class LongspanForSeq2SeqLM(_Generating):
     tensor([[ 1, 70, 80]])
     """
 
+    _input_embed_layer = "source_embedding"
+
     def __init__(self, config: LongspanConfig) -> None:
         config.is_encoder_decoder = True
         super().__init__(config, models.Seq2Seq, config.vocab_size, config.target_vocab_size)
@@ -395,9 +392,6 @@ class LongspanForSeq2SeqLM(_Generating):
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         return _Encoder(self)
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        return self.model.source_embedding  # type: ignore[no-any-return]
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """The labels after a start token, less the last: what ``forward`` and the collators of `transformers` make of them.
