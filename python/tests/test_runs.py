@@ -223,6 +223,12 @@ def test_ids_beyond_a_vocabulary_are_no_text():
     assert Tokenizer("characters", ("a",)).decode([4, 5]) == Tokenizer("bytes", ()).decode([4 + ord("a"), 260]) == "a"
 
 
+@pytest.mark.parametrize("kind", ["characters", "words", "bytes", "json"])
+def test_a_list_is_no_text(kind):
+    with pytest.raises(TypeError, match="Tokenizer.encode: text: expected str, got list"):
+        Tokenizer(kind, ()).encode(["a"])
+
+
 def test_a_text_without_tokens_has_an_empty_answer():
     words = Tokenizer("words", ("a", "b"))
     run = Run(Seq2Seq(CONFIG, 6, 6), {**CONFIG, "max_tokens": 3}, words, words)

@@ -363,6 +363,29 @@ def test_what_is_refused(tmp_path):
         LongspanConfig.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("settings, message", [
+    ({"norm": "Pre"}, "config.json: norm: expected one of pre, post, got 'Pre'"),
+    ({"attention": "kernelized", "attention_options": {"decay": 0.9}}, "config.json: attention_options: expected kernel, got 'decay'"),
+    ({"attention_options": {"relative": {"radios": 3}}}, "attention_options: relative: expected radius, content, shared, raw, got 'radios'"),
+    ({"attention": "shaw,softmax", "attention_options": {"relative": {}}}, "attention_options: expected shaw, softmax, got 'relative'"),
+    ({"attention_options": [1]}, "config.json: attention_options: expected relative, kernel, got"),
+    ({"attention": ["shaw"]}, "config.json: attention: expected str, got list"),
+    *(({size: wrong}, f"config.json: {size}: expected an integer from 1 to 16777215, got") for size, wrong in (
+        ("heads", 0), ("layers", 0), ("d_ff", -1), ("d_model", 16.0), ("encoder_layers", 0))),
+    ({"vocab_size": 0}, "LongspanConfig: vocab_size: expected an integer from 1"),
+    ({"tokenizers": {"txt": {"kind": "bytes"}}}, "LongspanConfig: tokenizers: expected text, or source and target, got 'txt'"),
+    ({"tokenizers": {"text": {"kind": "json"}}}, "tokenizer: expected the contents of a tokenizer.json, got none"),
+    ({"tokenizers": {"text": []}}, r"kind: expected characters, words, bytes or json, the tokenizer of a run, got \[\]"),
+    ({"num_labels": 1}, "problem_type: expected regression with num_labels=1, .* got None with num_labels=1"),
+    ({"num_labels": 3, "problem_type": "regression"}, "got 'regression' with num_labels=3"),
+    ({"problem_type": "multi_label_classification"}, "got 'multi_label_classification' with num_labels=2"),
+    ({"id2label": {1: "a", 2: "b"}}, r"id2label: expected labels of the ids from 0 to 1, got ids \[1, 2\]"),
+], ids=str)  # fmt: skip
+def test_settings_of_no_model_are_refused(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        LongspanForSequenceClassification(LongspanConfig(**{**SIZES, **settings}))
+
+
 def test_another_vocabulary_is_refused_and_other_types_of_weights_are_read(tmp_path):
     model = LongspanForCausalLM(LongspanConfig(**{**SIZES, "radius": 3}))
     with pytest.raises(NotImplementedError, match="resize_token_embeddings: expected the vocabulary of the run's tokenizers"):

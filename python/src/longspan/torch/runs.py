@@ -66,6 +66,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from .. import _options
 from ._weights import load_weights, save_weights
 from .models import Seq2Seq, SeriesModel
 
@@ -102,6 +103,14 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a run."""
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected the settings of a run, got {type(config).__name__}")
+    return config
 
 
 #: White space as Unicode has it; `str.split` takes the separators U+001C to U+001F for it too.
@@ -205,6 +214,7 @@ class Tokenizer:
             `UNKNOWN` for what is not in the vocabulary. Letters with marks may be composed or decomposed: a text is read as it stands, or in
             the form of which more is known.
         """
+        _options.expect_type("Tokenizer.encode", "text", text, str)
         if self.kind == "bytes":
             return [_SPECIALS + byte for byte in text.encode()]
         if self.kind == "json":
@@ -244,7 +254,9 @@ class Tokenizer:
 
 def tokenizer_of(place: object, stored: Mapping[str, Any]) -> Tokenizer:
     """What a tokenizer's file says."""
-    kind = stored.get("kind")
+    kind = stored.get("kind") if isinstance(stored, Mapping) else stored
+    if kind == "json" and "tokenizer" not in stored:
+        raise ValueError(f"{place}: tokenizer: expected the contents of a tokenizer.json, got none")
     if kind not in ("characters", "words", "bytes", "json"):
         raise ValueError(f"{place}: kind: expected characters, words, bytes or json, the tokenizer of a run, got {kind!r}")
     return Tokenizer(kind, (json.dumps(stored["tokenizer"]),) if kind == "json" else tuple(stored.get("vocabulary", ())))
@@ -628,9 +640,7 @@ def load_run(folder: str | os.PathLike[str]) -> Run | SeriesRun:
     True
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.json'}: expected the settings of a run, got {type(config).__name__}")
+    config = read_settings(folder / "config.json")
     for setting, (kind, command) in _OF_OTHERS.items():
         if config.get(setting):
             raise ValueError(f"load_run: {folder}: expected a run of pairs or series, got one of {kind}; read it with "

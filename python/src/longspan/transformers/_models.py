@@ -306,6 +306,13 @@ class LongspanForSequenceClassification(_Longspan):
     """
 
     def __init__(self, config: LongspanConfig) -> None:
+        least = {None: 2, "single_label_classification": 2, "regression": 1}.get(config.problem_type)
+        if least is None or config.num_labels < least or (least == 1 and config.num_labels > 1):
+            raise ValueError(f"{type(self).__name__}: problem_type: expected regression with num_labels=1, single_label_classification with "
+                             f"more, got {config.problem_type!r} with num_labels={config.num_labels}")  # fmt: skip
+        if sorted(config.id2label) != list(range(config.num_labels)):
+            raise ValueError(f"{type(self).__name__}: id2label: expected labels of the ids from 0 to {config.num_labels - 1}, got ids "
+                             f"{list(config.id2label)}")  # fmt: skip
         super().__init__(config, models.Classifier, config.vocab_size, config.num_labels)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
