@@ -254,6 +254,7 @@ def attention(
     """Output, denominators, and the numbers of the final state, from those of an ``initial`` one of the same kind. The output lies as
     ``[batch, token, head, feature]`` and is seen transposed, which the projection after it reads without a copy."""
     shape, call = _asked(rest)
+    _refuse_onnx(call.operation, call.mechanism)
     packed = _packed(call.operation, cu_queries, cu_keys)
     out, denominators, after = _forward(call, (q, k, v, *parameters), key_padding_mask, packed, shape, initial)
     return out, denominators, _empty_state(v, denominators, None) if after is None else after

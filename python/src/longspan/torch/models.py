@@ -38,8 +38,7 @@ def _norm(settings: Settings) -> nn.Module:
 
 
 def _norm_first(settings: Settings) -> bool:
-    first: bool = _chosen(settings, "norm", "pre", {"pre": True, "post": False})
-    return first
+    return bool(_chosen(settings, "norm", "pre", {"pre": True, "post": False}))
 
 
 def _last_norm(settings: Settings) -> nn.Module | None:
