@@ -137,6 +137,8 @@ def test_packed_sequences_are_apart():
     out, after = fla.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=states, output_final_state=True, cu_seqlens=bounds)
     near(out, torch.cat([one[0] for one in alone], dim=1))
     near(after, torch.cat([one[1] for one in alone]))
+    none = fla.chunk_gated_delta_rule(*(x[:, :0].bfloat16() for x in (q, k, v)), output_final_state=True, cu_seqlens=bounds[:1])
+    assert [(x.shape, x.dtype) for x in none] == [((1, 0, 4, 12), torch.bfloat16), ((0, 4, 16, 12), torch.float32)]
     fresh = fla.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=bounds)[0]
     near(fresh[:, 31:], fla.chunk_gated_delta_rule(*(x[:, 31:] for x in (q, k, v, g, beta)))[0])
 
@@ -231,43 +233,48 @@ def test_short_convolution(taps):
 
 def test_what_is_wrong_is_named():
     q, k, v, beta, state = inputs(5, 2, 4)
-    g = -torch.rand(v.shape[:3])
-    for arguments, message in [
-        ((q, k, v, -g, beta), "log_decay: expected numbers that are at most 0"),
-        ((q, k, v, g, beta + 2), "beta: expected numbers from 0 to 2"),
-        ((q, k, v[:, :, :3], g[:, :, :3], beta[:, :, :3]), "v: expected a multiple of the 2 heads of keys, got 3"),
-        ((q, k, v, g[:, :4], beta), "g: expected shape"),
-        ((q, k, v, g, beta, None, state[:, :2]), "initial_state: expected shape"),
-        ((q, k, v[0], g, beta), "v: expected a tensor of 4 axes"),
-        ((q, k, v, g, beta, torch.ones((), requires_grad=True)), "scale: expected a number or None"),
-    ]:
+    g, one, x = -torch.rand(v.shape[:3]), torch.ones(1), torch.ones(1, 5, 2, 3)
+    rule, scan, convolve, update = fla.chunk_gated_delta_rule, fla.mamba_chunk_scan_combined, fla.causal_conv1d_fn, fla.causal_conv1d_update
+    given = {"x": x, "dt": x[..., 0], "A": -torch.ones(2), "B": x, "C": x}
+    wrong = [
+        (rule, (q, k, v, -g, beta), {}, "log_decay: expected numbers that are at most 0"),
+        (rule, (q, k, v, g, beta + 2), {}, "beta: expected numbers from 0 to 2"),
+        (rule, (q, k, v[:, :, :3], g[:, :, :3], beta[:, :, :3]), {}, "v: expected a multiple of the 2 heads of keys, got 3"),
+        (rule, (q, k, v, g[:, :4], beta), {}, "g: expected shape"),
+        (rule, (q, k, v, g, beta, None, state[:, :2]), {}, "initial_state: expected shape"),
+        (rule, (q, k, v[0], g, beta), {}, "v: expected a tensor of 4 axes"),
+        (rule, (q, k, v, g, beta, torch.ones((), requires_grad=True)), {}, "scale: expected a number or None"),
+        (rule, (q, k, v, g, beta, None, 1.0), {}, r"initial_state: expected shape \(2, 4, 16, 12\), got float"),
+        (rule, (q, k, v, g, 0.5), {}, r"beta: expected shape \(2, 5, 4\), got float"),
+        (rule, (q, k, v, g, beta, None, state, False, False, 5), {}, "cu_seqlens: expected integers, or a pair of such lists, got 5"),
+        # Outputs have the type of queries, which would cut fractions off, or one part.
+        (rule, (q.long(), k, v, g, beta), {}, "q: expected floating-point numbers, got torch.int64"),
+        (rule, (q, k.to(torch.complex64), v, g, beta), {}, "k: expected floating-point numbers, got torch.complex64"),
+        (convolve, (torch.ones(1, 2, 3).long(), torch.ones(2, 2)), {}, "causal_conv1d_fn: x: expected floating-point numbers"),
+        (convolve, (torch.ones(1, 2, 3), torch.ones(2, 2), None, [[0, 0, 1]]), {}, r"seq_idx: expected a tensor of shape \(1, 3\), got list"),
+        (convolve, (torch.ones(1, 2, 3), torch.ones(2, 2)), {"activation": "relu"}, "activation: expected None, 'silu' or 'swish'"),
+        (fla.chunk_kda, (q, k, v[:, :, :2], torch.zeros(2, 5, 2, 16), None), {}, "beta: expected a tensor of 3 axes, got NoneType"),
+        (fla.chunk_gla, (q, k, v, None), {}, "chunk_gla: g: expected a tensor of 4 axes, got NoneType"),
+        (fla.chunk_gla, [t.to("meta") for t in (q, k, v[:, :, :2], torch.zeros(2, 5, 2, 16))], {},
+         "expected tensors on the cpu, got meta.*flash-linear-attention"),
+        (fla.chunk_simple_gla, (q, k, v), {"g_gamma": torch.zeros(1)}, r"chunk_simple_gla: g_gamma: expected shape \(4,\), got \(1,\)"),
+        (update, (torch.ones(1, 2, 5), torch.zeros(1, 2, 1), torch.ones(2, 4)), {}, "conv_state: expected 3 tokens or more.*, got 1"),
+        (update, (torch.ones(2, 3), torch.zeros(2, 3, 3), torch.ones(6, 4)), {}, "weight: expected shape"),
+        (update, (torch.ones(2), torch.zeros(2, 3, 3), torch.ones(3, 4)), {}, "x: expected a tensor"),
+        (update, (torch.ones(1, 3), torch.zeros(2, 3, 3), torch.ones(3, 4)), {}, "conv_state: expected shape"),
+        *((scan, (), {**given, name: wrong}, f"scan_combined: {name}: expected shape") for name, wrong in (
+            ("dt", x[..., :1, 0]), ("A", -one), ("C", x[:, :, :1]), ("D", one), ("D", torch.ones(2, 1)), ("dt_bias", one), ("D", 3.0),
+            ("z", x.expand(3, -1, -1, -1)), ("z", [1.0]), ("initial_states", torch.ones(1, 2, 2, 3)))),
+        (scan, (), {**given, "A": -1.0}, "scan_combined: A: expected a tensor of 1 axes, got float"),
+        (scan, (), {**given, "seq_idx": torch.zeros(1, 5), "return_final_states": True}, "seq_idx: expected None with states or cu_seqlens"),
+    ]  # fmt: skip
+    for function, tensors, options, message in wrong:
         with pytest.raises((ValueError, TypeError), match=message):
-            fla.chunk_gated_delta_rule(*arguments)
-    with pytest.raises(ValueError, match="expected tensors on the cpu, got meta.*flash-linear-attention"):
-        fla.chunk_gla(*(x.to("meta") for x in (q, k, v[:, :, :2], torch.zeros(2, 5, 2, 16))))
-    with pytest.raises(ValueError, match=r"chunk_simple_gla: g_gamma: expected shape \(4,\), got \(1,\)"):
-        fla.chunk_simple_gla(q, k, v, g_gamma=torch.zeros(1))
-    with pytest.raises(ValueError, match="conv_state: expected 3 tokens or more, one less than taps, got 1"):
-        fla.causal_conv1d_update(torch.ones(1, 2, 5), torch.zeros(1, 2, 1), torch.ones(2, 4))
-    for x, weight in ((torch.ones(2, 3), torch.ones(6, 4)), (torch.ones(2), torch.ones(3, 4)), (torch.ones(1, 3), torch.ones(3, 4))):
-        with pytest.raises(ValueError, match="weight: expected shape|x: expected a tensor|conv_state: expected shape"):
-            fla.causal_conv1d_update(x, torch.zeros(2, 3, 3), weight)
-    x = torch.ones(1, 5, 2, 3)
-    scan = partial(fla.mamba_chunk_scan_combined, x, x[..., 0], -torch.ones(2), x, x)
-    one = torch.ones(1)
-    for options in ({"dt": x[..., :1, 0]}, {"A": -one}, {"C": x[:, :, :1]}, {"D": one}, {"D": torch.ones(2, 1)}, {"dt_bias": one},
-                    {"z": x.expand(3, -1, -1, -1)}, {"initial_states": torch.ones(1, 2, 2, 3)}):  # fmt: skip
-        [name] = options
-        with pytest.raises(ValueError, match=f"scan_combined: {name}: expected shape"):
-            fla.mamba_chunk_scan_combined(**{**dict(zip("x dt A B C".split(), scan.args)), **options})
-    with pytest.raises(ValueError, match="seq_idx: expected None with states or cu_seqlens"):
-        scan(seq_idx=torch.zeros(1, 5), return_final_states=True)
-    with pytest.raises(ValueError, match="activation"):
-        fla.causal_conv1d_fn(torch.ones(1, 2, 3), torch.ones(2, 2), activation="relu")
+            function(*tensors, **options)
     for empty in (torch.ones(0, 2, 3), torch.ones(1, 2, 0)):
-        assert fla.causal_conv1d_fn(empty, torch.ones(2, 2)).shape == empty.shape
-    assert fla.causal_conv1d_fn(torch.ones(1, 0, 3), torch.ones(0, 2)).shape == (1, 0, 3)
-    assert fla.chunk_gated_delta_rule(*(x[:, :0] for x in (q, k, v, g, beta)))[0].shape == (2, 0, 4, 12)
+        assert convolve(empty, torch.ones(2, 2)).shape == empty.shape
+    assert convolve(torch.ones(1, 0, 3), torch.ones(0, 2)).shape == (1, 0, 3)
+    assert rule(*(x[:, :0] for x in (q, k, v, g, beta)))[0].shape == (2, 0, 4, 12)
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -353,6 +360,23 @@ def test_accelerated_layers_keep_packed_sequences_apart(name, said):
     if said == ("seq_idx",):
         two = layer(torch.cat([x, x.flip(1)]), seq_idx=torch.cat([packed["seq_idx"], torch.zeros(1, 60, dtype=torch.int32)]))
         near(two, torch.cat([found, layer(x.flip(1))]))
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
+@torch.no_grad()
+def test_what_a_cache_puts_before_packed_sequences_belongs_to_the_first(name):
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**MODELS[name]))
+    layer = model.get_submodule(accelerate(model)[0])
+    x, y = torch.randn(1, 3, 32), torch.randn(1, 5, 32)
+    # Fewer tokens than a convolution's state: zeros come before.
+    found = layer(x, cache=transformers.DynamicCache(config=model.config), cu_seq_lens_q=torch.tensor([0, 1, 3]))
+    near(found, torch.cat([layer(x[:, :1]), layer(x[:, 1:])], 1))
+    cache = transformers.DynamicCache(config=model.config)
+    layer(x, cache=cache)
+    near(layer(y, cache=cache, cu_seq_lens_q=torch.tensor([0, 5])), layer(torch.cat([x, y], 1))[:, 3:])
+    with pytest.raises(ValueError, match="accelerate: cache: expected none beside packed sequences that go on"):
+        layer(y, cache=cache, cu_seq_lens_q=torch.tensor([0, 2, 5]))
 
 
 def test_a_state_that_comes_without_its_name_is_taken():

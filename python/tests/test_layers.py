@@ -4,7 +4,7 @@ import pytest
 import torch
 from agreement import steps
 from longspan import ops
-from longspan.torch import FourierAttention, MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
+from longspan.torch import FourierAttention, MultiheadAttention, TransformerEncoderLayer
 from longspan.torch.multi_head import _is_causal
 from torch import nn
 
@@ -60,17 +60,6 @@ def test_shared_heads_are_repeated_ones(options):
     full.load_state_dict(state)
     x = torch.randn(2, 7, 12)
     torch.testing.assert_close(shared(x, x, x, is_causal=True)[0], full(x, x, x, is_causal=True)[0])
-
-
-def test_decoder_states():
-    layer = TransformerDecoderLayer(12, 4, 16, batch_first=True, attention="shaw", radius=2).eval()
-    x, memory = torch.randn(2, 6, 12), torch.randn(2, 5, 12)
-    with torch.no_grad():
-        whole = layer(x, memory, tgt_is_causal=True)
-        prompt, state = layer(x[:, :4], memory, tgt_is_causal=True, output_final_state=True)
-        rest = layer(x[:, 4:], memory, tgt_is_causal=True, initial_state=state.clone())
-        torch.testing.assert_close(torch.cat([prompt, rest], 1), whole)
-        torch.testing.assert_close(layer.step(x[:, 4], memory, state)[0], whole[:, 4])
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

@@ -214,7 +214,12 @@ def test_decoder_token_by_token(batch_first):
     mask = padding(2, 8, 0, slice(3, None))
     swap = (lambda x: x) if batch_first else (lambda x: x.transpose(0, 1))
     with torch.no_grad():
-        whole = swap(layer(swap(tgt), swap(memory), tgt_is_causal=True, memory_key_padding_mask=mask))
+        options = {"tgt_is_causal": True, "memory_key_padding_mask": mask}
+        whole = swap(layer(swap(tgt), swap(memory), **options))
+        prompt, state = layer(swap(tgt[:, :3]), swap(memory), **options, output_final_state=True)
+        rest = layer(swap(tgt[:, 3:]), swap(memory), **options, initial_state=state.clone())
+        torch.testing.assert_close(torch.cat([swap(prompt), swap(rest)], 1), whole)
+        torch.testing.assert_close(layer.step(tgt[:, 3], swap(memory), state, mask)[0], whole[:, 3])
     torch.testing.assert_close(steps(layer.step, tgt, swap(memory), memory_key_padding_mask=mask)[0], whole)
 
 

@@ -114,24 +114,6 @@ def test_what_is_trained_here_is_read_there(run, tmp_path):
     assert [again.predict(w) for w in WORDS] == [answer["target"] for answer in answers]
 
 
-TASKS = {
-    "text": ("It was so.\n", "got one of texts, a language model; read it with `longspan generate "),
-    "labelled": ("good {0}\tyes\nbad {0}\tno\n", "got one of labelled texts, a classifier; read it with `longspan predict "),
-}
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_runs_of_other_tasks_are_named(task, tmp_path):
-    line, message = TASKS[task]
-    data, folder = tmp_path / "data.tsv", tmp_path / "my run"
-    data.write_text("".join(line.format(number) for number in range(60)))
-    sizes = settings_of(["d_model=16", "heads=2", "d_ff=32", "layers=1"])
-    run_command("train", f"--{task}", data, "--steps", "2", "--out", folder, *sizes)
-    with pytest.raises(ValueError) as error:
-        load_run(folder)
-    assert str(error.value) == f"load_run: {folder}: expected a run of pairs or series, {message}'{folder}'`"
-
-
 def test_a_model_that_corrects_a_simple_method_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"series": "a.csv", "base": True}))
     with pytest.raises(ValueError, match="expected a whole model, got one that corrects a simple method .* --set base=false"):
@@ -146,11 +128,13 @@ def test_blocks_of_unknown_forms_are_named(setting):
 
 
 @pytest.mark.parametrize("task, value", [("text", ["a.txt"]), ("labelled", "a.tsv"), ("synthetic", "mqar"), ("forecast", 3)])
-def test_settings_alone_name_the_task(task, value, tmp_path):
-    """Without the command: what its settings say, and what they do not."""
+def test_settings_name_the_task(task, value, tmp_path):
+    """Its own and no others, of which the command writes all."""
+    tmp_path = tmp_path / "my run"
+    tmp_path.mkdir()
     others = {"pairs": None, "text": [], "labelled": None}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **others, task: value}))
-    with pytest.raises(ValueError, match=f"expected a run of pairs or series, got one of .*{tmp_path}`$"):
+    with pytest.raises(ValueError, match=f"expected a run of pairs or series, got one of .* `longspan [a-z]+ '{tmp_path}'`$"):
         load_run(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **others}))
     with pytest.raises(FileNotFoundError, match="source_tokenizer.json"):
@@ -219,6 +203,38 @@ def test_what_is_not_known_is_no_answer(kind, vocabulary):
     for build in (transformers.LongspanForSeq2SeqLM, transformers.LongspanForCausalLM):
         suppressed = build(transformers.LongspanConfig(sides, **CONFIG)).generation_config.suppress_tokens
         assert suppressed == [0, 1, 3, *([6] if kind == "json" else [])]
+
+
+def test_letters_with_marks_are_read_composed_or_decomposed():
+    """As the command reads them: whichever the run learned."""
+    composed, decomposed = "na\u00efve", "nai\u0308ve"
+    for kind, pieces in (("characters", tuple(composed)), ("words", (composed,))):
+        tokenizer = Tokenizer(kind, pieces)
+        assert tokenizer.encode(decomposed) == tokenizer.encode(composed) == list(range(4, 4 + len(pieces)))
+    assert Tokenizer("characters", tuple(decomposed)).encode(composed) == [4, 5, 6, 7, 8, 9]
+    # A text of which no form is known better stays as it stands. What Python alone takes for white space is none.
+    assert Tokenizer("characters", ("a",)).encode("\u00ef") == [3]
+    assert Tokenizer("words", ("red\x1fapple", "7")).encode("red\x1fapple\u3000 7\n") == [4, 5]
+
+
+def test_ids_beyond_a_vocabulary_are_no_text():
+    gaps = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 7}, "unk_token": "a"}}
+    assert len(Tokenizer("json", (json.dumps(gaps),))) == 12
+    assert Tokenizer("characters", ("a",)).decode([4, 5]) == Tokenizer("bytes", ()).decode([4 + ord("a"), 260]) == "a"
+
+
+@pytest.mark.parametrize("kind", ["characters", "words", "bytes", "json"])
+def test_a_list_is_no_text(kind):
+    with pytest.raises(TypeError, match="Tokenizer.encode: text: expected str, got list"):
+        Tokenizer(kind, ()).encode(["a"])
+
+
+def test_a_text_without_tokens_has_an_empty_answer():
+    words = Tokenizer("words", ("a", "b"))
+    run = Run(Seq2Seq(CONFIG, 6, 6), {**CONFIG, "max_tokens": 3}, words, words)
+    with torch.no_grad():
+        run.model.output.bias[4] = 90.0
+    assert [run.predict(text) for text in ("", " \t", "a")] == ["", "", "a a a"]
 
 
 def test_widths_that_heads_do_not_divide_are_refused():

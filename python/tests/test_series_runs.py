@@ -171,6 +171,16 @@ def test_a_model_of_other_numbers_answers_alike():
     (single,) = run.predict([[1.0, 2.0]])
     run.model.double()
     assert run.predict([[1.0, 2.0]])[0] == pytest.approx(single, rel=1e-5)
+    # Half precision keeps the times of training: these would all be 1,000.
+    near = {"times": [0, 500, 500.5, 501], "values": [1.0, 2.0, 3.0, 4.0]}
+    assert torch.equal(run.batch([near])[1], torch.tensor([[0.0, 1000.0, 1001.0, 1002.0]]).double())
+    for kind in (torch.float16, torch.bfloat16):
+        for pooling in ("mean", "last", "attention"):
+            run = made(pooling=pooling)
+            expected = run.predict([near, [5.0]])
+            run.model.to(kind)
+            assert torch.equal(run.batch([near])[1], torch.tensor([[0.0, 1000.0, 1001.0, 1002.0]]))
+            assert [answer["a"] for answer in run.predict([near, [5.0]])] == pytest.approx([answer["a"] for answer in expected], abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -200,3 +200,10 @@ def test_transforms_of_calls_with_states():
         dual = attend(forward_ad.make_dual(q, q), forward_ad.make_dual(state.numbers, state.numbers))
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, tangent)
     torch.testing.assert_close((tangent * expected).sum() * 2, sum((a * b).sum() for a, b in zip(wanted, (q, state.numbers))))
+
+    def after(k):
+        return ops.kernelized_attention(q, k, v, is_causal=True, output_final_state=True)[1].numbers
+
+    # Of a loss of the state alone, in a batch of gradients.
+    one_by_one, at_once = (torch.autograd.functional.jacobian(after, k, vectorize=batched) for batched in (False, True))
+    torch.testing.assert_close(at_once, one_by_one)

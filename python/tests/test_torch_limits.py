@@ -16,7 +16,6 @@ from longspan.torch import (
     TransformerEncoderLayer,
     chunked_attention,
 )
-from longspan.torch.runs import Tokenizer
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -95,11 +94,6 @@ def test_a_mask_beside_an_offset_is_refused() -> None:
     attention(q, k, k, attn_mask=mask)
     with pytest.raises(ValueError, match="attn_mask: expected None beside an offset"):
         attention(q, k, k, attn_mask=mask, offset=6)
-
-
-def test_words_are_those_of_the_command() -> None:
-    tokenizer = Tokenizer("words", ("red\x1fapple", "7"))
-    assert tokenizer.encode("red\x1fapple\u3000 7\n") == [4, 5]
 
 
 FORMULATED = {
@@ -250,8 +244,6 @@ def test_sums_of_gated_states_have_gradients() -> None:
 
 
 def test_a_nan_in_a_short_convolution_reaches_the_rows_within_its_width_alone() -> None:
-    from longspan.torch._chunked import chunked_attention
-
     q, k, v = (torch.ones(1, 1, 8, 2) for _ in range(3))
     v[0, 0, 2] = torch.nan
     out = chunked_attention(q, k, v, [torch.ones(1, 3, 2)], mechanism="short-convolution", options='{"silu": false}', is_causal=True)

@@ -127,6 +127,21 @@ def test_a_state_may_carry_the_gradient():
         assert route(call, (x, x, x), dual, True) is TORCH
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.filterwarnings("ignore:.*trace")
+def test_what_is_traced_is_the_call(learns):
+    """Not its output, as a constant."""
+    one, other = torch.randn(2, 1, 2, 4, 3)
+
+    def call(x):
+        out, state = ops.kernelized_attention(x, x, x, is_causal=True, output_final_state=True)
+        last, _ = ops.kernelized_attention_step(x[:, :, 0], x[:, :, 0], x[:, :, 0], state)
+        return torch.cat([ops.kernelized_attention(x, x, x), out, last[:, :, None]], 2)
+
+    traced = torch.jit.trace(call, one.requires_grad_(learns))
+    torch.testing.assert_close(traced(other), call(other))
+
+
 @pytest.mark.parametrize("missing", ["_interpreter", "_dispatch_mode"])
 def test_a_torch_that_lacks_a_private_name_takes_the_operator(missing, monkeypatch):
     monkeypatch.setattr(_dispatch, missing, None)

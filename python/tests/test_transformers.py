@@ -183,6 +183,32 @@ def test_a_cache_of_states_wants_an_attention_that_takes_them_up():
         jet.generate(ids, past_key_values=StateCache(), **options)
 
 
+@torch.no_grad()
+def test_the_mask_says_whether_a_model_is_causal():
+    """Here the decoder's modules say that they are not."""
+    config = transformers.BigBirdPegasusConfig(vocab_size=50, d_model=32, decoder_layers=1, decoder_ffn_dim=48, decoder_attention_heads=4,
+                                               max_position_embeddings=16, init_std=0.3)  # fmt: skip
+    bird = transformers.BigBirdPegasusForCausalLM._from_config(config, attn_implementation="eager").eval()
+    ids, mask = torch.randint(3, 50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    wanted = [bird(ids, attention_mask=one).logits[mask.bool()] for one in (None, mask)]
+    bird.set_attn_implementation("longspan-softmax")
+    for one, right in zip((None, mask), wanted):
+        torch.testing.assert_close(bird(ids, attention_mask=one).logits[mask.bool()], right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name, message", [
+    ("DiffLlama", "expected one attention to the keys that a StateCache returned"),
+    ("OlmoHybrid", "expected attention in every layer, got a model with linear layers"),
+])  # fmt: skip
+def test_models_that_states_do_not_fit_are_refused(name, message):
+    config = getattr(transformers, f"{name}Config")(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+                                                    num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)  # fmt: skip
+    one = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="longspan").eval()
+    with pytest.raises(ValueError, match=message):
+        one.generate(torch.randint(2, 50, (1, 9)), max_new_tokens=4, past_key_values=StateCache())
+
+
 def test_smoothed_labels_are_shifted(tmp_path):
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments

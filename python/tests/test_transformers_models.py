@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from agreement import learned
-from longspan.torch.runs import END, START, Tokenizer
+from longspan.torch.runs import END, START, Tokenizer, load_run
 from longspan.transformers import (
     LongspanConfig,
     LongspanForCausalLM,
@@ -68,6 +68,8 @@ def test_a_run_of_texts(settings, tmp_path):
     folder = train(tmp_path, "--text", TEXT * 3, *settings)
     model = LongspanForCausalLM.from_pretrained(folder)
     auto = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ValueError, match="got one of texts, a language model; read it with `longspan generate"):
+        load_run(folder)
     prompt = "It was the "
     ids = torch.tensor([[START, *tokens(folder, "text", prompt)]])
     torch.testing.assert_close(auto(ids).logits, model(ids).logits)
@@ -102,6 +104,8 @@ def test_a_run_of_labelled_texts(target, pooling, tmp_path):
     folder = train(tmp_path, "--labelled", LABELLED[target], f"pooling={pooling}", *form)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert type(model) is LongspanForSequenceClassification
+    with pytest.raises(ValueError, match="got one of labelled texts, a classifier; read it with `longspan predict"):
+        load_run(folder)
     asked = [line.split("\t")[0] for line in LABELLED[target].splitlines()[:6]]
     rows = [[*tokens(folder, "text", text), END] for text in asked]
     longest = max(map(len, rows))
@@ -357,6 +361,29 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="synthetic: expected a task of a language model, got compression"):
         (tmp_path / "config.json").write_text(json.dumps({"synthetic": "compression:length=32,vocabulary=16"}))
         LongspanConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"norm": "Pre"}, "config.json: norm: expected one of pre, post, got 'Pre'"),
+    ({"attention": "kernelized", "attention_options": {"decay": 0.9}}, "config.json: attention_options: expected kernel, got 'decay'"),
+    ({"attention_options": {"relative": {"radios": 3}}}, "attention_options: relative: expected radius, content, shared, raw, got 'radios'"),
+    ({"attention": "shaw,softmax", "attention_options": {"relative": {}}}, "attention_options: expected shaw, softmax, got 'relative'"),
+    ({"attention_options": [1]}, "config.json: attention_options: expected relative, kernel, got"),
+    ({"attention": ["shaw"]}, "config.json: attention: expected str, got list"),
+    *(({size: wrong}, f"config.json: {size}: expected an integer from 1 to 16777215, got") for size, wrong in (
+        ("heads", 0), ("layers", 0), ("d_ff", -1), ("d_model", 16.0), ("encoder_layers", 0))),
+    ({"vocab_size": 0}, "LongspanConfig: vocab_size: expected an integer from 1"),
+    ({"tokenizers": {"txt": {"kind": "bytes"}}}, "LongspanConfig: tokenizers: expected text, or source and target, got 'txt'"),
+    ({"tokenizers": {"text": {"kind": "json"}}}, "tokenizer: expected the contents of a tokenizer.json, got none"),
+    ({"tokenizers": {"text": []}}, r"kind: expected characters, words, bytes or json, the tokenizer of a run, got \[\]"),
+    ({"num_labels": 1}, "problem_type: expected regression with num_labels=1, .* got None with num_labels=1"),
+    ({"num_labels": 3, "problem_type": "regression"}, "got 'regression' with num_labels=3"),
+    ({"problem_type": "multi_label_classification"}, "got 'multi_label_classification' with num_labels=2"),
+    ({"id2label": {1: "a", 2: "b"}}, r"id2label: expected labels of the ids from 0 to 1, got ids \[1, 2\]"),
+], ids=str)  # fmt: skip
+def test_settings_of_no_model_are_refused(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        LongspanForSequenceClassification(LongspanConfig(**{**SIZES, **settings}))
 
 
 def test_another_vocabulary_is_refused_and_other_types_of_weights_are_read(tmp_path):

@@ -88,16 +88,11 @@ def settings(options: str) -> dict[str, Any]:
     return dict(_settings(options))
 
 
-@functools.lru_cache(maxsize=256)
-def _features(feature_map: str, head_dim: int) -> int:
+def features(feature_map: str, head_dim: int) -> int:
+    """Features that a map makes of rows of ``head_dim`` numbers: as many as Fourier positions have angles."""
     native = cached("fourier", _options.as_object(feature_map=feature_map), "feature_map")
     ((_, shape), *_) = native.parameter_shapes((1, 1, 1, 1, 1, head_dim, head_dim))
     return shape[1]
-
-
-def features(feature_map: str, head_dim: int) -> int:
-    """Features that a map makes of rows of ``head_dim`` numbers: as many as Fourier positions have angles."""
-    return _features(feature_map, head_dim)
 
 
 def boundaries(operation: str, cu_seqlens: Any) -> tuple[list[int], list[int]]:
@@ -143,26 +138,6 @@ def plain_state(operation: str, name: str, state: Any) -> State | None:
     if plain is not None and not isinstance(plain, State):
         raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}")
     return plain
-
-
-def learns(earlier: Any, later: Any, parameters: Sequence[Any] = ()) -> bool:
-    """Whether one of two states, or the parameters that add them up, carry a gradient, and both are states."""
-    states = (earlier, later)
-    carried = any(hasattr(state, "requires_gradient") for state in states)
-    # Fourier's are the only ones that have a part in a sum.
-    turned = getattr(earlier, "mechanism", None) == "fourier" and any(getattr(one, "requires_grad", False) for one in parameters)
-    if turned and not carried:
-        import torch
-
-        carried = torch.is_grad_enabled()
-    return carried and all(hasattr(state, "kv_heads") for state in states)
-
-
-def expect_plain(operation: str, earlier: Any, later: Any) -> None:
-    """Refuses what `combine` does not take."""
-    for name, state in (("earlier", earlier), ("later", later)):
-        if not isinstance(state, State):
-            raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}")
 
 
 def flag(operation: str, name: str, value: Any) -> bool:

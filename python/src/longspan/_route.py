@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _calls
+from . import _calls, _native
 
 
 def is_tensor(value: Any) -> bool:
@@ -60,9 +60,22 @@ def _expect_unmasked(operation: str, name: str, array: Any) -> None:
         raise TypeError(f"{operation}: {name}: expected a numpy.ndarray, got a masked array, whose mask would be lost; fill it")
 
 
-def plain_arrays(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Arrays, or tensors on the CPU, as arrays."""
-    return tuple([_in_torch().as_array(array) if is_tensor(array) else array for array in arrays])
+def combine(
+    operation: str, native: _native.Mechanism, options: str, earlier: Any, later: Any, parameters: Sequence[Any]
+) -> Any:
+    """The sum of two states; with a gradient where one of them carries one, or the parameters that add them up."""
+    for name, state in (("earlier", earlier), ("later", later)):
+        if not hasattr(state, "kv_heads"):
+            raise TypeError(f"{operation}: {name}: expected a longspan.State, got {type(state).__name__}")
+    carried = any(hasattr(state, "requires_gradient") for state in (earlier, later))
+    # Fourier's are the only ones that have a part in a sum.
+    if not carried and earlier.mechanism == "fourier" and any(getattr(one, "requires_grad", False) for one in parameters):
+        carried = sys.modules["torch"].is_grad_enabled()
+    if carried:
+        from .torch._combine import combine as combine_tensors
+
+        return combine_tensors(operation, native, options, earlier, later, parameters)
+    return native.combine(earlier, later, tuple([_in_torch().as_array(one) if is_tensor(one) else one for one in parameters]))
 
 
 def attend(

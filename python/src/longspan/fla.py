@@ -116,6 +116,7 @@ def chunk_kda(
     g : Tensor ``[batch, token, value_head, key]``
         Log decays, at most 0.
     """
+    _expect("chunk_kda", ("g", g, 4), ("beta", beta, 3))
     return _run("chunk_kda", "delta", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
                 cu_seqlens)  # fmt: skip
 
@@ -133,6 +134,7 @@ def chunk_gla(
     g : Tensor ``[batch, token, value_head, key]``
         Log decays, at most 0.
     """
+    _expect("chunk_gla", ("g", g, 4))
     return _run("chunk_gla", "gated", q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
 
@@ -154,8 +156,8 @@ def chunk_simple_gla(
     if g is not None and g_gamma is not None:
         raise ValueError("chunk_simple_gla: g_gamma: expected None beside g, got both")
     if g_gamma is not None:
-        _expect_axes("chunk_simple_gla", ("v", v, 4), ("g_gamma", g_gamma, 1))
-        _expect_shape("chunk_simple_gla", "g_gamma", g_gamma, v.shape[2:3])
+        _expect("chunk_simple_gla", ("v", v, 4))
+        _expect("chunk_simple_gla", ("g_gamma", g_gamma, v.shape[2:3]))
         g = g_gamma.expand(v.shape[:3])
     return _run("chunk_simple_gla", "gated", q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
@@ -223,15 +225,14 @@ def mamba_chunk_scan_combined(
     (torch.Size([1, 100, 4, 16]), torch.Size([1, 4, 16, 8]))
     """
     operation = "mamba_chunk_scan_combined"
-    _expect_axes(operation, ("x", x, 4), ("B", B, 4))
+    _expect(operation, ("x", x, 4), ("dt", dt, 3), ("A", A, 1), ("B", B, 4), ("C", C, 4))
     batch, tokens, heads, width = x.shape
-    several = batch if cu_seqlens is None or initial_states is None else len(cu_seqlens) - 1
-    for name, tensor, shape in (
-        ("dt", dt, x.shape[:3]), ("A", A, (heads,)), ("B", B, (batch, tokens, *B.shape[2:])), ("C", C, B.shape),
-        ("D", D, (heads,) if D is None or D.dim() == 1 else (heads, width)), ("z", z, x.shape), ("dt_bias", dt_bias, (heads,)),
-        ("initial_states", initial_states, (several, heads, width, B.shape[3])),
-    ):  # fmt: skip
-        _expect_shape(operation, name, tensor, shape)
+    several = batch if cu_seqlens is None or initial_states is None else len(_calls.boundaries(operation, cu_seqlens)[0]) - 1
+    _expect(
+        operation, ("dt", dt, x.shape[:3]), ("A", A, (heads,)), ("B", B, (batch, tokens, *B.shape[2:])), ("C", C, B.shape),
+        ("D", D, (heads, width) if isinstance(D, Tensor) and D.dim() == 2 else (heads,)), ("z", z, x.shape),
+        ("dt_bias", dt_bias, (heads,)), ("initial_states", initial_states, (several, heads, width, B.shape[3])),
+    )  # fmt: skip
     if seq_idx is not None:
         if initial_states is not None or return_final_states or cu_seqlens is not None:
             raise ValueError(f"{operation}: seq_idx: expected None with states or cu_seqlens, got both; a model wants use_cache=False")
@@ -299,7 +300,7 @@ def causal_conv1d_fn(
     _expect_convolution(operation, x, weight, bias, activation)
     batch, channels, tokens = x.shape
     before = weight.shape[1] - 1
-    _expect_shape(operation, "initial_states", initial_states, (batch, channels, before))
+    _expect(operation, ("initial_states", initial_states, (batch, channels, before)))
     seen = x if initial_states is None else torch.cat([initial_states.to(x.dtype), x], dim=2)
     bounds = None if seq_idx is None else sequences(operation, seq_idx, (batch, tokens))
     out = _convolve(seen, tokens, weight, bias, activation, bounds).to(x.dtype)
@@ -340,9 +341,9 @@ def causal_conv1d_update(
     operation = "causal_conv1d_update"
     new = x[..., None] if x.dim() == 2 else x
     _expect_convolution(operation, new, weight, bias, activation)
-    _expect_axes(operation, ("conv_state", conv_state, 3))
+    _expect(operation, ("conv_state", conv_state, 3))
     kept, before, tokens = conv_state.shape[2], weight.shape[1] - 1, new.shape[2]
-    _expect_shape(operation, "conv_state", conv_state, (*new.shape[:2], kept))
+    _expect(operation, ("conv_state", conv_state, (*new.shape[:2], kept)))
     if kept < before:
         raise ValueError(f"{operation}: conv_state: expected {before} tokens or more, one less than taps, got {kept}")
     seen = torch.cat([conv_state, new], dim=2)
@@ -353,7 +354,9 @@ def causal_conv1d_update(
 
 def sequences(operation: str, seq_idx: Tensor, shape: Sequence[int]) -> Tensor:
     """Boundaries in one long sequence of all rows of a batch, cut where another begins."""
-    _expect_shape(operation, "seq_idx", seq_idx, shape)
+    if not isinstance(seq_idx, Tensor) or tuple(seq_idx.shape) != tuple(shape):
+        got = tuple(seq_idx.shape) if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+        raise ValueError(f"{operation}: seq_idx: expected a tensor of shape {tuple(shape)}, got {got}")
     changes = torch.ones(*shape, dtype=torch.bool, device=seq_idx.device)
     changes[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return F.pad(changes.flatten().nonzero().flatten(), (0, 1), value=changes.numel())
@@ -381,56 +384,60 @@ def _convolve(seen: Tensor, tokens: int, weight: Tensor, bias: Tensor | None, ac
 
 
 def _expect_convolution(operation: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
-    _expect_axes(operation, ("x", x, 3), ("weight", weight, 2))
+    _expect(operation, ("x", x, 3), ("weight", weight, 2))
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"{operation}: activation: expected None, 'silu' or 'swish', got {activation!r}")
-    _expect_shape(operation, "weight", weight, (x.shape[1], weight.shape[1]))
-    _expect_shape(operation, "bias", bias, (x.shape[1],))
+    _expect(operation, ("weight", weight, (x.shape[1], weight.shape[1])), ("bias", bias, (x.shape[1],)))
 
 
-def _expect_axes(operation: str, *tensors: tuple[str, Any, int]) -> None:
-    for name, tensor, axes in tensors:
-        if not isinstance(tensor, Tensor) or tensor.dim() != axes:
-            got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"{operation}: {name}: expected a tensor of {axes} axes, got {got}")
-
-
-def _expect_shape(operation: str, name: str, tensor: Tensor | None, shape: Sequence[int]) -> None:
-    if tensor is not None and tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{operation}: {name}: expected shape {tuple(shape)}, got {tuple(tensor.shape)}")
+def _expect(operation: str, *given: tuple[str, Any, int | Sequence[int]]) -> None:
+    """Refuses what is no tensor of floating-point numbers of so many axes or, where there is one, of this shape."""
+    for name, tensor, shape in given:
+        of_axes = isinstance(shape, int)
+        if tensor is None and not of_axes:
+            continue
+        wanted = shape if isinstance(shape, int) else tuple(shape)
+        expected = f"a tensor of {wanted} axes" if of_axes else f"shape {wanted}"
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{operation}: {name}: expected {expected}, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{operation}: {name}: expected floating-point numbers, got {tensor.dtype}")
+        if (tensor.dim() if of_axes else tuple(tensor.shape)) != wanted:
+            raise ValueError(f"{operation}: {name}: expected {expected}, got {'shape ' if of_axes else ''}{tuple(tensor.shape)}")
 
 
 def _run(
     operation: str, mechanism: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float | None,
     initial_state: Tensor | None, output_final_state: bool, l2_norm: bool, cu_seqlens: Tensor | None,
 ) -> Result:  # fmt: skip
-    _expect_axes(operation, ("q", q, 4), ("k", k, 4), ("v", v, 4))
+    _expect(operation, ("q", q, 4), ("k", k, 4), ("v", v, 4))
     batch, tokens, heads, width = k.shape
     value_heads, columns = v.shape[2:]
-    _expect_shape(operation, "q", q, k.shape)
-    _expect_shape(operation, "v", v, (batch, tokens, value_heads, columns))
+    _expect(operation, ("q", q, k.shape), ("v", v, (batch, tokens, value_heads, columns)))
     if q.device.type != "cpu":
         raise ValueError(f"{operation}: q: expected tensors on the cpu, got {q.device}; there use flash-linear-attention, "
                          "whose functions have the same names and arguments")  # fmt: skip
     if heads == 0 or value_heads % heads:
         raise ValueError(f"{operation}: v: expected a multiple of the {heads} heads of keys, got {value_heads}")
-    by_channel = g is not None and g.dim() == 4
-    _expect_shape(operation, "g", g, (batch, tokens, value_heads, width) if by_channel else (batch, tokens, value_heads))
-    _expect_shape(operation, "beta", beta, (batch, tokens, value_heads))
+    by_channel = isinstance(g, Tensor) and g.dim() == 4
+    each = (batch, tokens, value_heads)
+    _expect(operation, ("g", g, (*each, width) if by_channel else each), ("beta", beta, each))
     _options.expect_scale(operation, scale)
-    several = batch if cu_seqlens is None or initial_state is None else len(cu_seqlens) - 1
-    _expect_shape(operation, "initial_state", initial_state, (several, value_heads, width, columns))
-    if cu_seqlens is not None and (initial_state is not None or output_final_state):
+    apart = cu_seqlens is not None and (initial_state is not None or output_final_state)
+    bounds, others = _calls.boundaries(operation, cu_seqlens) if apart else ([], [])
+    states = (len(bounds) - 1 if apart else batch, value_heads, width, columns)
+    _expect(operation, ("initial_state", initial_state, states))
+    if apart:
         # Each sequence with a state of its own.
-        bounds, others = _calls.boundaries(operation, cu_seqlens)
         check_packed(operation, (bounds, others), q.transpose(1, 2), k.transpose(1, 2))
         found = []
-        for n, (start, end) in enumerate(zip(bounds, bounds[1:])):
+        # Without any sequence the types of an empty one.
+        for n, (start, end) in enumerate(list(zip(bounds, bounds[1:])) or [(0, 0)]):
             pieces: Any = [None if x is None else x[:, start:end] for x in (q, k, v, g, beta)]
-            before = None if initial_state is None else initial_state[n : n + 1]
+            before = initial_state[n : n + 1] if initial_state is not None and states[0] else None
             found.append(_run(operation, mechanism, *pieces, scale, before, True, l2_norm, None))  # type: ignore[call-arg]
-        outs, states = zip(*found)
-        return torch.cat(outs, dim=1), torch.cat(states) if output_final_state else None
+        outs, afters = zip(*found)
+        return torch.cat(outs, dim=1), torch.cat(afters)[: states[0]] if output_final_state else None
     dtype = q.dtype
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     q, k, v = (x.to(wide).transpose(1, 2) for x in (q, k, v))

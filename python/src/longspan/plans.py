@@ -245,14 +245,8 @@ def combine(
     True
     """
     _options.expect_type("combine", "mechanism", mechanism, str)
-    if _calls.learns(earlier, later, parameters):
-        from .torch._combine import combine as combine_tensors
-
-        native = _named("combine", mechanism, earlier.kv_heads, options)
-        return combine_tensors("combine", native, _options.as_object(**options), earlier, later, parameters)
-    _calls.expect_plain("combine", earlier, later)
-    native = _named("combine", mechanism, earlier.kv_heads, options)
-    return native.combine(earlier, later, _route.plain_arrays(parameters))
+    native = _named("combine", mechanism, getattr(earlier, "kv_heads", 1), options)
+    return _route.combine("combine", native, _options.as_object(**options), earlier, later, parameters)
 
 
 def _named(operation: str, mechanism: str, kv_heads: int, options: dict[str, Any]) -> _native.Mechanism:

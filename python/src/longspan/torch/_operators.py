@@ -201,9 +201,9 @@ def _gradients_in_torch(
 _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
-def _differentiated_again(d_out: Tensor) -> bool:
-    """Whether gradients of this gradient may be taken, or it is that of a batch."""
-    return torch.is_grad_enabled() or _is_batched(d_out)
+def _differentiated_again(*gradients: Tensor | None) -> bool:
+    """Whether gradients of these may be taken, or one is that of a batch."""
+    return torch.is_grad_enabled() or any([gradient is not None and _is_batched(gradient) for gradient in gradients])
 
 
 def _packed(operation: str, cu_queries: Tensor | None, cu_keys: Tensor | None) -> Packed:
@@ -254,6 +254,7 @@ def attention(
     """Output, denominators, and the numbers of the final state, from those of an ``initial`` one of the same kind. The output lies as
     ``[batch, token, head, feature]`` and is seen transposed, which the projection after it reads without a copy."""
     shape, call = _asked(rest)
+    _refuse_onnx(call.operation, call.mechanism)
     packed = _packed(call.operation, cu_queries, cu_keys)
     out, denominators, after = _forward(call, (q, k, v, *parameters), key_padding_mask, packed, shape, initial)
     return out, denominators, _empty_state(v, denominators, None) if after is None else after
@@ -332,7 +333,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradient(ctx: Any, d_out: Tensor, _d_denominators: Tensor, d_final: Tensor) -> tuple[Any, ...]:
     q, k, v, key_padding_mask, cu_queries, cu_keys, initial, out, denominators, *parameters = ctx.saved_tensors
     gradients: list[Any]
-    if _differentiated_again(d_out):
+    if _differentiated_again(d_out, d_final):
         shape, call = _asked(ctx.rest)
         packed = _packed(call.operation, cu_queries, cu_keys)
         gradients = _gradients_in_torch(call, (q, k, v, *parameters), key_padding_mask, packed, shape, initial, d_out, d_final)
@@ -373,7 +374,7 @@ class Eager(torch.autograd.Function):
         initial, key_padding_mask, out, denominators, *tensors = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
         asked = ctx.call, tensors, key_padding_mask, ctx.packed, ctx.shape, initial, d_out, d_final
-        again = _differentiated_again(d_out)
+        again = _differentiated_again(d_out, d_final)
         gradients: list[Any] = _gradients_in_torch(*asked) if again else _backward(*asked, out, denominators)
         d_initial = None if initial is None else gradients.pop()
         return None, None, None, None, d_initial, *gradients

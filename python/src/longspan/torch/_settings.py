@@ -1,8 +1,9 @@
 """Mechanisms as the settings of a run name them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from .. import _options
 from .attention import Attention
 from .mechanisms import MODULES
 
@@ -64,8 +65,28 @@ _OPTIONS: dict[str, Callable[[Settings], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+#: The options of mechanisms that are parts, which are read one by one here, and what is in them.
+_PARTS: dict[str, dict[str, Any]] = {
+    "kernelized": {"kernel": None}, "shaw": {"relative": ("radius", "content", "shared", "raw"), "kernel": None},
+    "fourier": {"axes": None, "normalizer": None, "rotary": None, "kernel": None},
+}  # fmt: skip
+
+
+def _expect_known(where: str, given: Any, known: Iterable[str]) -> None:
+    """Refuses options that nobody reads."""
+    surplus = [name for name in given if name not in known] if isinstance(given, Mapping) else [given]
+    if surplus:
+        raise ValueError(f"config.json: {where}: expected {', '.join(known)}, got {surplus[0]!r}")
+
+
+def expect_sizes(settings: Settings) -> None:
+    for key in ("d_model", "heads", "d_ff", "layers", "encoder_layers", "decoder_layers"):
+        _options.expect_integer("config.json", key, settings.get(key, 1), 1, _options.MOST)
+
+
 def names(settings: Settings) -> list[str]:
     """The mechanisms that settings name, of one layer after the other."""
+    _options.expect_type("config.json", "attention", settings["attention"], str)
     return [name.strip() for name in settings["attention"].split(",")]
 
 
@@ -76,9 +97,16 @@ def attention(settings: Settings, name: str) -> Attention:
     if settings["d_model"] % settings["heads"]:
         raise ValueError(f"config.json: d_model: expected a multiple of heads = {settings['heads']}, got {settings['d_model']}")
     module: Callable[..., Attention] = MODULES[name.removesuffix("-window")]
-    if len(set(names(settings))) > 1:
+    options, listed = settings.get("attention_options", {}), set(names(settings))
+    if len(listed) > 1:
         # Where layers differ the options of each stand under its name.
-        settings = {**settings, "attention_options": settings.get("attention_options", {}).get(name, {})}
+        _expect_known("attention_options", options, sorted(listed))
+        settings = {**settings, "attention_options": (options := options.get(name, {}))}
+    if name in _PARTS:
+        _expect_known("attention_options", options, _PARTS[name])
+        for part, known in _PARTS[name].items():
+            if known is not None:
+                _expect_known(f"attention_options: {part}", options.get(part, {}), known)
     try:
         return module(settings["heads"], settings["d_model"] // settings["heads"], **_OPTIONS.get(name, _as_they_are)(settings))
     except TypeError as error:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import _calls, _options
+from .. import _calls, _options, _route
 from .._native import State
-from . import _combine, _dispatch, _operators
+from . import _dispatch
 from ._states import TensorState
 
 def log_decays(rate: Tensor, bias: Tensor, x: Tensor) -> Tensor:
@@ -261,13 +261,9 @@ class Attention(nn.Module):
         >>> attention.combine(*halves)
         <longspan.State of kernelized, batch 2, 4 key/value heads, 80 numbers of float32 each>
         """
-        operation = f"{type(self).__name__}.combine"
-        learned = self._learned()
-        native = _calls.mechanism(self.mechanism, self._options, type(self).__name__, learned)
-        if _calls.learns(earlier, later, learned):
-            return _combine.combine(operation, native, self._options, earlier, later, learned)
-        _calls.expect_plain(operation, earlier, later)
-        return native.combine(earlier, later, tuple([_operators.as_array(tensor) for tensor in learned]))
+        name, learned = type(self).__name__, self._learned()
+        native = _calls.mechanism(self.mechanism, self._options, name, learned)
+        return _route.combine(f"{name}.combine", native, self._options, earlier, later, learned)
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_dim}, {self._options[1:-1]}"

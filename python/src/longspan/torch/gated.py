@@ -20,7 +20,7 @@ _TAPS = ("query_taps", "key_taps", "value_taps")
 class _Gated(Attention):
     def __init__(
         self, num_heads: int, head_dim: int, gates: tuple[str, ...], gate: str, l2_norm: bool, beta_max: float | None,
-        convolution: int | None, num_kv_heads: int | None, place: dict[str, Any],
+        convolution: int | None, num_kv_heads: int | None, device: Any, dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         name = type(self).__name__
         if gate not in gates:
@@ -38,7 +38,7 @@ class _Gated(Attention):
         self.gate = gate
         self.beta_max = beta_max
         self.convolution = convolution
-        self._learn(place)
+        self._learn({"device": device, "dtype": dtype})
 
     def _draw(self) -> None:
         if "rate" in self._own:
@@ -203,8 +203,7 @@ class GatedAttention(_Gated):
         self, num_heads: int, head_dim: int, *, gate: str = "head", l2_norm: bool = True, convolution: int | None = None,
         num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        place = {"device": device, "dtype": dtype}
-        super().__init__(num_heads, head_dim, ("none", "head", "channel"), gate, l2_norm, None, convolution, num_kv_heads, place)
+        super().__init__(num_heads, head_dim, ("none", "head", "channel"), gate, l2_norm, None, convolution, num_kv_heads, device, dtype)
 
 
 class DeltaAttention(_Gated):
@@ -228,8 +227,7 @@ class DeltaAttention(_Gated):
         self, num_heads: int, head_dim: int, *, beta_max: float = 1.0, convolution: int | None = None, num_kv_heads: int | None = None,
         device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        place = {"device": device, "dtype": dtype}
-        super().__init__(num_heads, head_dim, ("none",), "none", True, beta_max, convolution, num_kv_heads, place)
+        super().__init__(num_heads, head_dim, ("none",), "none", True, beta_max, convolution, num_kv_heads, device, dtype)
 
 
 class GatedDeltaAttention(_Gated):
@@ -256,5 +254,4 @@ class GatedDeltaAttention(_Gated):
         self, num_heads: int, head_dim: int, *, gate: str = "head", beta_max: float = 1.0, convolution: int | None = None,
         num_kv_heads: int | None = None, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        place = {"device": device, "dtype": dtype}
-        super().__init__(num_heads, head_dim, ("head", "channel"), gate, True, beta_max, convolution, num_kv_heads, place)
+        super().__init__(num_heads, head_dim, ("head", "channel"), gate, True, beta_max, convolution, num_kv_heads, device, dtype)

@@ -106,10 +106,8 @@ class TransformerEncoderLayer(_Layer, _Encoder):
     ) -> None:  # fmt: skip
         place = {"device": device, "dtype": dtype}
         super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, 2, place)
-        self.self_attn = MultiheadAttention(
-            d_model, nhead, dropout, bias, batch_first=batch_first, attention=attention, gated_attention=gated_attention,
-            **place, **attention_options,
-        )  # fmt: skip
+        form: dict[str, Any] = {"batch_first": batch_first, "gated_attention": gated_attention, **place}
+        self.self_attn = MultiheadAttention(d_model, nhead, dropout, bias, attention=attention, **form, **attention_options)
 
     def forward(
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False, *,
@@ -203,14 +201,9 @@ class TransformerDecoderLayer(_Layer, _Decoder):
     ) -> None:  # fmt: skip
         place = {"device": device, "dtype": dtype}
         super().__init__(d_model, dim_feedforward, dropout, activation, layer_norm_eps, norm_first, bias, 3, place)
-        self.self_attn = MultiheadAttention(
-            d_model, nhead, dropout, bias, batch_first=batch_first, attention=attention, gated_attention=gated_attention,
-            **place, **attention_options,
-        )  # fmt: skip
-        self.multihead_attn = MultiheadAttention(
-            d_model, nhead, dropout, bias, batch_first=batch_first, attention=cross_attention, gated_attention=gated_attention,
-            **place,
-        )  # fmt: skip
+        form: dict[str, Any] = {"batch_first": batch_first, "gated_attention": gated_attention, **place}
+        self.self_attn = MultiheadAttention(d_model, nhead, dropout, bias, attention=attention, **form, **attention_options)
+        self.multihead_attn = MultiheadAttention(d_model, nhead, dropout, bias, attention=cross_attention, **form)
 
     def forward(
         self, tgt: Tensor, memory: Tensor, tgt_mask: Tensor | None = None, memory_mask: Tensor | None = None,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .attention import WITHOUT_ORDER, Attention
 from .gated_norm import GatedRMSNorm, before_norm
-from ._settings import Settings, attention, names
+from ._settings import Settings, attention, expect_sizes, names
 from .mechanisms import FourierAttention
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,9 +37,13 @@ def _norm(settings: Settings) -> nn.Module:
     return norm
 
 
+def _norm_first(settings: Settings) -> bool:
+    return bool(_chosen(settings, "norm", "pre", {"pre": True, "post": False}))
+
+
 def _last_norm(settings: Settings) -> nn.Module | None:
     """The norm after the last block, which pre-norm blocks need."""
-    return _norm(settings) if settings.get("norm", "pre") == "pre" else None
+    return _norm(settings) if _norm_first(settings) else None
 
 
 class Past:
@@ -104,14 +108,13 @@ class _MultiHead(nn.Module):
 
     def attend_to(self, memory: Tensor | None, x: Tensor, ignored: Tensor | None = None, past: Any = None) -> Tensor:
         """Attention to a memory, whose keys and values ``past`` keeps from the first call on."""
-        known = None if past is None else past.memory
-        if known is None:
+        if past is None or past.memory is None:
             assert memory is not None
             k, v = (self._split(part) for part in self._projected(memory, slice(1, 3)))
             if past is not None:
                 past.memory = k, v
         else:
-            k, v = known
+            k, v = past.memory
         first = 0 if past is None else past.tokens
         q, gate = self._queries(self._projected(x, slice(0, 1))[0])
         if gate is not None:
@@ -135,13 +138,9 @@ class _FeedForward(nn.Module):
         self.activation = _chosen(settings, "activation", "relu", _ACTIVATIONS)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        if self.gated:
-            y, gate = y.chunk(2, -1)
-            y = self.activation(y) * gate
-        else:
-            y = self.activation(y)
-        out: Tensor = self.outer(y)
+        y, *gate = self.inner(x).chunk(1 + self.gated, -1)
+        y = self.activation(y)
+        out: Tensor = self.outer(y * gate[0] if gate else y)
         return out
 
 
@@ -156,7 +155,7 @@ class _Block(nn.Module):
         self.feed_forward = _FeedForward(settings)
         self.feed_forward_norm = _norm(settings)
         self.dropout = nn.Dropout(settings.get("dropout", 0.0))
-        self.norm_first = settings.get("norm", "pre") == "pre"
+        self.norm_first = _norm_first(settings)
 
     def _residual(self, x: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:
@@ -223,6 +222,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, settings: Settings, vocab: int) -> None:
         super().__init__()
+        expect_sizes(settings)
         drawn = bool(settings.get("synthetic"))
         if not drawn:
             together = settings.get("backpropagate", 1)
@@ -263,6 +263,7 @@ class _Pooled(nn.Module):
 
     def __init__(self, settings: Settings, outputs: int) -> None:
         super().__init__()
+        expect_sizes(settings)
         settings = {**settings, "positions": settings.get("max_tokens") or 0}
         width = settings["d_model"]
         self.blocks = _blocks(settings)
@@ -287,7 +288,7 @@ class _Pooled(nn.Module):
         counts = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if ignored is None else ~ignored
         if self.pooling_query is not None:
             scores = (x * (self.pooling_query * x.shape[2] ** -0.5)).sum(-1)
-            weights = scores.masked_fill(~counts, -1e30).softmax(-1)
+            weights = scores.masked_fill(~counts, torch.finfo(scores.dtype).min).softmax(-1)
         elif self.pooling == "last":
             weights = (counts & (counts.flip(1).cumsum(1).flip(1) == 1)).to(x.dtype)
         else:
@@ -418,6 +419,7 @@ class Seq2Seq(nn.Module):
 
     def __init__(self, config: Settings, source_vocab: int, target_vocab: int) -> None:
         super().__init__()
+        expect_sizes(config)
         # A row for the longest sequence, with the token that it starts with, as the command makes the table.
         settings = {**config, "positions": max(config.get("max_tokens") or 0, config.get("answer_tokens") or 0) + 1}
         width, name = settings["d_model"], settings["attention"]

@@ -58,6 +58,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -65,6 +66,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from .. import _options
 from ._weights import load_weights, save_weights
 from .models import Seq2Seq, SeriesModel
 
@@ -103,6 +105,14 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}: damaged: {error}") from error
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a run."""
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected the settings of a run, got {type(config).__name__}")
+    return config
+
+
 #: White space as Unicode has it; `str.split` takes the separators U+001C to U+001F for it too.
 _SPACE = re.compile("[\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]+")
 
@@ -113,13 +123,14 @@ def _words(text: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=8)
-def _of_json(contents: str) -> tuple[Any, int | None]:
-    """The tokenizer of a ``tokenizer.json``, and its id of what is not known."""
+def _of_json(contents: str) -> tuple[Any, int | None, int]:
+    """The tokenizer of a ``tokenizer.json``, its id of what is not known, and its last id: there may be gaps."""
     from tokenizers import Tokenizer as Json
 
     tokenizer, model = Json.from_str(contents), json.loads(contents)["model"]
     unknown = model.get("unk_token")
-    return tokenizer, model.get("unk_id") if unknown is None else tokenizer.token_to_id(unknown)
+    last = max(tokenizer.get_vocab().values(), default=0)
+    return tokenizer, model.get("unk_id") if unknown is None else tokenizer.token_to_id(unknown), last
 
 
 @dataclass(frozen=True)
@@ -180,7 +191,7 @@ class Tokenizer:
 
     def __len__(self) -> int:
         if self.kind == "json":
-            return _SPECIALS + int(_of_json(*self.vocabulary)[0].get_vocab_size())
+            return _SPECIALS + 1 + _of_json(*self.vocabulary)[2]
         return _SPECIALS + (256 if self.kind == "bytes" else len(self.vocabulary))
 
     @property
@@ -200,18 +211,25 @@ class Tokenizer:
         Returns
         -------
         list of int
-            `UNKNOWN` for what is not in the vocabulary.
+            `UNKNOWN` for what is not in the vocabulary. Letters with marks may be composed or decomposed: a text is read as it stands, or in
+            the form of which more is known.
         """
+        _options.expect_type("Tokenizer.encode", "text", text, str)
         if self.kind == "bytes":
             return [_SPECIALS + byte for byte in text.encode()]
         if self.kind == "json":
-            tokenizer, unknown = _of_json(*self.vocabulary)
+            tokenizer, unknown, _ = _of_json(*self.vocabulary)
             own = tokenizer.encode(text, add_special_tokens=False).ids
             return [UNKNOWN if id == unknown else _SPECIALS + id for id in own]
         ids = {entry: id for id, entry in enumerate(self.vocabulary, _SPECIALS)}
-        if self.kind == "words":
-            return [ids.get(word, UNKNOWN) for word in _words(text)]
-        return [ids.get(c, ids.get(c.lower(), UNKNOWN)) for c in text]
+
+        def read(text: str) -> list[int]:
+            if self.kind == "words":
+                return [ids.get(word, UNKNOWN) for word in _words(text)]
+            return [ids.get(c, ids.get(c.lower(), UNKNOWN)) for c in text]
+
+        forms = () if text.isascii() else (normalize("NFC", text), normalize("NFD", text))
+        return min((read(one) for one in (text, *forms)), key=lambda known: known.count(UNKNOWN))
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids.
@@ -219,7 +237,7 @@ class Tokenizer:
         Parameters
         ----------
         ids : list of int
-            Special ones are left out.
+            Special ones are left out, and those beyond the vocabulary.
 
         Returns
         -------
@@ -228,15 +246,17 @@ class Tokenizer:
         """
         own = [id - _SPECIALS for id in ids if id >= _SPECIALS]
         if self.kind == "bytes":
-            return bytes(own).decode(errors="replace")
+            return bytes(id for id in own if id < 256).decode(errors="replace")
         if self.kind == "json":
             return str(_of_json(*self.vocabulary)[0].decode(own))
-        return (" " if self.kind == "words" else "").join(self.vocabulary[id] for id in own)
+        return (" " if self.kind == "words" else "").join(self.vocabulary[id] for id in own if id < len(self.vocabulary))
 
 
 def tokenizer_of(place: object, stored: Mapping[str, Any]) -> Tokenizer:
     """What a tokenizer's file says."""
-    kind = stored.get("kind")
+    kind = stored.get("kind") if isinstance(stored, Mapping) else stored
+    if kind == "json" and "tokenizer" not in stored:
+        raise ValueError(f"{place}: tokenizer: expected the contents of a tokenizer.json, got none")
     if kind not in ("characters", "words", "bytes", "json"):
         raise ValueError(f"{place}: kind: expected characters, words, bytes or json, the tokenizer of a run, got {kind!r}")
     return Tokenizer(kind, (json.dumps(stored["tokenizer"]),) if kind == "json" else tuple(stored.get("vocabulary", ())))
@@ -283,13 +303,16 @@ class Run:
         Returns
         -------
         str
-            At most ``answer_tokens`` tokens, or ``max_tokens``, as the settings say.
+            At most ``answer_tokens`` tokens, or ``max_tokens``, as the settings say; none for a text without any.
         """
+        ids, place = self.source.encode(text), self.model.output.weight.device
+        if not ids:
+            return ""
         self.model.eval()
-        source = torch.tensor([[*self.source.encode(text), END]])
+        source = torch.tensor([[*ids, END]], device=place)
         target, never = [START], self.target.never
         for _ in range(self.config.get("answer_tokens") or self.config["max_tokens"]):
-            logits = self.model(source, torch.tensor([source.shape[1]]), torch.tensor([target]))
+            logits = self.model(source, torch.tensor([source.shape[1]], device=place), torch.tensor([target], device=place))
             logits[..., never] = -torch.inf
             token = int(logits[0, -1].argmax())
             if token == END:
@@ -460,8 +483,10 @@ class SeriesRun:
 
     def _padded(self, points: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
         weight = self.model.input.weight
-        values, times = (pad_sequence(list(some), batch_first=True).to(weight) for some in zip(*points))
-        return values, times, torch.tensor([len(some) for _, some in points], device=weight.device)
+        values, times = (pad_sequence(list(some), batch_first=True) for some in zip(*points))
+        # Half precision would make one of times that are near one another.
+        finer = times.to(weight.device, torch.promote_types(weight.dtype, torch.float32))
+        return values.to(weight), finer, torch.tensor([len(some) for _, some in points], device=weight.device)
 
     def batch(self, series: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Series as the model takes them: ``run.model(*run.batch(series))`` gives logits, or numbers in their own measure.
@@ -615,9 +640,7 @@ def load_run(folder: str | os.PathLike[str]) -> Run | SeriesRun:
     True
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.json'}: expected the settings of a run, got {type(config).__name__}")
+    config = read_settings(folder / "config.json")
     for setting, (kind, command) in _OF_OTHERS.items():
         if config.get(setting):
             raise ValueError(f"load_run: {folder}: expected a run of pairs or series, got one of {kind}; read it with "

@@ -45,8 +45,14 @@ def _convolution(
     cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
 ) -> Any:  # fmt: skip
     if cu_seqlens is not None:
-        places = torch.arange(hidden_states.shape[2], device=cu_seqlens.device)[None]
+        places = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)[None]
         seq_idx = torch.searchsorted(cu_seqlens.to(places), places, right=True)
+    if seq_idx is not None and (before := hidden_states.shape[2] - seq_idx.shape[1]) > 0:
+        # A cache puts the latest tokens before, of one sequence, or zeros before a first call of fewer tokens than it keeps.
+        if bool(hidden_states[..., :before].any()) and bool((seq_idx[:, 1:] != seq_idx[:, :-1]).any()):
+            raise ValueError("accelerate: cache: expected none beside packed sequences that go on, of which it keeps the last one's latest "
+                             "tokens alone, got one; give use_cache=False, or each sequence its own row")  # fmt: skip
+        seq_idx = torch.cat([seq_idx[:, :1].expand(-1, before), seq_idx], 1)
     if activation in (None, "silu", "swish"):
         return fla.causal_conv1d_fn(hidden_states, weight, bias, seq_idx, activation=activation)
     return ACT2FN[activation](fla.causal_conv1d_fn(hidden_states, weight, bias, seq_idx))

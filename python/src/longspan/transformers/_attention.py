@@ -14,12 +14,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .. import ops
-from .._native import State
+from ..torch.models import Past
 
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "kernelized": (ops.kernelized_attention, ops.kernelized_attention_step),
     "softmax": (ops.softmax_attention, ops.softmax_attention_step),
 }
+
+#: The types of masks that say which keys count, by what the model's pattern is, which its modules need not know: causal or not.
+_CAUSAL = {torch.int8: True, torch.uint8: False}
 
 #: What some models ask of an attention beside a mask, and linear attention has no meaning for.
 _REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -75,12 +78,18 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"{name}: attention_mask: expected shape (batch, tokens), 1 or True where a token counts, "
                              f"got shape {tuple(attention_mask.shape)}")  # fmt: skip
-        # A mask has the tokens before, which a state remembers.
-        ignored = None if attention_mask is None else ~attention_mask[:, attention_mask.shape[1] - key.shape[2] :].bool()
         chosen = {**options, "scale": scaling} if mechanism == "softmax" else options
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal, ignored = getattr(module, "is_causal", True) if is_causal is None else is_causal, None
+        if attention_mask is not None:
+            causal = _CAUSAL.get(attention_mask.dtype, causal)
+            # One without keys ignores none. Others have the tokens before, which a state remembers.
+            if attention_mask.shape[1]:
+                ignored = ~attention_mask[:, attention_mask.shape[1] - key.shape[2] :].bool()
         layer: _StateLayer | None = getattr(key, "_longspan_layer", None)
         if layer is not None:
+            if layer.owner.pending is not layer:
+                raise ValueError(f"{name}: cache: expected one attention to the keys that a StateCache returned, whose state takes each once, "
+                                 "got another; use transformers.DynamicCache()")  # fmt: skip
             layer.owner.pending = None
             if layer.state is not None and layer.state.batch != query.shape[0]:
                 raise ValueError(f"{name}: cache: expected states of as many sequences as the batch, {query.shape[0]}, got "
@@ -104,7 +113,7 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
     def mask(
         batch_size: int, q_length: int, kv_length: int, q_offset: Any = None, kv_offset: Any = 0, *args: Any,
         mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None, **others: Any,
-    ) -> Tensor | None:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         if mask_function not in (causal_mask_function, bidirectional_mask_function):
             raise ValueError(f"{name}: attention_mask: expected a causal mask, or none, and ignored tokens, got another pattern "
                              "(for sliding windows and packed sequences call longspan.ops, whose softmax_attention has a window and "
@@ -117,23 +126,23 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
         if attention_mask is not None and tuple(attention_mask.shape) != (batch_size, kv_length):
             raise ValueError(f"{name}: attention_mask: expected shape {(batch_size, kv_length)}, tokens that a cache holds included, "
                              f"got {tuple(attention_mask.shape)}")  # fmt: skip
-        return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+        if attention_mask is None or bool(attention_mask.all()):
+            attention_mask = torch.ones(batch_size, 0, device=None if attention_mask is None else attention_mask.device)
+        return attention_mask.bool().to(torch.int8 if mask_function is causal_mask_function else torch.uint8)
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
 
 
-class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
+class _StateLayer(CacheLayerMixin, Past):  # type: ignore[misc]
     """One layer's state, and how many tokens it has taken in; in a decoder, keys and values of what the encoder gave."""
 
     supports_early_init = False
 
     def __init__(self, owner: StateCache) -> None:
         super().__init__()
+        Past.__init__(self)
         self.owner = owner
-        self.state: State | Any | None = None
-        self.tokens = 0
-        self.memory: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -161,21 +170,17 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def reset(self) -> None:
-        self.state, self.tokens, self.memory = None, 0, None
+        Past.__init__(self)
 
     def offload(self) -> None:
         """A state is small, and stays where its tokens are."""
 
-    def prefetch(self) -> None:
-        """It is there."""
+    prefetch = offload
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise ValueError("StateCache.crop: tokens_to_remove: expected 0, because a state forgets no token, "
                              f"got {tokens_to_remove}")  # fmt: skip
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
@@ -183,6 +188,8 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.memory is not None:
             keys, values = self.memory
             self.memory = keys.index_select(0, indices), values.index_select(0, indices)
+
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
@@ -220,6 +227,11 @@ class StateCache(Cache):  # type: ignore[misc]
         super().__init__(layer_class_to_replicate=functools.partial(_StateLayer, self))
         #: The layer whose new keys an attention has still to take up.
         self.pending: _StateLayer | None = None
+
+    def get_conv_state(self, *_: Any, **__: Any) -> Any:
+        """Refused: what models with linear layers of their own ask for first."""
+        raise ValueError("StateCache: model: expected attention in every layer, got a model with linear layers, whose states it has no place "
+                         "for; use transformers.DynamicCache(config=model.config)")  # fmt: skip
 
     def first(self, count: int) -> list[_StateLayer]:
         """Of so many layers what they remember."""

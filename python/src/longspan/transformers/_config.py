@@ -2,12 +2,14 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 
+from .. import _options
 from ..torch import _weights, runs
 
 #: Keys of a run's ``config.json`` with the command's defaults.
@@ -103,6 +105,9 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
         for name, value in own.items():
             setattr(self, name, value.copy() if isinstance(value, (dict, list)) else value)
         self.tokenizers = dict(tokenizers or {})
+        for side in self.tokenizers:
+            if side not in ("text", "source", "target"):
+                raise ValueError(f"LongspanConfig: tokenizers: expected text, or source and target, got {side!r}")
         first = self.tokenizers.get("source" if "source" in self.tokenizers else "text", _BYTES)
         self.vocab_size = _size("vocab_size", vocab_size, first)
         self.target_vocab_size = _size("target_vocab_size", target_vocab_size, self.tokenizers.get("target", _BYTES))
@@ -128,7 +133,7 @@ class LongspanConfig(PreTrainedConfig):  # type: ignore[misc]
         Raises ``ValueError`` where it is neither.
         """
         folder = Path(pretrained_model_name_or_path)
-        return cls.from_dict(_read(folder / "config.json"), name_or_path=str(folder), **kwargs)
+        return cls.from_dict(_read(folder / "config.json", runs.read_settings), name_or_path=str(folder), **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -180,14 +185,15 @@ def never(config: LongspanConfig, side: str) -> list[int]:
 def _size(name: str, given: int | None, tokenizer: dict[str, Any]) -> int:
     """Entries of an embedding."""
     if given is not None:
+        _options.expect_integer("LongspanConfig", name, given, 1, _options.MOST)
         return given
     return len(runs.tokenizer_of(f"LongspanConfig: {name}", tokenizer))
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, read: Callable[[Path], Any] = runs.read_json) -> Any:
     if not path.is_file():
         raise ValueError(f"{path}: expected a file of a folder that `longspan train` or save_pretrained wrote, got none")
-    return runs.read_json(path)
+    return read(path)
 
 
 def _of_folder(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:

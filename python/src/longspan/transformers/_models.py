@@ -76,6 +76,7 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
 
     config_class = LongspanConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embedding"
     model: Any
 
     def __init__(self, config: LongspanConfig, make: Callable[..., torch.nn.Module], *sizes: int) -> None:
@@ -237,9 +238,6 @@ class LongspanForCausalLM(_Generating):
             suppress_tokens=never(config, "text"),
         )  # fmt: skip
 
-    def get_input_embeddings(self) -> torch.nn.Module:
-        return self.model.embedding  # type: ignore[no-any-return]
-
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: StateCache | None = None,
@@ -308,10 +306,14 @@ class LongspanForSequenceClassification(_Longspan):
     """
 
     def __init__(self, config: LongspanConfig) -> None:
+        least = {None: 2, "single_label_classification": 2, "regression": 1}.get(config.problem_type)
+        if least is None or config.num_labels < least or (least == 1 and config.num_labels > 1):
+            raise ValueError(f"{type(self).__name__}: problem_type: expected regression with num_labels=1, single_label_classification with "
+                             f"more, got {config.problem_type!r} with num_labels={config.num_labels}")  # fmt: skip
+        if sorted(config.id2label) != list(range(config.num_labels)):
+            raise ValueError(f"{type(self).__name__}: id2label: expected labels of the ids from 0 to {config.num_labels - 1}, got ids "
+                             f"{list(config.id2label)}")  # fmt: skip
         super().__init__(config, models.Classifier, config.vocab_size, config.num_labels)
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        return self.model.embedding  # type: ignore[no-any-return]
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -385,6 +387,8 @@ class LongspanForSeq2SeqLM(_Generating):
     tensor([[ 1, 70, 80]])
     """
 
+    _input_embed_layer = "source_embedding"
+
     def __init__(self, config: LongspanConfig) -> None:
         config.is_encoder_decoder = True
         super().__init__(config, models.Seq2Seq, config.vocab_size, config.target_vocab_size)
@@ -395,9 +399,6 @@ class LongspanForSeq2SeqLM(_Generating):
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         return _Encoder(self)
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        return self.model.source_embedding  # type: ignore[no-any-return]
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """The labels after a start token, less the last: what ``forward`` and the collators of `transformers` make of them.
