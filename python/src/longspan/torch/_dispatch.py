@@ -54,7 +54,7 @@ def route(call: Request, tensors: Sequence[Tensor], state: Any, with_state: bool
     on_device = _triton.serves(q)
     if _triton.unsupported(call, tensors) is not None if on_device else not q.is_cpu:
         return Route.TORCH
-    if compiling or _interpreter is None or _dispatch_mode is None or _dispatch_mode() is not None or torch._C._is_tracing():
+    if compiling or _interpreter is None or _dispatch_mode is None or _dispatch_mode() is not None or torch.jit.is_tracing():
         return Route.OPERATOR
     grad = torch.is_grad_enabled()
     learns = on_device or (grad and isinstance(state, TensorState) and state.numbers.requires_grad)
