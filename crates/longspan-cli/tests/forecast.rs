@@ -464,7 +464,7 @@ fn what_is_unlike_training_or_cannot_be_is_said() {
 }
 
 #[test]
-fn a_constant_stretch_has_intervals_without_width_and_says_so() {
+fn a_constant_stretch_has_the_usual_intervals_and_training_without_errors_none() {
     let place = Place::new();
     let mut random = random(5);
     let mut rows = |level: f64, height: f64| -> String {
@@ -473,9 +473,13 @@ fn a_constant_stretch_has_intervals_without_width_and_says_so() {
     };
     place.write("noise.csv", rows(0.0, 10.0).as_bytes());
     place.write("constant.csv", rows(5.0, 0.0).as_bytes());
-    place.ok(&train("noise.csv", "run", "3", &[]));
-    assert_eq!(place.said(&["predict", "run", "noise.csv"]).1, "");
-    let notes = place.said(&["predict", "run", "constant.csv"]).1;
+    place.ok(&train("noise.csv", "noise", "3", &[]));
+    assert_eq!(place.said(&["predict", "noise", "noise.csv"]).1, "");
+    let (table, notes) = place.said(&["predict", "noise", "constant.csv", "--csv"]);
+    let row: Vec<f64> = table.lines().nth(1).unwrap().split(',').skip(2).map(|cell| cell.parse().unwrap()).collect();
+    assert!(notes.is_empty() && row[4] - row[0] > 1.0, "{table}{notes}");
+    place.ok(&train("constant.csv", "constant", "3", &[]));
+    let notes = place.said(&["predict", "constant", "constant.csv"]).1;
     assert!(notes.contains("intervals of 1 series have no width"), "{notes}");
 }
 
