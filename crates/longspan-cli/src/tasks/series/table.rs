@@ -336,6 +336,7 @@ mod tests {
             &format!(
                 "date,instant,decimal date,x\n{beside} => channels `x`; not read: `instant` (row numbers), `decimal date` (another time)"
             ),
+            &format!("date,t,decimal date,x\n{beside} => times `date` & channels `x`; not read: `t` (row numbers)"),
             &format!("id,visit,date,x\n{each} => ids `id`, channels `x`; not read: `visit` (row numbers)"),
             // A row that comes again counts once, and another one of its time is kept.
             "time,x\n0,5\n1,6\n0,5\n1,7\n2,6\n3,1\n4,1\n5,2\n6,2\n => values [5.0, 6.0, 7.0, 6.0, 1.0, 1.0, 2.0, 2.0]; times 0|1|1|2|3|4|5|6;",

@@ -494,9 +494,9 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     };
     let is_named = |place: &usize| is_one(TIMES, &lower(*place)) || is_measured_time(&lower(*place));
     let mut strong: Vec<usize> = free.iter().copied().filter(is_named).collect();
-    // A date and the same time as a count.
+    // A date and the same time as a count, or a number of the row.
     if strong.iter().any(|place| holds_dates(table, *place)) {
-        strong.retain(|place| !holds_epochs(table, *place));
+        strong.retain(|place| !holds_epochs(table, *place) && !counts_rows(table, *place, true));
     }
     match strong[..] {
         [one] => {
