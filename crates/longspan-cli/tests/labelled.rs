@@ -188,6 +188,11 @@ fn csv_and_forms_of_blocks_and_numbers() {
     let json: Value =
         serde_json::from_str(place.ok(&["predict", "counts", "questions", "--json"]).lines().next().unwrap()).unwrap();
     assert!(json["score"].is_null() && json["target"].as_str().unwrap().parse::<f64>().is_ok(), "{json}");
+    let holed: String =
+        (0..).zip(counts.lines()).map(|(n, row)| format!("{}\n", if n == 7 { "ab\t-999" } else { row })).collect();
+    place.write("holed.tsv", holed.as_bytes());
+    let said = place.said(&train("holed.tsv", "holed", "1", &more)).1;
+    assert!(said.contains("holed.tsv: -999 is the label of 1 text, and others go from 0 to "), "{said}");
 }
 
 #[test]

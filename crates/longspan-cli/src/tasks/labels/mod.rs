@@ -16,6 +16,7 @@ use tokenizers::NormalizedString;
 
 use super::batches::{micro_batches, values};
 use super::scores::{decimals, likeliest};
+use super::series::unusual::far_ends;
 use super::simple::Simple;
 use super::split::Split;
 use super::table::{is_missing, value};
@@ -25,7 +26,7 @@ use crate::run::config::LabelKind;
 use crate::run::folder::RunFolder;
 use crate::terminal::notes::note;
 use crate::terminal::plot::Matrix;
-use crate::terminal::samples::listed;
+use crate::terminal::samples::{counted, listed};
 use confusion::Confusion;
 use numbers::Errors;
 
@@ -160,6 +161,12 @@ impl Target {
             let all: Vec<f64> =
                 counts.iter().flat_map(|(label, &count)| std::iter::repeat_n(number(label), count)).flatten().collect();
             let (mean, deviation) = moments(&all);
+            for (count, code, [low, high]) in far_ends(all) {
+                note(format_args!(
+                    "{name}: {code} is the label of {}, and others go from {low} to {high}; if it says that none is known, take them out",
+                    counted(count, examples)
+                ));
+            }
             return Ok(Self::Number { mean, deviation });
         }
         if let Some((label, count)) = counts.iter().find(|(label, _)| is_missing(label)) {

@@ -118,26 +118,31 @@ fn tells_label(all: &[Series]) -> Option<&String> {
 }
 
 /// Numbers that may stand for missing values: the least or the greatest, further off than all others from one another, which come again or
-/// are all nines, such as -999; and zeros at the end of a series that has no others.
+/// are all nines, such as -999. How often each comes, and from where to where the others go.
+pub fn far_ends(mut values: Vec<f64>) -> Vec<(usize, f64, [f64; 2])> {
+    values.sort_by(f64::total_cmp);
+    let far = |code: f64| {
+        let mut others: Vec<f64> = values.iter().copied().filter(|value| *value != code).collect();
+        let count = values.len() - others.len();
+        others.dedup();
+        let (low, high) = (*others.first()?, *others.last()?);
+        let is_nines = code.abs() >= 99.0 && (code.abs() + 1.0).log10().fract() == 0.0;
+        let is_code = is_nines || count > 1 && others.len() >= DIFFERENT;
+        (is_code && low < high && (low - code).max(code - high) > high - low).then_some((count, code, [low, high]))
+    };
+    values.first().into_iter().chain(values.last()).filter_map(|code| far(*code)).collect()
+}
+
+/// Such numbers in words, and zeros at the end of a series that has no others.
 fn codes(all: &[Series]) -> Vec<String> {
     let mut found = Vec::new();
     for channel in 0..all.first().map_or(0, |one| one.width) {
         let of = all[0].names.get(channel).map_or(String::new(), |name| format!(" of `{name}`"));
         let values = |one: &'_ Series| -> Vec<f64> { one.channel(channel).filter(|value| !value.is_nan()).collect() };
         let before = found.len();
-        let mut sorted: Vec<f64> = all.iter().flat_map(values).collect();
-        sorted.sort_by(f64::total_cmp);
-        for code in sorted.first().into_iter().chain(sorted.last()).copied() {
-            let mut others: Vec<f64> = sorted.iter().copied().filter(|value| *value != code).collect();
-            let count = sorted.len() - others.len();
-            others.dedup();
-            let (Some(&low), Some(&high)) = (others.first(), others.last()) else { continue };
-            let is_nines = code.abs() >= 99.0 && (code.abs() + 1.0).log10().fract() == 0.0;
-            let is_code = is_nines || count > 1 && others.len() >= DIFFERENT;
-            if is_code && low < high && (low - code).max(code - high) > high - low {
-                found.push(format!("{}{of}: {code}, the others from {low} to {high}", counted(count, "values")));
-            }
-        }
+        found.extend(far_ends(all.iter().flat_map(values).collect()).into_iter().map(|(count, code, [low, high])| {
+            format!("{}{of}: {code}, the others from {low} to {high}", counted(count, "values"))
+        }));
         let zeros_at_end = |one: &Series| {
             let values = values(one);
             let others = values.iter().rposition(|value| *value != 0.0)? + 1;
