@@ -327,6 +327,10 @@ impl Sums for AftAttention {
         *state.tensors() = fallen.into_tensors().into_iter().chain(latest.into_tensors()).collect();
         narrow_float(means.gated(q, self.aft.gate), dtype)
     }
+
+    fn taken(&self, state: &Running) -> usize {
+        state.tokens()
+    }
 }
 
 impl AftAttention {
@@ -430,7 +434,8 @@ impl Means {
             None => x,
         };
         let k = filled(k, NONE);
-        let exponent = k.clone().detach();
+        // A key of −∞ has no weight, like the empty set.
+        let exponent = k.clone().detach().clamp_min(NONE);
         let weight = filled((k - exponent.clone()).exp(), 0.0);
         Self { exponent, numerator: weight.clone() * filled(v, 0.0), denominator: weight }
     }

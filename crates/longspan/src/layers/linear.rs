@@ -71,11 +71,11 @@ pub fn linear<const D: usize>(
         check_like(NAME, "residual", residual, shape, &x)?;
     }
     super::dropout::check(dropout)?;
-    if rows == 0 {
+    if rows * outputs == 0 {
         return Ok(Tensor::zeros(shape, (&x.device(), dtype)));
     }
     // One product of all rows: Burn's own choice for a batch may be a small one for each entry.
-    let x = x.reshape([rows, inputs]);
+    let x = reshape(x, [rows, inputs]);
     let residual = residual.map(|residual| residual.reshape([rows, outputs]));
     if is_f32(&x) && is_f32(&weight) {
         let dropout = super::dropout::drawn(dropout, [&x.device(), &weight.device()]);
@@ -87,7 +87,13 @@ pub fn linear<const D: usize>(
         let y: Tensor<2> = run(operation, x.into_dispatch(), others)?;
         return Ok(y.reshape(shape));
     }
-    let y = activate(plain_linear(x, weight, bias), activation);
+    let sums = match (inputs, bias) {
+        // Not every backend has a product of rows without numbers.
+        (0, Some(bias)) => bias.unsqueeze::<2>().expand([rows, outputs]),
+        (0, None) => Tensor::zeros([rows, outputs], (&x.device(), dtype)),
+        (_, bias) => plain_linear(x, weight, bias),
+    };
+    let y = activate(sums, activation);
     let y = super::dropout(y, dropout)?;
     let y = match residual {
         Some(residual) => residual + y,
