@@ -195,12 +195,13 @@ struct Stored {
 impl Stored {
     /// None of a type that safetensors has no name for.
     fn new(data: TensorData) -> Option<Self> {
-        let (dtype, shape) = (stored_dtype(data.dtype())?, data.shape().to_vec());
-        let data = match dtype {
-            Dtype::BOOL => Bytes::from_elems(data.iter::<bool>().map(u8::from).collect()),
-            _ => data.into_bytes(),
-        };
-        Some(Self { dtype, shape, data })
+        let (own, shape) = (data.dtype(), data.shape().to_vec());
+        if own.is_bool() {
+            let data = Bytes::from_elems(data.iter::<bool>().map(u8::from).collect());
+            return Some(Self { dtype: Dtype::BOOL, shape, data });
+        }
+        let (_, dtype) = NUMBERS.into_iter().find(|(dtype, _)| *dtype == own)?;
+        Some(Self { dtype, shape, data: data.into_bytes() })
     }
 }
 
@@ -220,24 +221,21 @@ fn collected<M: Module>(model: &M, path: &Path) -> Result<(BTreeMap<String, Stor
     Ok((tensors, identities))
 }
 
-fn stored_dtype(dtype: DType) -> Option<Dtype> {
-    Some(match dtype {
-        DType::F64 => Dtype::F64,
-        DType::F32 => Dtype::F32,
-        DType::F16 => Dtype::F16,
-        DType::BF16 => Dtype::BF16,
-        DType::I64 => Dtype::I64,
-        DType::I32 => Dtype::I32,
-        DType::I16 => Dtype::I16,
-        DType::I8 => Dtype::I8,
-        DType::U64 => Dtype::U64,
-        DType::U32 => Dtype::U32,
-        DType::U16 => Dtype::U16,
-        DType::U8 => Dtype::U8,
-        DType::Bool(_) => Dtype::BOOL,
-        _ => return None,
-    })
-}
+/// The types of numbers that a file may hold, in Burn's names and in safetensors'.
+const NUMBERS: [(DType, Dtype); 12] = [
+    (DType::F64, Dtype::F64),
+    (DType::F32, Dtype::F32),
+    (DType::F16, Dtype::F16),
+    (DType::BF16, Dtype::BF16),
+    (DType::I64, Dtype::I64),
+    (DType::I32, Dtype::I32),
+    (DType::I16, Dtype::I16),
+    (DType::I8, Dtype::I8),
+    (DType::U64, Dtype::U64),
+    (DType::U32, Dtype::U32),
+    (DType::U16, Dtype::U16),
+    (DType::U8, Dtype::U8),
+];
 
 /// FNV-1a over words of 64 bits, of names and numbers in the order of the names.
 fn checksum<'a>(tensors: impl Iterator<Item = (&'a str, &'a [u8])>) -> String {
@@ -374,7 +372,7 @@ fn read_tensor(view: &TensorView<'_>) -> Option<TensorData> {
     if view.dtype() == Dtype::BOOL {
         return Some(TensorData::new(view.data().iter().map(|&x| x != 0).collect::<Vec<_>>(), view.shape()));
     }
-    let dtype = NUMBERS.into_iter().find(|&dtype| stored_dtype(dtype) == Some(view.dtype()))?;
+    let (dtype, _) = NUMBERS.into_iter().find(|(_, dtype)| *dtype == view.dtype())?;
     Some(TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype))
 }
 
@@ -385,22 +383,6 @@ fn is_integer(dtype: DType) -> bool {
 fn is_finite(data: &TensorData) -> bool {
     !data.dtype().is_float() || data.iter::<f64>().all(f64::is_finite)
 }
-
-/// The types of numbers that a file may hold.
-const NUMBERS: [DType; 12] = [
-    DType::F64,
-    DType::F32,
-    DType::F16,
-    DType::BF16,
-    DType::I64,
-    DType::I32,
-    DType::I16,
-    DType::I8,
-    DType::U64,
-    DType::U32,
-    DType::U16,
-    DType::U8,
-];
 
 /// Reads a safetensors file of PyTorch's layout into `model`: weights of linear layers are transposed, numbers converted to the model's type.
 /// `names` turns the file's names into the model's ([`pytorch_names`] knows some). The rows of what is one tensor here may be several there,
