@@ -920,11 +920,24 @@ fn models_of_several_number_types_are_errors_and_no_panics() {
     for block in blocks {
         let error = block.forward(x.clone(), &AttentionMask::causal()).unwrap_err().to_string();
         assert!(error.contains("number types") && error.contains("cast"), "{error}");
+        let mut state = AttentionState::default();
+        assert!(block.step(x.clone().narrow(1, 0, 1), &mut state).is_err());
+        assert!(block.advance(x.clone(), &mut state).is_err());
+        assert!(block.attention.attention.store(&state).unwrap().is_empty(), "a state moves on after an error");
     }
     let mut model = LanguageModelConfig::new(11).with_block(block.clone()).init(&device).unwrap();
     model.norm = model.norm.map(|norm| norm.map(&mut double()));
     let error = model.decoder(&LanguageState::default(), 1).unwrap_err().to_string();
     assert!(error.contains("of another type"), "{error}");
+    let mut state = LanguageState::default();
+    assert!(model.step(&[1], &mut state).is_err());
+    assert!(model.prefill(tokens(1, [1, 2]), &mut state).is_err());
+    assert_eq!((model.store(&state).unwrap().iter().all(StoredState::is_empty), state.position()), (true, 0));
+    let mut pairs = Seq2SeqConfig::new(11, 11).with_block(block.clone()).init(&device).unwrap();
+    pairs.output = pairs.output.map(&mut double());
+    let mut state = pairs.start(pairs.encode(tokens(1, [1, 2]), &[2]).unwrap());
+    assert!(pairs.step(&[1], &mut state).is_err());
+    assert_eq!(state.position(), 0);
     let config = ClassifierConfig::new(11, 2).with_block(block).with_pooling(Pooling::Attention);
     let mut model = config.init(&device).unwrap();
     model.pooling_query = model.pooling_query.map(|query| query.map(|x| x.cast(FloatDType::F64)));

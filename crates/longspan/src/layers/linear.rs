@@ -3,7 +3,7 @@
 use std::f64::consts::FRAC_1_SQRT_2;
 
 use burn::config::Config;
-use burn::module::{Param, ParamId};
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::module::linear as plain_linear;
@@ -115,6 +115,23 @@ pub(crate) fn check_rows<const D: usize, const E: usize>(
     let expected = || format!("rows of {width} numbers of {dtype:?} on {own:?}, as the layer has them");
     let got = || format!("{:?} of {:?} on {device:?}", x.dims(), x.dtype());
     argument(alike && x.dims()[D - 1] == width, operation, name, expected, got)
+}
+
+/// Checks that all that a module has learned is of one number type, before a step changes a state.
+pub(crate) fn check_types(operation: &'static str, module: &impl Module) -> Result<()> {
+    struct Types(Vec<DType>);
+    impl ModuleVisitor for Types {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let dtype = param.val().dtype();
+            if !matches!(dtype, DType::QFloat(_)) && !self.0.contains(&dtype) {
+                self.0.push(dtype);
+            }
+        }
+    }
+    let mut types = Types(Vec::new());
+    module.visit(&mut types);
+    let expected = || "one for all that is learned; cast the others".into();
+    argument(types.0.len() < 2, operation, "number types", expected, || format!("{:?}", types.0))
 }
 
 /// Checks that a tensor has this shape, and the number type and the device of another.

@@ -13,7 +13,9 @@ use super::stack;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, StoredState, index_tensor};
 use crate::backend::Peers;
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, Targets, TokenNorm, apply, cross_entropy, fresh};
+use crate::layers::{
+    Activation, After, CrossEntropyLoss, Targets, TokenNorm, apply, check_types, cross_entropy, fresh,
+};
 
 const NAME: &str = "language model";
 
@@ -234,6 +236,7 @@ impl LanguageModel {
         let states = state.of(self)?;
         let mut x = self.embed(tokens, states.position)?;
         // All blocks take the token, or none.
+        check_types(NAME, self)?;
         for (block, layer) in self.blocks.iter().zip(&states.layers) {
             block.attention.check_step(&x, layer)?;
         }
