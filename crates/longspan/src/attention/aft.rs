@@ -12,7 +12,6 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Bool, Device, Int, Tensor};
-use longspan_kernels as kernels;
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{Aft, Mechanism, Order};
 use serde::{Deserialize, Serialize};
@@ -197,11 +196,6 @@ impl Options for AftConvOptions {
 attention_module!(AftAttention);
 
 impl AftAttention {
-    /// The options of the kernel behind it.
-    pub fn options(&self) -> &kernels::Aft {
-        &self.aft
-    }
-
     /// AFT-conv's kernels, `[heads, taps]`.
     fn kernels(&self, w: Tensor<2>) -> Tensor<2> {
         let (Some(gamma), Some(beta)) = (&self.gamma, &self.beta) else { return w };

@@ -168,11 +168,6 @@ impl Options for FourierOptions {
 attention_module!(FourierAttention);
 
 impl FourierAttention {
-    /// The options of the kernel behind it.
-    pub fn options(&self) -> &kernels::KernelizedAttention {
-        &self.options
-    }
-
     /// [`forward`](Self::forward) at positions that are given, real numbers on any number of axes, instead of counted
     /// ones. The offset of the mask then only says what a causal query sees.
     ///

@@ -142,11 +142,6 @@ impl Options for ToeplitzOptions {
 attention_module!(ToeplitzAttention);
 
 impl ToeplitzAttention {
-    /// The options of the kernel behind it.
-    pub fn options(&self) -> &kernels::Toeplitz {
-        &self.toeplitz
-    }
-
     /// What of the mechanism is kernelized attention without positions.
     fn content(&self) -> KernelizedAttention {
         let Toeplitz { feature_map, normalize, .. } = *self.toeplitz;

@@ -65,16 +65,6 @@ pub struct FeedForward {
 }
 
 impl FeedForward {
-    /// `f`.
-    pub fn activation(&self) -> Activation {
-        self.activation
-    }
-
-    /// Whether a second product multiplies the activations.
-    pub fn gated(&self) -> bool {
-        self.gated
-    }
-
     /// `[batch, tokens, d_model]` → `[batch, tokens, d_model]`.
     ///
     /// # Errors

@@ -58,11 +58,6 @@ pub struct GatedRmsNorm {
 }
 
 impl GatedRmsNorm {
-    /// What keeps the division finite.
-    pub fn epsilon(&self) -> f64 {
-        self.epsilon
-    }
-
     /// Of the heads of each token, which stand side by side.
     ///
     /// # Shapes

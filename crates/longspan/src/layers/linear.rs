@@ -3,7 +3,7 @@
 use std::f64::consts::FRAC_1_SQRT_2;
 
 use burn::config::Config;
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, Param, ParamId};
 use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::module::linear as plain_linear;
@@ -11,7 +11,7 @@ use burn::tensor::{DType, Device, Tensor};
 use longspan_kernels::Error;
 use longspan_layers::{self as kernels, Dropout, Kept, LinearGradients};
 
-use super::flex::{gradients, is_f32, numbers, of_layer, shape, tensor};
+use super::flex::{gradients, is_f32, numbers, of_layer, places, shape, tensor};
 use crate::backend::operation::{Operation, run};
 use crate::backend::tensor::{narrow_float, sigmoid, silu, widen};
 use crate::backend::{meet, place};
@@ -119,19 +119,11 @@ pub(crate) fn check_rows<const D: usize, const E: usize>(
 
 /// Checks that all that a module has learned is of one number type, before a step changes a state.
 pub(crate) fn check_types(operation: &'static str, module: &impl Module) -> Result<()> {
-    struct Types(Vec<DType>);
-    impl ModuleVisitor for Types {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let dtype = param.val().dtype();
-            if !matches!(dtype, DType::QFloat(_)) && !self.0.contains(&dtype) {
-                self.0.push(dtype);
-            }
-        }
-    }
-    let mut types = Types(Vec::new());
-    module.visit(&mut types);
+    let mut types: Vec<DType> = places(module).into_iter().map(|(_, dtype)| dtype).collect();
+    types.retain(|dtype| !matches!(dtype, DType::QFloat(_)));
+    types.dedup();
     let expected = || "one for all that is learned; cast the others".into();
-    argument(types.0.len() < 2, operation, "number types", expected, || format!("{:?}", types.0))
+    argument(types.len() < 2, operation, "number types", expected, || format!("{types:?}"))
 }
 
 /// Checks that a tensor has this shape, and the number type and the device of another.

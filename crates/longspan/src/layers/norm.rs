@@ -71,16 +71,6 @@ pub struct TokenNorm {
 }
 
 impl TokenNorm {
-    /// Which norm.
-    pub fn kind(&self) -> NormKind {
-        self.kind
-    }
-
-    /// What keeps the division finite.
-    pub fn epsilon(&self) -> f64 {
-        self.epsilon
-    }
-
     /// Of each token of `x`, `[batch, tokens, width]`.
     ///
     /// # Errors

@@ -77,7 +77,7 @@ pub struct LanguageModel {
     pub output: Option<Linear>,
     dropout: Dropout,
     #[module(skip)]
-    positions: Positions,
+    pub(super) positions: Positions,
     d_model: usize,
 }
 
@@ -332,10 +332,6 @@ impl LanguageModel {
         if self.output.is_none() { (self.d_model as f64).sqrt() } else { 1.0 }
     }
 
-    pub(super) fn positions(&self) -> Positions {
-        self.positions
-    }
-
     /// The last layer: its own, or the embedding the other way round.
     pub(super) fn output(&self) -> Linear {
         self.output.clone().unwrap_or_else(|| Linear {
@@ -349,22 +345,13 @@ impl LanguageModel {
 /// state before the first token.
 #[derive(Debug, Clone, Default)]
 pub struct LanguageState {
-    layers: Vec<AttentionState>,
-    position: usize,
+    pub(super) layers: Vec<AttentionState>,
+    pub(super) position: usize,
     /// Whether some texts are shorter: the position is that of the longest.
-    uneven: bool,
+    pub(super) uneven: bool,
 }
 
 impl LanguageState {
-    pub(super) fn new(layers: Vec<AttentionState>, position: usize) -> Self {
-        Self { layers, position, uneven: false }
-    }
-
-    /// The states of the blocks.
-    pub(super) fn layers(&self) -> &[AttentionState] {
-        &self.layers
-    }
-
     /// Tokens taken in so far, by the longest of its texts.
     pub fn position(&self) -> usize {
         self.position
