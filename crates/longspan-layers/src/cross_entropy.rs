@@ -144,10 +144,11 @@ impl Counted<'_> {
         let mut dh = Fresh::new(self.targets.len() * width)?;
         let part = self.part();
         let mut sinks = Vec::new();
-        if width > 0 {
-            for dh in dh.room().chunks_mut(part * width) {
-                sinks.push(Sink { dh, d_weight: Fresh::new(weight.len())?, d_bias: vec![0.0; vocabulary] });
-            }
+        // Rows may have no numbers at all.
+        let mut rooms = dh.room().chunks_mut((part * width).max(1));
+        for _ in 0..self.targets.len().div_ceil(part) {
+            let dh = rooms.next().unwrap_or_default();
+            sinks.push(Sink { dh, d_weight: Fresh::new(weight.len())?, d_bias: vec![0.0; vocabulary] });
         }
         let turned = transposed(weight, vocabulary, [width, vocabulary])?;
         let loss = self.run(Some((&mut sinks, &turned)))?;

@@ -10,10 +10,15 @@ use longspan_core::threads::share_many;
 /// Numbers of a task: 64 kB, which a first- or second-level cache holds.
 const PIECE: usize = 1 << 14;
 
-/// `Σ x²`. Each piece is summed in `f32`, the pieces in `f64`.
+/// `Σ x²`. Each piece is summed in `f32`, or where that has no place for it in `f64`, as the pieces are.
 pub fn sum_of_squares(x: &[f32]) -> f64 {
     let mut sums = vec![0.0; x.len().div_ceil(PIECE)];
-    share_many(x.len(), x.chunks(PIECE).zip(&mut sums), |(x, sum)| *sum = dispatch(Squares { x }));
+    share_many(x.len(), x.chunks(PIECE).zip(&mut sums), |(x, sum)| {
+        *sum = dispatch(Squares { x });
+        if !sum.is_finite() {
+            *sum = x.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+        }
+    });
     sums.iter().sum()
 }
 
@@ -69,5 +74,6 @@ mod tests {
             assert!(add(&mut sum, &vec![0.0; len + 1]).is_err());
         }
         assert!(sum_of_squares(&[f32::NAN]).is_nan());
+        assert_eq!(sum_of_squares(&[f32::MAX, 1.0]), f64::from(f32::MAX).powi(2));
     }
 }

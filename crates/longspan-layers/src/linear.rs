@@ -244,8 +244,9 @@ impl<'a> Linear<'a> {
         expect(kind, OPERATION, "kept", || "what this call's forward kept".into(), || "another call's".into())?;
         if rows * outputs * inputs == 0 {
             let zeros = |len| vec![0.0; len];
-            let mut d_bias = zeros(outputs);
-            add_rows(d_out, &mut d_bias);
+            let (mut d_bias, mut dz) = (zeros(outputs), d_out.to_vec());
+            self.pull_back_slopes(0, at, &mut dz);
+            add_rows(&dz, &mut d_bias);
             let d_norm = [(); 2].map(|()| zeros(if self.norm.is_some() { inputs } else { 0 }));
             return Ok(LinearGradients { dx: zeros(rows * inputs), d_weight: zeros(inputs * outputs), d_bias, d_norm });
         }
@@ -278,6 +279,14 @@ impl<'a> Linear<'a> {
         Ok(LinearGradients { dx: unsafe { dx.written() }, d_weight, d_bias, d_norm })
     }
 
+    /// From gradients of results, the first at the place `first`, to those of their sums.
+    fn pull_back_slopes(&self, first: usize, at: &[f32], d: &mut [f32]) {
+        if let Some(dropout) = self.dropout {
+            dropout.apply(first, d);
+        }
+        dispatch(PullBack { activation: self.activation, at, d });
+    }
+
     /// The rows of `dx` from `first` on, and what they give to the gradients of the weight and, one after the other, of bias, `γ`
     /// and `β`. `turned` is `Wᵀ`.
     fn pull_back(
@@ -288,7 +297,7 @@ impl<'a> Linear<'a> {
         (d_weight, row): (&mut [MaybeUninit<f32>], &mut [f32]),
         [normed, slopes]: [&mut [MaybeUninit<f32>]; 2],
     ) {
-        let Self { inputs, outputs, activation, .. } = *self;
+        let Self { inputs, outputs, .. } = *self;
         let (d_bias, d_norm) = row.split_at_mut(outputs);
         let mut d_weight = WeightGradient::new(d_weight, [inputs, outputs]);
         for (n, dx) in dx.chunks_mut(ROWS * inputs).enumerate() {
@@ -298,10 +307,7 @@ impl<'a> Linear<'a> {
             let mut dz = &d_out[range.clone()];
             if !slopes.is_empty() {
                 let own = slopes[..dz.len()].write_copy_of_slice(dz);
-                if let Some(dropout) = self.dropout {
-                    dropout.apply(range.start, own);
-                }
-                dispatch(PullBack { activation, at: &at[range], d: own });
+                self.pull_back_slopes(range.start, &at[range], own);
                 dz = own;
             }
             add_rows(dz, d_bias);

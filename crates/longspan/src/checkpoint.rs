@@ -118,9 +118,9 @@ pub fn training_to_bytes<M: Module>(
     let record = Stored { dtype: Dtype::U8, shape: vec![record.len()], data: record };
     tensors.insert("optimizer".into(), record);
     for (n, own) in own.into_iter().enumerate() {
-        let (data, shape, dtype) = own.into_parts();
-        let dtype = stored_dtype(dtype).ok_or_else(|| broken(format!("{dtype:?}, which safetensors cannot hold")))?;
-        tensors.insert(format!("own.{n}"), Stored { dtype, shape: shape.to_vec(), data });
+        let dtype = own.dtype();
+        let own = Stored::new(own).ok_or_else(|| broken(format!("{dtype:?}, which safetensors cannot hold")))?;
+        tensors.insert(format!("own.{n}"), own);
     }
     let progress = serde_json::to_value(progress).map_err(|error| broken(format!("the progress: {error}")))?;
     serialized(path, tensors, identities, Some(progress))
@@ -151,11 +151,9 @@ pub fn load_training<M: Module, P: serde::de::DeserializeOwned>(
     let progress = serde_json::from_value(progress).map_err(|error| foreign(format!("the progress: {error}")))?;
     let weights = tensors.iter().filter_map(|(name, view)| Some((name.strip_prefix("model.")?, view))).collect();
     let model = restore(path, weights, &footnote.parameters, true, model)?;
-    let own = (0..).map_while(|n| tensors.tensor(&format!("own.{n}")).ok()).map(|view| {
-        let dtype = FLOATS.into_iter().find(|&dtype| stored_dtype(dtype) == Some(view.dtype()));
-        let dtype = dtype.ok_or_else(|| foreign(format!("numbers of type {:?}", view.dtype())))?;
-        Ok(TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype))
-    });
+    let own = (0..)
+        .map_while(|n| tensors.tensor(&format!("own.{n}")).ok())
+        .map(|view| read_tensor(&view).ok_or_else(|| foreign(format!("numbers of type {:?}", view.dtype()))));
     Ok((model, optimizer, progress, own.collect::<Result<_>>()?))
 }
 
@@ -194,45 +192,50 @@ struct Stored {
     data: Bytes,
 }
 
+impl Stored {
+    /// None of a type that safetensors has no name for.
+    fn new(data: TensorData) -> Option<Self> {
+        let (own, shape) = (data.dtype(), data.shape().to_vec());
+        if own.is_bool() {
+            let data = Bytes::from_elems(data.iter::<bool>().map(u8::from).collect());
+            return Some(Self { dtype: Dtype::BOOL, shape, data });
+        }
+        let (_, dtype) = NUMBERS.into_iter().find(|(dtype, _)| *dtype == own)?;
+        Some(Self { dtype, shape, data: data.into_bytes() })
+    }
+}
+
 /// The parameters of a module by name, and their ids.
 fn collected<M: Module>(model: &M, path: &Path) -> Result<(BTreeMap<String, Stored>, BTreeMap<String, u64>)> {
     let (mut tensors, mut identities) = (BTreeMap::new(), BTreeMap::new());
     for tensor in model.collect(None, None, true) {
-        let (name, id) = (tensor.name.clone(), tensor.param_id);
-        let dtype = stored_dtype(tensor.dtype).ok_or_else(|| {
-            let problem = format!("{name} holds {:?}, which safetensors cannot", tensor.dtype);
+        let (name, id, dtype) = (tensor.name.clone(), tensor.param_id, tensor.dtype);
+        let data = bridge::into_data(tensor).map_err(|error| Error::Device(error.to_string()))?;
+        let data = Stored::new(data).ok_or_else(|| {
+            let problem = format!("{name} holds {dtype:?}, which safetensors cannot");
             checkpoint(path, problem, "cast the model to f32, f64, f16 or bf16 first")
         })?;
-        let data = bridge::into_data(tensor).map_err(|error| Error::Device(error.to_string()))?;
-        let shape = data.shape().to_vec();
-        let data = match dtype {
-            Dtype::BOOL => Bytes::from_elems(data.iter::<bool>().map(u8::from).collect()),
-            _ => data.into_bytes(),
-        };
         identities.extend(id.map(|id| (name.clone(), id)));
-        tensors.insert(name, Stored { dtype, shape, data });
+        tensors.insert(name, data);
     }
     Ok((tensors, identities))
 }
 
-fn stored_dtype(dtype: DType) -> Option<Dtype> {
-    Some(match dtype {
-        DType::F64 => Dtype::F64,
-        DType::F32 => Dtype::F32,
-        DType::F16 => Dtype::F16,
-        DType::BF16 => Dtype::BF16,
-        DType::I64 => Dtype::I64,
-        DType::I32 => Dtype::I32,
-        DType::I16 => Dtype::I16,
-        DType::I8 => Dtype::I8,
-        DType::U64 => Dtype::U64,
-        DType::U32 => Dtype::U32,
-        DType::U16 => Dtype::U16,
-        DType::U8 => Dtype::U8,
-        DType::Bool(_) => Dtype::BOOL,
-        _ => return None,
-    })
-}
+/// The types of numbers that a file may hold, in Burn's names and in safetensors'.
+const NUMBERS: [(DType, Dtype); 12] = [
+    (DType::F64, Dtype::F64),
+    (DType::F32, Dtype::F32),
+    (DType::F16, Dtype::F16),
+    (DType::BF16, Dtype::BF16),
+    (DType::I64, Dtype::I64),
+    (DType::I32, Dtype::I32),
+    (DType::I16, Dtype::I16),
+    (DType::I8, Dtype::I8),
+    (DType::U64, Dtype::U64),
+    (DType::U32, Dtype::U32),
+    (DType::U16, Dtype::U16),
+    (DType::U8, Dtype::U8),
+];
 
 /// FNV-1a over words of 64 bits, of names and numbers in the order of the names.
 fn checksum<'a>(tensors: impl Iterator<Item = (&'a str, &'a [u8])>) -> String {
@@ -353,33 +356,33 @@ fn data(
     whole: bool,
 ) -> Result<TensorData> {
     // Backends have integers of their own.
-    let integers = if dtype.is_int() || dtype.is_uint() { &INTEGERS[..] } else { &[] };
-    let stored = integers.iter().chain([&dtype]).find(|&&dtype| stored_dtype(dtype) == Some(view.dtype()));
-    let (Some(&stored), true) = (stored, view.shape() == shape) else {
+    let fits = |data: &TensorData| data.dtype() == dtype || is_integer(dtype) && is_integer(data.dtype());
+    let Some(data) = read_tensor(view).filter(|data| data.shape().as_slice() == shape && fits(data)) else {
         let found = format!("{:?} of {:?}", view.shape(), view.dtype());
         return Err(differs(path, format!("{name} is {found}, the model wants {shape:?} of {dtype:?}")));
     };
-    let finite = match view.dtype() {
-        Dtype::F32 => view.data().as_chunks().0.iter().all(|&x| f32::from_le_bytes(x).is_finite()),
-        Dtype::F64 => view.data().as_chunks().0.iter().all(|&x| f64::from_le_bytes(x).is_finite()),
-        _ => true,
-    };
-    if !whole && !finite {
+    if !whole && !is_finite(&data) {
         return Err(checkpoint(path, format!("{name} holds NaN or infinity"), DAMAGED));
     }
-    if view.dtype() == Dtype::BOOL {
-        return Ok(TensorData::new(view.data().iter().map(|&x| x != 0).collect::<Vec<_>>(), shape));
-    }
-    let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, stored);
     data.try_cast(dtype).map_err(|error| differs(path, format!("{name}: {error}")))
 }
 
-/// The types of other numbers.
-const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
+/// A tensor of a file; none of a type that Burn has no name for.
+fn read_tensor(view: &TensorView<'_>) -> Option<TensorData> {
+    if view.dtype() == Dtype::BOOL {
+        return Some(TensorData::new(view.data().iter().map(|&x| x != 0).collect::<Vec<_>>(), view.shape()));
+    }
+    let (dtype, _) = NUMBERS.into_iter().find(|(_, dtype)| *dtype == view.dtype())?;
+    Some(TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype))
+}
 
-/// The types of integers that a file may hold.
-const INTEGERS: [DType; 8] =
-    [DType::I64, DType::I32, DType::I16, DType::I8, DType::U64, DType::U32, DType::U16, DType::U8];
+fn is_integer(dtype: DType) -> bool {
+    dtype.is_int() || dtype.is_uint()
+}
+
+fn is_finite(data: &TensorData) -> bool {
+    !data.dtype().is_float() || data.iter::<f64>().all(f64::is_finite)
+}
 
 /// Reads a safetensors file of PyTorch's layout into `model`: weights of linear layers are transposed, numbers converted to the model's type.
 /// `names` turns the file's names into the model's ([`pytorch_names`] knows some). The rows of what is one tensor here may be several there,
@@ -399,7 +402,8 @@ const INTEGERS: [DType; 8] =
 /// ```
 ///
 /// # Errors
-/// A file that cannot be read or is no safetensors file, and tensors of other shapes than the model's.
+/// A file that cannot be read or is no safetensors file, tensors of other shapes or kinds of number than the model's, numbers that the model's
+/// type does not hold, and two tensors in one place.
 pub fn import_weights<M: Module>(path: impl AsRef<Path>, model: M, names: &KeyRemapper) -> Result<(M, ApplyResult)> {
     let path = path.as_ref();
     let bytes = read(path)?;
@@ -408,17 +412,24 @@ pub fn import_weights<M: Module>(path: impl AsRef<Path>, model: M, names: &KeyRe
     let own: BTreeMap<String, PackTensor> = own.collect();
     let mut parts = BTreeMap::<String, BTreeMap<usize, TensorData>>::new();
     for (name, view) in tensors.iter() {
-        let all = FLOATS.iter().chain(&INTEGERS);
-        let Some(&dtype) = all.into_iter().find(|&&dtype| stored_dtype(dtype) == Some(view.dtype())) else { continue };
-        let data = TensorData::from_bytes_vec(view.data().to_vec(), view.shape().to_vec(), dtype);
+        let foreign = || {
+            let problem = format!("{name} holds numbers of type {:?}", view.dtype());
+            checkpoint(path, problem, "write the file in f32, f16 or bf16 first")
+        };
+        let data = read_tensor(&view).ok_or_else(foreign)?;
         let renamed = names.remap(vec![bridge::from_data(data, name.into(), None)]).0.remove(0);
         let (name, part) = match part_of(&renamed.name) {
             Some((whole, part)) if own.contains_key(&whole) => (whole, part),
             _ => (renamed.name.clone(), 0),
         };
         let data = bridge::into_data(renamed).map_err(|error| differs(path, error.to_string()))?;
-        let data = own.get(&name).map_or(data.clone(), |own| data.convert_dtype(own.dtype));
-        parts.entry(name).or_default().insert(part, data);
+        let data = match own.get(&name) {
+            Some(own) => converted(path, &name, data, own.dtype)?,
+            None => data,
+        };
+        if parts.entry(name.clone()).or_default().insert(part, data).is_some() {
+            return Err(checkpoint(path, format!("two of its tensors are {name} in the model"), "correct the names"));
+        }
     }
     let joined = |(name, parts): (&String, &BTreeMap<usize, TensorData>)| {
         let parts: Vec<&TensorData> = parts.values().collect();
@@ -442,6 +453,20 @@ pub fn import_weights<M: Module>(path: impl AsRef<Path>, model: M, names: &KeyRe
         }
     }
     applied(path, model, tensors, Some(Box::new(PyTorchToBurnAdapter)))
+}
+
+/// Numbers of the same kind in another type, all of which it holds.
+fn converted(path: &Path, name: &str, data: TensorData, dtype: DType) -> Result<TensorData> {
+    let stored = data.dtype();
+    if [stored, dtype].map(is_integer) != [is_integer(dtype); 2] || stored.is_bool() != dtype.is_bool() {
+        return Err(differs(path, format!("{name} is of {stored:?}, the model wants {dtype:?}")));
+    }
+    let data = data.convert_dtype(dtype);
+    if is_finite(&data) {
+        return Ok(data);
+    }
+    let problem = format!("{name} holds numbers that are no finite ones in {dtype:?}");
+    Err(checkpoint(path, problem, "restore it from a copy, or load it into a model of f32"))
 }
 
 /// `NAME.weight` and 2 of `NAME.2.weight`.

@@ -75,10 +75,10 @@ pub(crate) fn config(
     Err(Error::Config { config, field, expected: expected.to_string(), got: got.to_string() })
 }
 
-/// Checks that a table of as many numbers as the product of `sizes` has a place in memory.
+/// Checks that a table of as many numbers as the product of `sizes` has a place in memory: processors have addresses of 47 bits.
 pub(crate) fn fits(config: &'static str, field: &'static str, sizes: &[usize]) -> Result<()> {
     let numbers = sizes.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
-    let holds = numbers.is_some_and(|numbers| numbers < isize::MAX as usize / 64);
+    let holds = numbers.is_some_and(|numbers| numbers < 1 << 45);
     self::config(holds, config, field, "a table that fits memory", format_args!("sizes {sizes:?}"))
 }
 

@@ -292,7 +292,8 @@ pub fn generate_text(
     let (mut tokens, mut goes_on) = (Vec::new(), true);
     while goes_on && tokens.len() < *max_tokens {
         for (logit, _) in logits.iter_mut().zip(&seen).filter(|(_, seen)| **seen) {
-            *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
+            let penalized = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
+            *logit = penalized.clamp(f32::MIN, f32::MAX);
         }
         excluded.iter().for_each(|&token| logits[token] = f32::NEG_INFINITY);
         // 53 bits, as many as a number between 0 and 1 has.

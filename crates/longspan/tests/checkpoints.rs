@@ -4,16 +4,17 @@ use std::fs;
 use std::path::Path;
 
 use burn::module::{Module, ModuleMapper, Param};
+use burn::nn::LinearConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, Int, Tensor, TensorData};
-use longspan::attention::AttentionConfig;
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use longspan::attention::{AttentionConfig, MultiHeadAttentionConfig};
 use longspan::checkpoint::{
     import_weights, load_training, load_weights, pytorch_names, save_training, save_weights, write_atomically,
 };
 use longspan::layers::{Activation, NormKind};
 use longspan::models::{BlockConfig, LanguageModelConfig, Seq2Seq, Seq2SeqConfig};
-use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
 
 fn config(block: BlockConfig) -> Seq2SeqConfig {
     let block = block.with_d_model(8).with_heads(2).with_d_ff(12).with_dropout(0.0);
@@ -73,7 +74,8 @@ fn tensors_of_the_callers_own_come_back_to_the_bit() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("training.safetensors");
     let optimizer = || AdamWConfig::new().init();
-    let own: Vec<TensorData> = (0..12).map(|n| TensorData::new(vec![0.1f32 * n as f32, -1e-30], [2, 1])).collect();
+    let mut own: Vec<TensorData> = (0..12).map(|n| TensorData::new(vec![0.1f32 * n as f32, -1e-30], [2, 1])).collect();
+    own.extend([TensorData::from([1_i64 << 40, -3]), TensorData::from([7_u8]), TensorData::from([true, false])]);
     let first = fresh(1);
     save_training(&path, &first, &optimizer(), &7u32, own.clone()).unwrap();
     let (model, _, progress, found) = load_training::<_, u32>(&path, fresh(2), optimizer()).unwrap();
@@ -323,6 +325,48 @@ fn files_of_other_names_and_layouts_give_the_same_model() {
         let (wide, _) = import_weights(&path, wide, &pytorch_names()).unwrap();
         assert_eq!(wide.forward(tokens).unwrap().dtype(), burn::tensor::DType::F64);
         assert!(import_weights(&path, model(&block.clone().with_d_ff(16)), &pytorch_names()).is_err());
+    }
+}
+
+/// A file that is imported has one tensor for a place, of the same kind of numbers, all of which the model's type holds.
+#[test]
+fn imported_numbers_are_those_of_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let device = Device::flex();
+    let attention = || MultiHeadAttentionConfig::new(2, 1).init(&device).unwrap();
+    let bytes = |number: f32| [number; 4].iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+    let error = |tensors: &[(&str, Dtype, &[u8])], model| {
+        let views = tensors.iter().map(|(name, dtype, data)| {
+            let view = TensorView::new(*dtype, vec![2, 2], data).unwrap();
+            (name.to_string(), view)
+        });
+        fs::write(&path, safetensors::serialize(views.collect::<Vec<_>>(), None).unwrap()).unwrap();
+        import_weights(&path, model, &pytorch_names()).err().map_or(String::new(), |error| error.to_string())
+    };
+    let name = "out_proj.weight";
+    assert_eq!(error(&[(name, Dtype::F32, &bytes(0.5))], attention()), "");
+    let halves = attention().map(&mut Halves);
+    assert!(error(&[(name, Dtype::F32, &bytes(1e30))], halves).contains("no finite ones in F16"));
+    assert!(error(&[(name, Dtype::F32, &bytes(f32::NAN))], attention()).contains("no finite ones"));
+    assert!(error(&[(name, Dtype::I64, &[1; 32])], attention()).contains("is of I64"));
+    assert!(error(&[(name, Dtype::BOOL, &[1; 4])], attention()).contains("is of Bool"));
+    assert!(error(&[(name, Dtype::F8_E4M3, &[1; 4])], attention()).contains("type F8_E4M3"));
+    let both = [(name, Dtype::F32, &bytes(0.5)[..]), ("o_proj.weight", Dtype::F32, &bytes(0.25))];
+    assert!(error(&both, attention()).contains("two of its tensors are output.weight"));
+    // A file from elsewhere, of the model's own names.
+    let numbers = [0x7e00_u16; 4].iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+    let layer = LinearConfig::new(2, 2).with_bias(false).init(&device).map(&mut Halves);
+    let view = TensorView::new(Dtype::F16, vec![2, 2], &numbers).unwrap();
+    fs::write(&path, safetensors::serialize([("weight", view)], None).unwrap()).unwrap();
+    assert!(load_weights(&path, layer).unwrap_err().to_string().contains("weight holds NaN"));
+}
+
+struct Halves;
+
+impl ModuleMapper for Halves {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|x| x.cast(FloatDType::F16))
     }
 }
 

@@ -9,6 +9,7 @@ use longspan::attention::{
 };
 use longspan::checkpoint::{load_weights, save_weights};
 use longspan::generate::{GenerateOptions, TextOptions, generate_text, greedy};
+use longspan::kernels::{Call, Dims, Kernel, Mask, Output, Scratch, View, ViewMut};
 use longspan::layers::{
     Activation, After, FeedForwardConfig, GatedRmsNormConfig, NormKind, TokenNormConfig, clip_gradients, cross_entropy,
     dropout, embedding, linear, pinball, squared_error, with_dropout_seed,
@@ -46,6 +47,15 @@ fn an_error_in_a_later_block_leaves_the_whole_state_as_it_was() {
     assert!(model.step(&[4], &mut state).is_err());
     assert!(model.advance(tokens(1, [4, 5]), &mut state).is_err());
     assert_eq!((model.store(&state).unwrap(), state.position()), (before, 3));
+    // So do losses whose targets are wrong.
+    let before = model.store(&state).unwrap();
+    let first = LanguageState::default();
+    for (next, smoothing) in [(vec![], 0.0), (vec![11], 0.0), (vec![1], 2.0)] {
+        let mut state = first.clone();
+        assert!(model.loss_from(tokens(1, [1]), &next, smoothing, &mut state).is_err());
+        assert_eq!((model.store(&state).unwrap(), state.position()), (model.store(&first).unwrap(), 0));
+    }
+    assert_eq!(model.store(&state).unwrap(), before);
     // So has a decoder without tensors, which could take two more.
     let mut state = LanguageState::default();
     model.step(&[1], &mut state).unwrap();
@@ -231,6 +241,25 @@ fn tables_that_no_machine_holds_are_refused() {
         let config: AttentionConfig = serde_json::from_str(&config(radius)).unwrap();
         let error = MultiHeadAttentionConfig::new(16, 4).with_attention(config).init(&Device::flex()).unwrap_err();
         assert!(error.to_string().contains("radius"), "{error}");
+    }
+    for name in AttentionConfig::NAMES {
+        let attention = AttentionConfig::by_name(name).unwrap();
+        for [heads, head_dim] in [[1 << 40, 1 << 10], [1, usize::MAX], [1 << 33, 1 << 33]] {
+            assert!(attention.init(heads, heads, head_dim, &Device::flex()).is_err(), "{name}");
+        }
+    }
+    // A table of as many columns as rows, and buckets into which nothing falls.
+    for text in [
+        r#"{"mechanism": "aft-full", "length": 16777215, "rank": null}"#,
+        r#"{"mechanism": "toeplitz", "bias": {"kind": "buckets", "buckets": 3, "max_distance": 8, "bidirectional": true}}"#,
+    ] {
+        let config: AttentionConfig = serde_json::from_str(text).unwrap();
+        assert!(config.init(2, 2, 4, &Device::flex()).is_err(), "{text}");
+    }
+    // In single precision these are 0 and infinity.
+    for epsilon in [1e-50, 1e50] {
+        assert!(TokenNormConfig::new(4).with_epsilon(epsilon).init(&Device::flex()).is_err());
+        assert!(GatedRmsNormConfig::new(1, 4).with_epsilon(epsilon).init(&Device::flex()).is_err());
     }
 }
 
@@ -891,11 +920,24 @@ fn models_of_several_number_types_are_errors_and_no_panics() {
     for block in blocks {
         let error = block.forward(x.clone(), &AttentionMask::causal()).unwrap_err().to_string();
         assert!(error.contains("number types") && error.contains("cast"), "{error}");
+        let mut state = AttentionState::default();
+        assert!(block.step(x.clone().narrow(1, 0, 1), &mut state).is_err());
+        assert!(block.advance(x.clone(), &mut state).is_err());
+        assert!(block.attention.attention.store(&state).unwrap().is_empty(), "a state moves on after an error");
     }
     let mut model = LanguageModelConfig::new(11).with_block(block.clone()).init(&device).unwrap();
     model.norm = model.norm.map(|norm| norm.map(&mut double()));
     let error = model.decoder(&LanguageState::default(), 1).unwrap_err().to_string();
     assert!(error.contains("of another type"), "{error}");
+    let mut state = LanguageState::default();
+    assert!(model.step(&[1], &mut state).is_err());
+    assert!(model.prefill(tokens(1, [1, 2]), &mut state).is_err());
+    assert_eq!((model.store(&state).unwrap().iter().all(StoredState::is_empty), state.position()), (true, 0));
+    let mut pairs = Seq2SeqConfig::new(11, 11).with_block(block.clone()).init(&device).unwrap();
+    pairs.output = pairs.output.map(&mut double());
+    let mut state = pairs.start(pairs.encode(tokens(1, [1, 2]), &[2]).unwrap());
+    assert!(pairs.step(&[1], &mut state).is_err());
+    assert_eq!(state.position(), 0);
     let config = ClassifierConfig::new(11, 2).with_block(block).with_pooling(Pooling::Attention);
     let mut model = config.init(&device).unwrap();
     model.pooling_query = model.pooling_query.map(|query| query.map(|x| x.cast(FloatDType::F64)));
@@ -980,6 +1022,24 @@ fn gates_of_kernelized_attention_stream_and_are_stored() {
         let error = attention.self_attention(x, &AttentionMask::bidirectional()).unwrap_err().to_string();
         assert!(error.contains("causal mask"), "{error}");
     }
+    // Keys that bring no gate, whoever calls the kernel.
+    let config: AttentionConfig = serde_json::from_str(r#"{"mechanism": "shaw", "kernel": {"gates": true}}"#).unwrap();
+    let kernel = config.init(1, 1, 2, &device).unwrap().kernel();
+    let kernel: &dyn Kernel<f32> = &*kernel;
+    let dims = Dims::square(1, 1, 3, 2);
+    let learned: Vec<Vec<f32>> = kernel.parameters(&dims).iter().map(|learned| vec![0.1; learned.len()]).collect();
+    let learned: Vec<&[f32]> = learned.iter().map(Vec::as_slice).collect();
+    let (narrow, wide) = ([0.1; 6], [0.1; 9]);
+    let call = |k| Call::new(dims, View::contiguous(&narrow, dims.q()), k, View::contiguous(&narrow, dims.v()));
+    let call = |k| call(k).with_mask(Mask::causal()).with_parameters(&learned);
+    let run = |k| {
+        let mut out = [0.0; 6];
+        kernel.forward(&call(k), Output::new(ViewMut::contiguous(&mut out, dims.out())), &mut Scratch::default())
+    };
+    run(View::contiguous(&wide, [1, 1, 3, 3])).unwrap();
+    assert!(
+        run(View::contiguous(&narrow, dims.k())).unwrap_err().to_string().contains("k: expected shape [1, 1, 3, 3]")
+    );
     let both = r#"{"mechanism": "shaw", "kernel": {"gates": true, "decay": [0.5, 0.5]}}"#;
     let config: AttentionConfig = serde_json::from_str(both).unwrap();
     let error = config.init(2, 2, 4, &device).unwrap_err().to_string();

@@ -346,6 +346,19 @@ fn times(a: &[f64], b: &[f64], [m, k, n]: [usize; 3]) -> Vec<f64> {
     (0..m * n).map(|at| entry(at / n, at % n)).collect()
 }
 
+/// Their sums are biases alone, with gradients all the same.
+#[test]
+fn rows_without_numbers_have_a_bias() {
+    let bias = [-1.0, 1.0, 2.0, -3.0];
+    let call = Linear::new(&[], &[], [3, 0, 4]).with_bias(Some(&bias)).with_activation(Activation::Relu);
+    let (out, kept) = call.training().unwrap();
+    assert_eq!(call.backward(&out, &kept, &[1.0; 12]).unwrap().d_bias, [0.0, 3.0, 3.0, 0.0]);
+    let (h, weight, bias, targets) = (&[][..], &[][..], Some(&[0.0; 3][..]), &[None, Some(0)][..]);
+    let call = CrossEntropy { h, weight, bias, targets, width: 0, vocabulary: 3, smoothing: 0.0 };
+    let (_, gradients) = call.training().unwrap();
+    near("d_bias", &gradients.d_bias, &[-2.0 / 3.0, 1.0 / 3.0, 1.0 / 3.0], 1e-6);
+}
+
 #[test]
 fn muon_is_its_definition_over_some_steps() {
     let mut random = Random::new(8);
@@ -380,6 +393,14 @@ fn muon_is_its_definition_over_some_steps() {
     let mut zero = [0.0; 6];
     muon.step(0.05, [2, 3], &mut zero, &[0.0; 6], &mut [0.0; 6]).unwrap();
     assert_eq!(zero, [0.0; 6], "nothing to learn");
+    // However large a gradient is, its direction counts alone.
+    let [small, large] = [1.0, 1e25].map(|scale| {
+        let mut values = [0.0; 6];
+        let gradient = [0.3, -0.2, 0.5, 0.1, 0.4, -0.6].map(|g| g * scale);
+        muon.step(0.05, [2, 3], &mut values, &gradient, &mut [0.0; 6]).unwrap();
+        values
+    });
+    near("a large gradient", &large, &wide(&small), 1e-5);
     let refused = |rate, columns| muon.step(rate, [2, columns], &mut [0.0; 6], &[0.0; 6], &mut [0.0; 6]).is_err();
     assert!(refused(f64::NAN, 3) && refused(0.1, 4) && !refused(0.1, 3));
 }

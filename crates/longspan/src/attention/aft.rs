@@ -12,7 +12,6 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Bool, Device, Int, Tensor};
-use longspan_kernels as kernels;
 use longspan_kernels::aft::Variant;
 use longspan_kernels::{Aft, Mechanism, Order};
 use serde::{Deserialize, Serialize};
@@ -197,11 +196,6 @@ impl Options for AftConvOptions {
 attention_module!(AftAttention);
 
 impl AftAttention {
-    /// The options of the kernel behind it.
-    pub fn options(&self) -> &kernels::Aft {
-        &self.aft
-    }
-
     /// AFT-conv's kernels, `[heads, taps]`.
     fn kernels(&self, w: Tensor<2>) -> Tensor<2> {
         let (Some(gamma), Some(beta)) = (&self.gamma, &self.beta) else { return w };
@@ -327,6 +321,10 @@ impl Sums for AftAttention {
         *state.tensors() = fallen.into_tensors().into_iter().chain(latest.into_tensors()).collect();
         narrow_float(means.gated(q, self.aft.gate), dtype)
     }
+
+    fn taken(&self, state: &Running) -> usize {
+        state.tokens()
+    }
 }
 
 impl AftAttention {
@@ -386,7 +384,8 @@ impl AftAttention {
             _ => (0, None),
         };
         let window = (0..=back + ahead).map(|at| items.clone().at(first - back as isize + at as isize, queries, false));
-        let near = Means::stacked(window.collect()).joined(biases, None);
+        // Side by side: a row holds one set of each.
+        let near = Means::merged(&window.collect::<Vec<_>>(), |sets| Tensor::stack::<5>(sets, 3)).joined(biases, None);
         // Before the window of query i stand the items before `first − back + i`.
         let (all, skipped) = match before {
             Some(before) => (before.followed_by(items.clone()), 1),
@@ -430,7 +429,8 @@ impl Means {
             None => x,
         };
         let k = filled(k, NONE);
-        let exponent = k.clone().detach();
+        // A key of −∞ has no weight, like the empty set.
+        let exponent = k.clone().detach().clamp_min(NONE);
         let weight = filled((k - exponent.clone()).exp(), 0.0);
         Self { exponent, numerator: weight.clone() * filled(v, 0.0), denominator: weight }
     }
@@ -472,12 +472,7 @@ impl Means {
 
     /// These sets, then others.
     fn followed_by(self, other: Self) -> Self {
-        let cat = |one, other| Tensor::cat(vec![one, other], 2);
-        Self {
-            exponent: cat(self.exponent, other.exponent),
-            numerator: cat(self.numerator, other.numerator),
-            denominator: cat(self.denominator, other.denominator),
-        }
+        Self::merged(&[self, other], |parts| Tensor::cat(parts, 2))
     }
 
     /// The sets at `count` places from `first` on: the empty set before the first one, and behind the last one that one or the empty set.
@@ -502,17 +497,6 @@ impl Means {
         })
     }
 
-    /// Sets side by side: row `i` of the result holds the set `i` of each.
-    fn stacked(rows: Vec<Self>) -> Means<5> {
-        let stack =
-            |part: fn(&Self) -> &Tensor<4>| Tensor::stack(rows.iter().map(|own| part(own).clone()).collect(), 3);
-        Means {
-            exponent: stack(|m| &m.exponent),
-            numerator: stack(|m| &m.numerator),
-            denominator: stack(|m| &m.denominator),
-        }
-    }
-
     /// For each of `rows` queries the union of all sets, with biases `[1, 1 or heads, rows, sets, 1]`, without those that are hidden,
     /// `[1, 1, rows, sets, 1]`. Computed [`ROWS`] queries at a time: all at once would take `rows` times the memory of the keys.
     fn by_rows(
@@ -526,14 +510,12 @@ impl Means {
             .map(|from| {
                 let own = from..(from + ROWS).min(rows);
                 let [batch, heads, sets, width] = self.exponent.dims();
-                let row =
-                    |x: &Tensor<4>| x.clone().unsqueeze_dim::<5>(2).expand([batch, heads, own.len(), sets, width]);
-                let [exponent, numerator, denominator] = [&self.exponent, &self.numerator, &self.denominator].map(row);
-                Means { exponent, numerator, denominator }.joined(biases(&own), hidden(&own))
+                let shape = [batch, heads, own.len(), sets, width];
+                let all = std::slice::from_ref(&self);
+                Self::merged(all, |x| Tensor::stack::<5>(x, 2).expand(shape)).joined(biases(&own), hidden(&own))
             })
             .collect();
-        let cat = |part: fn(&Self) -> &Tensor<4>| Tensor::cat(parts.iter().map(|own| part(own).clone()).collect(), 2);
-        Self { exponent: cat(|m| &m.exponent), numerator: cat(|m| &m.numerator), denominator: cat(|m| &m.denominator) }
+        Self::merged(&parts, |parts| Tensor::cat(parts, 2))
     }
 
     /// The means `numerator / denominator`, times `σ(q)` if `gate`; the empty set gives 0.
@@ -545,6 +527,12 @@ impl Means {
 }
 
 impl<const D: usize> Means<D> {
+    /// Several, tensor by tensor, as one.
+    fn merged<const E: usize>(all: &[Self], merge: impl Fn(Vec<Tensor<D>>) -> Tensor<E>) -> Means<E> {
+        let of = |part: fn(&Self) -> &Tensor<D>| merge(all.iter().map(|own| part(own).clone()).collect());
+        Means { exponent: of(|m| &m.exponent), numerator: of(|m| &m.numerator), denominator: of(|m| &m.denominator) }
+    }
+
     fn each(self, change: impl Fn(Tensor<D>, f32) -> Tensor<D>) -> Self {
         Self {
             exponent: change(self.exponent, NONE),

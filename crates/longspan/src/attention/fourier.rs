@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::feature_map::LearnedMap;
 use super::registry::{Options, attention_module};
 use super::{AttentionMask, Heads, KernelConfig, KeyMask, gates};
-use crate::backend::tensor::{CHUNK, attend_rotated, flattened, repeat_heads, widen};
+use crate::backend::tensor::{CHUNK, attend_rotated, flattened, narrow_float, repeat_heads, widen};
 use crate::backend::{self, AnyKernel, AttentionState, Layer, Running, Sums};
 use crate::error::{Result, argument, config};
 
@@ -168,11 +168,6 @@ impl Options for FourierOptions {
 attention_module!(FourierAttention);
 
 impl FourierAttention {
-    /// The options of the kernel behind it.
-    pub fn options(&self) -> &kernels::KernelizedAttention {
-        &self.options
-    }
-
     /// [`forward`](Self::forward) at positions that are given, real numbers on any number of axes, instead of counted
     /// ones. The offset of the mask then only says what a causal query sees.
     ///
@@ -310,19 +305,20 @@ impl FourierAttention {
 
     /// `a·p`, `[batch or 1, heads, tokens, angles]`.
     fn angles(&self, positions: Tensor<3>) -> Tensor<4> {
-        let a = widen(self.a.val());
+        let fine = fine(&positions.device());
+        let [a, positions] = [self.a.val(), positions].map(|x| widen(x).cast(fine));
         let ([kv_heads, angles, axes], [batch, tokens, _]) = (a.dims(), positions.dims());
         let heads = self.heads.heads;
         let a = repeat_heads(a.reshape([1, kv_heads, angles, axes]), heads).expand([batch, heads, angles, axes]);
-        let positions = widen(positions).unsqueeze_dim::<4>(1).expand([batch, heads, tokens, axes]);
+        let positions = positions.unsqueeze_dim::<4>(1).expand([batch, heads, tokens, axes]);
         positions.matmul(a.swap_dims(2, 3))
     }
 
     /// The positions of `count` tokens from `first` on, `[1, count, 1]`.
     fn counted(&self, first: isize, count: usize) -> Tensor<3> {
-        let a = widen(self.a.val());
-        let places = Tensor::<1, Int>::arange(first as i64..first as i64 + count as i64, &a.device());
-        places.cast(FloatDType::from(a.dtype())).reshape([1, count, 1])
+        let device = self.a.device();
+        let places = Tensor::<1, Int>::arange(0..count as i64, &device).cast(fine(&device));
+        places.add_scalar(first as f64).reshape([1, count, 1])
     }
 
     /// `φ(q)` and `φ(k)` rotated by their angles.
@@ -330,8 +326,8 @@ impl FourierAttention {
         let Some(b) = &self.b else {
             let half = q.dims()[3] / 2;
             let rotated = |x: Tensor<4>, angle: Tensor<4>| {
+                let [sin, cos] = sin_cos(angle, x.dtype());
                 let (first, second) = (x.clone().narrow(3, 0, half), x.narrow(3, half, half));
-                let (sin, cos) = (angle.clone().sin(), angle.cos());
                 let left = first.clone() * cos.clone() - second.clone() * sin.clone();
                 Tensor::cat(vec![left, first * sin + second * cos], 3)
             };
@@ -341,14 +337,15 @@ impl FourierAttention {
             let [heads, width] = x.dims();
             widen(x).reshape([1, heads, 1, width])
         };
-        let angle = of_queries + of_head(b.val());
+        let angle = of_queries.clone() + of_head(b.val()).cast(of_queries.dtype());
+        let ([sin, cos], [key_sin, key_cos]) = (sin_cos(angle, q.dtype()), sin_cos(of_keys, k.dtype()));
         let c = self.c.as_ref().map(|c| of_head(c.val()));
         let scaled = match &c {
             Some(c) => q.clone() * c.clone(),
             None => q.clone(),
         };
-        let mut queries = vec![scaled.clone() * angle.clone().cos(), scaled * angle.sin()];
-        let mut keys = vec![k.clone() * of_keys.clone().cos(), k.clone() * of_keys.sin()];
+        let mut queries = vec![scaled.clone() * cos, scaled * sin];
+        let mut keys = vec![k.clone() * key_cos, k.clone() * key_sin];
         let normalizer = self.options.score.fourier().map(|fourier| fourier.normalizer);
         if normalizer != Some(FourierNormalizer::Unrotated) {
             queries.push(match (&self.beta, c) {
@@ -362,6 +359,16 @@ impl FourierAttention {
         }
         (Tensor::cat(queries, 3), Tensor::cat(keys, 3))
     }
+}
+
+/// The type of angles: doubles where a device has them, since `a·p` of a far position keeps few digits behind the point.
+fn fine(device: &Device) -> FloatDType {
+    if device.supports_dtype(DType::F64) { FloatDType::F64 } else { FloatDType::F32 }
+}
+
+/// Sines and cosines, as numbers of another type.
+fn sin_cos(angle: Tensor<4>, dtype: DType) -> [Tensor<4>; 2] {
+    [angle.clone().sin(), angle.cos()].map(|x| narrow_float(x, dtype))
 }
 
 impl Layer for FourierAttention {
@@ -389,9 +396,7 @@ impl Layer for FourierAttention {
     }
 
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
-        // Integers of any device hold it, and waves have no digits left further away.
-        let offset = mask.offset.clamp(-1 << 30, 1 << 30);
-        let positions = [self.counted(offset, q.dims()[2]), self.counted(0, k.dims()[2])];
+        let positions = [self.counted(mask.offset, q.dims()[2]), self.counted(0, k.dims()[2])];
         self.rotated(q, k, v, positions, mask)
     }
 

@@ -247,11 +247,6 @@ fn updates(v: &Tensor<4>, beta: Option<Tensor<4>>, known: impl FnOnce() -> (Tens
 }
 
 impl GatedAttention {
-    /// The options of the kernel behind it.
-    pub fn options(&self) -> &LearnedGates {
-        &self.gates
-    }
-
     /// Taps of queries, keys and values; none without a convolution.
     fn taps(&self) -> impl Iterator<Item = &Param<Tensor<3>>> {
         [&self.query_taps, &self.key_taps, &self.value_taps].into_iter().flatten()

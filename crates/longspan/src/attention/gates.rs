@@ -8,8 +8,9 @@ use burn::nn::Initializer;
 use burn::tensor::activation::softplus;
 use burn::tensor::{Device, Tensor};
 use longspan_kernels::{
-    Algorithm, Call, Cotangent, Dims, Error, FeatureMap, Gradients, Kernel, KernelizedAttention, Mask, Mechanism,
-    Output, Parameter, Parameters, Plan, Real, Reference, Scratch, State, Token, ViewMut,
+    Algorithm, Call, Cotangent, Dims, Error, FeatureMap, Gate, GatedAttention, Gradients, Kernel, KernelizedAttention,
+    LearnedGates, Mask, Mechanism, Output, Parameter, Parameters, Plan, Real, Reference, Scratch, State, Token, Update,
+    ViewMut,
 };
 
 use super::AttentionMask;
@@ -157,13 +158,19 @@ impl Mechanism for GatesWithKeys {
 impl<T: Real> Kernel<T> for GatesWithKeys
 where
     KernelizedAttention: Kernel<T>,
+    LearnedGates: Kernel<T>,
 {
     fn check(&self, call: &Call<'_, T>) -> Result<(), Error> {
         let Dims { batch, kv_heads, keys, .. } = call.dims;
         self.check_learned(call.parameters, kv_heads)?;
         // Any gates do.
         let logs = vec![T::ZERO; batch.saturating_mul(kv_heads).saturating_mul(keys)];
-        self.0.check(&call.with_parameters(&Self::given(call.parameters, &logs)))
+        self.0.check(&call.with_parameters(&Self::given(call.parameters, &logs)))?;
+        // Keys are one number wider than the attention within knows.
+        let attention = GatedAttention { update: Update::Sum, gate: Gate::Head, ..GatedAttention::default() };
+        let gates = &call.parameters[call.parameters.len() - 2..];
+        let call = call.with_parameters(gates).with_mask(Mask::causal()).with_initial_state(None);
+        LearnedGates { attention, ..LearnedGates::default() }.check(&call)
     }
 
     fn forward(&self, call: &Call<'_, T>, output: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error> {
@@ -182,6 +189,8 @@ where
         self.check(call)?;
         let Dims { batch, kv_heads, keys, head_dim, .. } = call.dims;
         let Gradients { dq, mut dk, dv, parameters, initial_state } = gradients;
+        let given: Vec<&[T]> = parameters.iter().map(|x| &**x).collect();
+        self.check_learned(&given, kv_heads)?;
         let (others, learned) = parameters.split_at_mut(parameters.len().saturating_sub(2));
         let logs = Self::log_decays(call);
         let (mut d_logs, mut d_keys) = (vec![T::ZERO; logs.len()], vec![T::ZERO; call.dims.k().iter().product()]);

@@ -2,7 +2,7 @@
 
 use longspan_kernels::Dims;
 
-use crate::error::{Result, config};
+use crate::error::{Result, config, fits};
 
 /// Numbers of heads and their width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +30,7 @@ impl Heads {
             format_args!("a divisor of the {heads} heads"),
             kv_heads,
         )?;
+        fits(name, "head_dim", &[heads, head_dim])?;
         Ok(Self { heads, kv_heads, head_dim })
     }
 

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::nn::Initializer;
 use burn::tensor::{Device, Tensor};
@@ -135,29 +134,13 @@ impl Default for RelativeConfig {
     }
 }
 
-/// Makes a [`KernelizedAttention`].
-#[derive(Config, Debug)]
-pub struct KernelizedAttentionConfig {
-    /// Query heads.
-    pub heads: usize,
-    /// Numbers in a query or key of one head.
-    pub head_dim: usize,
-    /// Key/value heads if fewer than query heads; `heads` is a multiple of them.
-    pub kv_heads: Option<usize>,
-    /// The weight of a pair by its contents.
-    #[config(default = "KernelConfig::default()")]
-    pub kernel: KernelConfig,
-    /// Relative positions, if any.
-    pub relative: Option<RelativeConfig>,
-}
-
 /// Kernelized attention over heads: `out_i = Σ_j w_ij v_j / Σ_j w_ij` with `w_ij = φ(q_i)·φ(k_j)`, or, with a learned
 /// table `r` of relative positions, `w_ij = φ(q_i)·(φ(k_j) + φ(r_{clip(j−i, −R, R)+R}))`. Under a decay `w_ij` is
 /// multiplied by `γ^{i−j}`.
 #[derive(Module, Debug)]
 pub struct KernelizedAttention {
     /// Shaw's table `[heads, 2R+1, head_dim]`, or `[1, 2R+1, head_dim]` if shared; a raw one has as many numbers a row
-    /// as the map has features.
+    /// as the map has features. Rows start at random with a standard deviation of 0.5.
     pub relative: Option<Param<Tensor<3>>>,
     /// What the feature map learns, if anything.
     pub map: Option<LearnedMap>,
@@ -170,20 +153,6 @@ pub struct KernelizedAttention {
     #[module(skip)]
     heads: Heads,
 }
-
-impl KernelizedAttentionConfig {
-    /// Makes the module. Table rows start at random with a standard deviation of 0.5.
-    ///
-    /// # Errors
-    /// Heads that do not divide, a decay that is not in (0, 1] for each key/value head, and a feature map that does not
-    /// fit the other options.
-    pub fn init(&self, device: &Device) -> Result<KernelizedAttention> {
-        let heads = Heads::new(NAME, self.heads, self.kv_heads, self.head_dim)?;
-        module(heads, &self.kernel, self.relative.as_ref(), device)
-    }
-}
-
-const NAME: &str = "KernelizedAttentionConfig";
 
 fn module(
     heads: Heads,

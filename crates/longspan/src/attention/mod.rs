@@ -33,9 +33,7 @@ pub use feature_map::LearnedMap;
 pub use fourier::{FourierAttention, FourierNormalizerConfig, FourierOptions};
 pub use gated::{DeltaOptions, GateConfig, GatedAttention, GatedDeltaOptions, GatedOptions};
 pub use heads::Heads;
-pub use kernelized::{
-    KernelConfig, KernelizedAttention, KernelizedAttentionConfig, KernelizedOptions, RelativeConfig, ShawOptions,
-};
+pub use kernelized::{KernelConfig, KernelizedAttention, KernelizedOptions, RelativeConfig, ShawOptions};
 pub use mask::{AttentionMask, DeviceMask, KeyMask};
 pub use multi_head::{MultiHeadAttention, MultiHeadAttentionConfig};
 pub use registry::{Attention, AttentionConfig, MemoryState};

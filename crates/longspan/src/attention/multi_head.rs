@@ -16,7 +16,8 @@ use crate::backend::{self, Layer, Peers};
 use crate::error::{Error, Result, argument, config, fits};
 use crate::layers::flex::{is_f32, numbers, taken};
 use crate::layers::{
-    Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, check_like, check_rows, drawn, linear, reshape,
+    Activation, After, Around, GatedRmsNorm, GatedRmsNormConfig, apply, check_like, check_rows, check_types, drawn,
+    linear, reshape,
 };
 
 /// Makes a [`MultiHeadAttention`].
@@ -286,6 +287,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn step(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
+        check_types("self-attention step", self)?;
         self.step_in(x, state, Around::default())
     }
 
@@ -306,6 +308,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn advance(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
+        check_types("self-attention", self)?;
         self.advance_in(x, state, None, Around::default())
     }
 

@@ -17,7 +17,7 @@ use super::{
     index_tensor,
 };
 use crate::backend::{self, AnyKernel, Layer, Total};
-use crate::error::{Result, argument};
+use crate::error::{Result, argument, fits};
 use longspan_kernels::Dims;
 
 /// What the options of every mechanism implement.
@@ -134,9 +134,13 @@ macro_rules! mechanisms {
             /// Options or sizes that no mechanism can be made from.
             pub fn init(&self, heads: usize, kv_heads: usize, head_dim: usize, device: &Device) -> Result<Attention> {
                 let heads = Heads::new("AttentionConfig", heads, Some(kv_heads), head_dim)?;
-                match self {
-                    $(Self::$variant(options) => options.init(heads, device).map(Attention::$variant),)*
-                }
+                let attention = match self {
+                    $(Self::$variant(options) => options.init(heads, device).map(Attention::$variant)?,)*
+                };
+                // They are drawn when they are first used.
+                let learned = attention.kernel().parameters(&heads.dims(1, 1, 1));
+                learned.iter().try_for_each(|own| fits("AttentionConfig", "options", &[own.len()]))?;
+                Ok(attention)
             }
         }
 
@@ -347,6 +351,8 @@ impl Attention {
         memory: &MemoryState,
     ) -> Result<()> {
         let (layer, [batch, _, queries, _]) = (self.layer(), q);
+        let expected = || "a position below 2⁵³".into();
+        argument(first < 1 << 53, layer.name(), "first", expected, || first.to_string())?;
         let (name, Heads { heads, kv_heads, head_dim }) = (layer.name(), layer.heads());
         let own = backend::maker(layer);
         argument(memory.made_by == own, name, "memory", || format!("one of {own}"), || memory.made_by.to_string())?;

@@ -131,6 +131,8 @@ impl Options for ToeplitzOptions {
             ..Toeplitz::new(bias)
         });
         toeplitz.check_feature_map(&heads.dims(1, 1, 1))?;
+        // Buckets that nothing falls into.
+        toeplitz.plan(&heads.dims(1, 1, 1), &kernels::Mask::causal())?;
         let bias = Initializer::Normal { mean: 0.0, std: 0.02 }.init([heads.heads, entries], device);
         let map = LearnedMap::new(self.feature_map, heads, device);
         Ok(ToeplitzAttention { bias, map, toeplitz, heads })
@@ -140,11 +142,6 @@ impl Options for ToeplitzOptions {
 attention_module!(ToeplitzAttention);
 
 impl ToeplitzAttention {
-    /// The options of the kernel behind it.
-    pub fn options(&self) -> &kernels::Toeplitz {
-        &self.toeplitz
-    }
-
     /// What of the mechanism is kernelized attention without positions.
     fn content(&self) -> KernelizedAttention {
         let Toeplitz { feature_map, normalize, .. } = *self.toeplitz;

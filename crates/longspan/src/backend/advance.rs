@@ -162,14 +162,14 @@ fn check_tensors(
     }
     let past = match (&state.inner, layer.sums()) {
         (None, _) => 0,
-        (Some(Inner::Tensors(TensorState::Sums(sums))), Some(_)) => {
+        (Some(Inner::Tensors(TensorState::Sums(sums))), Some(own)) => {
             let text = |([batch, heads, dim], dtype): ([usize; 3], DType)| {
                 move || format!("batch {batch}, {heads} heads, values of {dim} numbers of {dtype:?}")
             };
             let expected = ([batch, heads, value_dim], widen_type(dtype));
             let got = (sums.shape(), sums.first().map_or(expected.1, Tensor::dtype));
             argument(expected == got, layer.name(), "state", text(expected), text(got))?;
-            0
+            own.taken(sums)
         }
         (Some(Inner::Tensors(TensorState::Past(past))), None) => {
             let sizes = |x: &Tensor<4>| {

@@ -102,6 +102,11 @@ pub(crate) trait Sums {
 
     /// Takes the tokens of queries, keys and values in and gives their outputs.
     fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4>;
+
+    /// How many places of a table of positions the tokens of a state have taken.
+    fn taken(&self, _: &Running) -> usize {
+        0
+    }
 }
 
 /// Attention over whole sequences.

@@ -305,7 +305,9 @@ impl AttentionState {
             (Form::Sums { batch, heads, value_dim, tokens }, tensors) => {
                 let sizes = layer.heads();
                 let first = tensors.first().map(TensorData::dtype);
-                let fits = heads == sizes.heads && tensors.iter().all(|x| x.rank() == 4 && Some(x.dtype()) == first);
+                // Numbers of more are not whole ones any more.
+                let fits = heads == sizes.heads && tokens < 1 << 53;
+                let fits = fits && tensors.iter().all(|x| x.rank() == 4 && Some(x.dtype()) == first);
                 let limit = tensors.iter().map(TensorData::num_elements).sum::<usize>();
                 let least = batch.checked_mul(heads).and_then(|n| n.checked_mul(value_dim));
                 let (true, Some(dtype)) = (fits && least.is_some_and(|least| least <= limit), first) else {

@@ -29,7 +29,7 @@ pub fn embedding(
     if let Some(positions) = &positions {
         super::check_like("embedding", "positions", positions, [count, width], &weight)?;
     }
-    if batch * count == 0 {
+    if batch * count * width == 0 {
         return Ok(Tensor::zeros([batch, count, width], (&weight.device(), weight.dtype())));
     }
     let fused = is_f32(&weight);

@@ -1,11 +1,12 @@
 //! The feed-forward part of a block.
 
+use burn::backend::DispatchTensor;
 use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Initializer, Linear};
 use burn::tensor::{Device, Tensor};
 use longspan_kernels::Error;
-use longspan_layers::{self as kernels, Dropout, FeedForwardGradients, Weights};
+use longspan_layers::{self as kernels, Dropout, FeedForwardGradients, NormWeights, Weights};
 
 use super::dropout;
 use super::flex::{gradients, is_f32, numbers, of_layer, push_layer, shape, tensor, weights};
@@ -64,16 +65,6 @@ pub struct FeedForward {
 }
 
 impl FeedForward {
-    /// `f`.
-    pub fn activation(&self) -> Activation {
-        self.activation
-    }
-
-    /// Whether a second product multiplies the activations.
-    pub fn gated(&self) -> bool {
-        self.gated
-    }
-
     /// `[batch, tokens, d_model]` → `[batch, tokens, d_model]`.
     ///
     /// # Errors
@@ -94,16 +85,11 @@ impl FeedForward {
     /// [`forward_in`](Self::forward_in) as one operation of the CPU backend.
     fn as_one(&self, x: Tensor<3>, around: Around<'_>) -> Result<Tensor<3>, Error> {
         let mut others = Vec::new();
-        let norm = around.norm.map(|norm| NormSettings::push(norm, &mut others));
-        let biases = [&self.inner, &self.outer].map(|layer| push_layer(layer, &mut others));
         let operation = FeedForwardOperation {
-            norm,
-            biases,
-            activation: self.activation.into(),
-            gated: self.gated,
+            norm: around.norm.map(|norm| NormSettings::push(norm, &mut others)),
             dropout: dropout::drawn(around.dropout, [&x.device(), &self.inner.weight.device()]),
-            residual: around.residual,
             recompute: around.recompute,
+            ..FeedForwardOperation::push(self, around.residual, &mut others)
         };
         run(operation, x.into_dispatch(), others)
     }
@@ -125,7 +111,7 @@ impl FeedForward {
 
 /// What the operation does. Its tensors: `x`, the norm's, and of both layers the weight and, if it has one, the bias.
 #[derive(Debug, Clone)]
-struct FeedForwardOperation {
+pub(crate) struct FeedForwardOperation {
     norm: Option<NormSettings>,
     biases: [bool; 2],
     activation: kernels::Activation,
@@ -136,14 +122,30 @@ struct FeedForwardOperation {
 }
 
 impl FeedForwardOperation {
+    /// Of a module alone, whose tensors are added to those of an operation.
+    pub fn push(layers: &FeedForward, residual: bool, tensors: &mut Vec<DispatchTensor>) -> Self {
+        let biases = [&layers.inner, &layers.outer].map(|layer| push_layer(layer, tensors));
+        let (activation, gated) = (layers.activation.into(), layers.gated);
+        Self { norm: None, biases, activation, gated, dropout: None, residual, recompute: false }
+    }
+
     fn call<'a>(&self, tensors: &'a [FlexTensor]) -> kernels::FeedForward<'a> {
         let [x, others @ ..] = tensors else { unreachable!("x") };
         let mut others = others.iter();
         let norm = self.norm.map(|norm| norm.weights(&mut others));
-        let [inner, outer]: [Weights<'a>; 2] = self.biases.map(|bias| weights(&mut others, bias));
-        let width = shape(x)[2];
+        self.call_on((numbers(x), shape(x)[2]), norm, &mut others)
+    }
+
+    /// On rows of so many numbers, by the layers' tensors.
+    pub fn call_on<'a>(
+        &self,
+        (x, width): (&'a [f32], usize),
+        norm: Option<NormWeights<'a>>,
+        others: &mut impl Iterator<Item = &'a FlexTensor>,
+    ) -> kernels::FeedForward<'a> {
+        let [inner, outer]: [Weights<'a>; 2] = self.biases.map(|bias| weights(others, bias));
         kernels::FeedForward {
-            x: numbers(x),
+            x,
             width,
             hidden: outer.weight.len() / width.max(1),
             norm,

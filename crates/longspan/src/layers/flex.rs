@@ -1,10 +1,11 @@
 //! Tensors of the CPU backend as slices, and back.
 
+use crate::backend::place;
 use crate::cpu::{FlexTensor, Layout, is_flex, to_flex};
 use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::Linear;
-use burn::tensor::{Bytes, DType, Shape, Tensor};
+use burn::tensor::{Bytes, DType, Device, Shape, Tensor};
 use longspan_layers::Weights;
 
 /// Whether a tensor is of the CPU backend, with or without autodiff, and of `f32`.
@@ -12,17 +13,22 @@ pub(crate) fn is_f32<const D: usize>(x: &Tensor<D>) -> bool {
     x.dtype() == DType::F32 && is_flex(&x.device())
 }
 
-/// Whether [`is_f32`] holds of all that a module has learned.
-pub(crate) fn are_f32(module: &impl Module) -> bool {
-    struct All(bool);
-    impl ModuleVisitor for All {
+/// Where all that a module has learned lies, and of which types it is.
+pub(crate) fn places(module: &impl Module) -> Vec<(Device, DType)> {
+    struct Places(Vec<(Device, DType)>);
+    impl ModuleVisitor for Places {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.0 &= is_f32(&param.val());
+            self.0.push(place(&param.val()));
         }
     }
-    let mut all = All(true);
-    module.visit(&mut all);
-    all.0
+    let mut places = Places(Vec::new());
+    module.visit(&mut places);
+    places.0
+}
+
+/// Whether [`is_f32`] holds of all that a module has learned.
+pub(crate) fn are_f32(module: &impl Module) -> bool {
+    places(module).iter().all(|(device, dtype)| *dtype == DType::F32 && is_flex(device))
 }
 
 /// A tensor's own numbers, contiguous, of one without autodiff.

@@ -38,8 +38,9 @@ impl GatedRmsNormConfig {
         config(self.heads > 0, NAME, "heads", "at least 1", self.heads)?;
         config(self.head_dim > 0, NAME, "head_dim", "at least 1", self.head_dim)?;
         fits(NAME, "head_dim", &[self.heads, self.head_dim])?;
-        let positive = self.epsilon > 0.0 && self.epsilon.is_finite();
-        config(positive, NAME, "epsilon", "a positive number", self.epsilon)?;
+        // As the kernels have it: further down it is 0, and a row of zeros would be NaN.
+        let positive = (self.epsilon as f32).is_normal() && self.epsilon > 0.0;
+        config(positive, NAME, "epsilon", "a positive number of single precision", self.epsilon)?;
         let gamma = Initializer::Ones.init([self.heads * self.head_dim], device);
         Ok(GatedRmsNorm { gamma, head_dim: self.head_dim, epsilon: self.epsilon })
     }
@@ -57,11 +58,6 @@ pub struct GatedRmsNorm {
 }
 
 impl GatedRmsNorm {
-    /// What keeps the division finite.
-    pub fn epsilon(&self) -> f64 {
-        self.epsilon
-    }
-
     /// Of the heads of each token, which stand side by side.
     ///
     /// # Shapes

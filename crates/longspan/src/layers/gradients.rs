@@ -5,7 +5,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::flex::{is_f32, numbers, own, taken};
-use crate::backend::tensor::widen;
+use crate::backend::tensor::{flattened, widen};
 use crate::cpu::from_flex;
 use crate::error::{Result, argument};
 
@@ -20,8 +20,8 @@ pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, lim
         gradients: &'a GradientsParams,
         /// Of the CPU's tensors.
         squares: f64,
-        /// Of all others, on their device: what is read back is one number.
-        elsewhere: Option<Tensor<1>>,
+        /// The norms of all others, on their device: what is read back is one number.
+        elsewhere: Vec<Tensor<1>>,
     }
     impl ModuleVisitor for Norm<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
@@ -31,12 +31,9 @@ pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, lim
                 self.squares += longspan_layers::gradients::sum_of_squares(numbers(&own));
                 return;
             }
-            let gradient = widen(gradient);
-            let own = gradient.clone().mul(gradient).sum();
-            self.elsewhere = Some(match self.elsewhere.take() {
-                Some(sum) => own.cast(sum.dtype()).to_device(&sum.device()) + sum,
-                None => own,
-            });
+            let own = norm_of(flattened(widen(gradient)));
+            let like = self.elsewhere.first().unwrap_or(&own);
+            self.elsewhere.push(own.clone().cast(like.dtype()).to_device(&like.device()));
         }
     }
     struct Scale<'a> {
@@ -50,13 +47,22 @@ pub fn clip_gradients(module: &impl Module, gradients: &mut GradientsParams, lim
             }
         }
     }
-    let mut norm = Norm { gradients, squares: 0.0, elsewhere: None };
+    let mut norm = Norm { gradients, squares: 0.0, elsewhere: Vec::new() };
     module.visit(&mut norm);
-    let norm = (norm.squares + norm.elsewhere.map_or(0.0, |sum| sum.into_scalar::<f64>())).sqrt();
+    let Norm { squares, elsewhere, .. } = norm;
+    let elsewhere = if elsewhere.is_empty() { 0.0 } else { norm_of(Tensor::cat(elsewhere, 0)).into_scalar::<f64>() };
+    let norm = squares.sqrt().hypot(elsewhere);
     if norm.is_finite() && norm > limit {
         module.visit(&mut Scale { gradients, factor: limit / norm });
     }
     Ok(norm)
+}
+
+/// The norm, `[1]`, of numbers whose squares may have no place in their type.
+fn norm_of(x: Tensor<1>) -> Tensor<1> {
+    let largest = x.clone().abs().max();
+    let unit = largest.clone().mask_fill(largest.clone().equal_elem(0.0), 1.0);
+    (x / unit).powi_scalar(2).sum().sqrt() * largest
 }
 
 /// The sum of two gradients of a module, such as those of two parts of a batch.

@@ -3,7 +3,7 @@
 use std::f64::consts::FRAC_1_SQRT_2;
 
 use burn::config::Config;
-use burn::module::{Param, ParamId};
+use burn::module::{Module, Param, ParamId};
 use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::module::linear as plain_linear;
@@ -11,7 +11,7 @@ use burn::tensor::{DType, Device, Tensor};
 use longspan_kernels::Error;
 use longspan_layers::{self as kernels, Dropout, Kept, LinearGradients};
 
-use super::flex::{gradients, is_f32, numbers, of_layer, shape, tensor};
+use super::flex::{gradients, is_f32, numbers, of_layer, places, shape, tensor};
 use crate::backend::operation::{Operation, run};
 use crate::backend::tensor::{narrow_float, sigmoid, silu, widen};
 use crate::backend::{meet, place};
@@ -71,11 +71,11 @@ pub fn linear<const D: usize>(
         check_like(NAME, "residual", residual, shape, &x)?;
     }
     super::dropout::check(dropout)?;
-    if rows == 0 {
+    if rows * outputs == 0 {
         return Ok(Tensor::zeros(shape, (&x.device(), dtype)));
     }
     // One product of all rows: Burn's own choice for a batch may be a small one for each entry.
-    let x = x.reshape([rows, inputs]);
+    let x = reshape(x, [rows, inputs]);
     let residual = residual.map(|residual| residual.reshape([rows, outputs]));
     if is_f32(&x) && is_f32(&weight) {
         let dropout = super::dropout::drawn(dropout, [&x.device(), &weight.device()]);
@@ -87,7 +87,13 @@ pub fn linear<const D: usize>(
         let y: Tensor<2> = run(operation, x.into_dispatch(), others)?;
         return Ok(y.reshape(shape));
     }
-    let y = activate(plain_linear(x, weight, bias), activation);
+    let sums = match (inputs, bias) {
+        // Not every backend has a product of rows without numbers.
+        (0, Some(bias)) => bias.unsqueeze::<2>().expand([rows, outputs]),
+        (0, None) => Tensor::zeros([rows, outputs], (&x.device(), dtype)),
+        (_, bias) => plain_linear(x, weight, bias),
+    };
+    let y = activate(sums, activation);
     let y = super::dropout(y, dropout)?;
     let y = match residual {
         Some(residual) => residual + y,
@@ -109,6 +115,15 @@ pub(crate) fn check_rows<const D: usize, const E: usize>(
     let expected = || format!("rows of {width} numbers of {dtype:?} on {own:?}, as the layer has them");
     let got = || format!("{:?} of {:?} on {device:?}", x.dims(), x.dtype());
     argument(alike && x.dims()[D - 1] == width, operation, name, expected, got)
+}
+
+/// Checks that all that a module has learned is of one number type, before a step changes a state.
+pub(crate) fn check_types(operation: &'static str, module: &impl Module) -> Result<()> {
+    let mut types: Vec<DType> = places(module).into_iter().map(|(_, dtype)| dtype).collect();
+    types.retain(|dtype| !matches!(dtype, DType::QFloat(_)));
+    types.dedup();
+    let expected = || "one for all that is learned; cast the others".into();
+    argument(types.len() < 2, operation, "number types", expected, || format!("{types:?}"))
 }
 
 /// Checks that a tensor has this shape, and the number type and the device of another.

@@ -36,7 +36,7 @@ pub use gated_norm::{GatedRmsNorm, GatedRmsNormConfig};
 #[cfg(feature = "autodiff")]
 pub use gradients::{add_gradients, clip_gradients};
 pub use linear::{Activation, After, linear};
-pub(crate) use linear::{apply, check_like, check_rows, drawn, fresh, reshape};
+pub(crate) use linear::{apply, check_like, check_rows, check_types, drawn, fresh, reshape};
 #[cfg(feature = "autodiff")]
 pub use muon::FusedMuon;
 pub use norm::{NormKind, TokenNorm, TokenNormConfig};

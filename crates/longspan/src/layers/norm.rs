@@ -45,8 +45,9 @@ impl TokenNormConfig {
         const NAME: &str = "TokenNormConfig";
         config(self.width > 0, NAME, "width", "at least 1", self.width)?;
         fits(NAME, "width", &[self.width])?;
-        let positive = self.epsilon > 0.0 && self.epsilon.is_finite();
-        config(positive, NAME, "epsilon", "a positive number", self.epsilon)?;
+        // As the kernels have it: further down it is 0, and a row of zeros would be NaN.
+        let positive = (self.epsilon as f32).is_normal() && self.epsilon > 0.0;
+        config(positive, NAME, "epsilon", "a positive number of single precision", self.epsilon)?;
         Ok(TokenNorm {
             gamma: Initializer::Ones.init([self.width], device),
             beta: (self.kind == NormKind::Layer).then(|| Initializer::Zeros.init([self.width], device)),
@@ -70,16 +71,6 @@ pub struct TokenNorm {
 }
 
 impl TokenNorm {
-    /// Which norm.
-    pub fn kind(&self) -> NormKind {
-        self.kind
-    }
-
-    /// What keeps the division finite.
-    pub fn epsilon(&self) -> f64 {
-        self.epsilon
-    }
-
     /// Of each token of `x`, `[batch, tokens, width]`.
     ///
     /// # Errors

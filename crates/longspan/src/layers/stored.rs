@@ -1,106 +1,76 @@
-//! Layers as numbers, for calls without tensors.
+//! Layers as numbers, for calls without tensors: what an operation is and its tensors, contiguous.
 
-use crate::cpu::FlexTensor;
-use burn::module::Param;
+use burn::backend::DispatchTensor;
 use burn::nn::Linear;
 use burn::tensor::Tensor;
 use longspan_layers::{FeedForward as Call, GatedNormWeights, NormWeights, Weights};
 
-use super::flex::{numbers, taken};
-use super::{FeedForward, GatedRmsNorm, NormKind, TokenNorm};
+use super::feed_forward::FeedForwardOperation;
+use super::flex::{push_layer, taken, weights};
+use super::gated_norm::GatedNormSettings;
+use super::norm::NormSettings;
+use super::{FeedForward, GatedRmsNorm, TokenNorm};
+use crate::cpu::FlexTensor;
 
-/// A linear layer's tensors, contiguous.
+/// A part of a model.
 #[derive(Debug)]
-pub(crate) struct StoredLayer {
-    weight: FlexTensor,
-    bias: Option<FlexTensor>,
+pub(crate) struct Stored<S> {
+    settings: S,
+    tensors: Vec<FlexTensor>,
+}
+
+/// A linear layer, and whether it has a bias.
+pub(crate) type StoredLayer = Stored<bool>;
+pub(crate) type StoredNorm = Stored<NormSettings>;
+pub(crate) type StoredGatedNorm = Stored<GatedNormSettings>;
+pub(crate) type StoredFeedForward = Stored<FeedForwardOperation>;
+
+impl<S> Stored<S> {
+    fn of(push: impl FnOnce(&mut Vec<DispatchTensor>) -> S) -> Self {
+        let mut tensors = Vec::new();
+        let settings = push(&mut tensors);
+        // The number of axes does not matter to numbers.
+        Self { settings, tensors: tensors.into_iter().map(|x| taken(Tensor::<1>::from_dispatch(x))).collect() }
+    }
 }
 
 impl StoredLayer {
     pub fn new(layer: &Linear) -> Self {
-        Self { weight: taken(layer.weight.val()), bias: layer.bias.as_ref().map(|bias| taken(bias.val())) }
+        Self::of(|tensors| push_layer(layer, tensors))
     }
 
     pub fn weights(&self) -> Weights<'_> {
-        Weights { weight: numbers(&self.weight), bias: self.bias.as_ref().map(numbers) }
+        weights(&mut self.tensors.iter(), self.settings)
     }
-}
-
-/// A norm's tensors.
-#[derive(Debug)]
-pub(crate) struct StoredNorm {
-    gamma: FlexTensor,
-    beta: Option<FlexTensor>,
-    centred: bool,
-    epsilon: f32,
 }
 
 impl StoredNorm {
     pub fn new(norm: &TokenNorm) -> Self {
-        let stored = |param: &Param<Tensor<1>>| taken(param.val());
-        Self {
-            gamma: stored(&norm.gamma),
-            beta: norm.beta.as_ref().map(stored),
-            centred: norm.kind() == NormKind::Layer,
-            epsilon: norm.epsilon() as f32,
-        }
+        Self::of(|tensors| NormSettings::push(norm, tensors))
     }
 
     pub fn weights(&self) -> NormWeights<'_> {
-        let (gamma, beta) = (numbers(&self.gamma), self.beta.as_ref().map(numbers));
-        NormWeights { gamma, beta, centred: self.centred, epsilon: self.epsilon }
+        self.settings.weights(&mut self.tensors.iter())
     }
-}
-
-/// A gated norm's tensor.
-#[derive(Debug)]
-pub(crate) struct StoredGatedNorm {
-    gamma: FlexTensor,
-    epsilon: f32,
 }
 
 impl StoredGatedNorm {
     pub fn new(norm: &GatedRmsNorm) -> Self {
-        Self { gamma: taken(norm.gamma.val()), epsilon: norm.epsilon() as f32 }
+        Self::of(|tensors| GatedNormSettings::push(norm, tensors))
     }
 
     pub fn weights(&self) -> GatedNormWeights<'_> {
-        GatedNormWeights { gamma: numbers(&self.gamma), epsilon: self.epsilon }
+        self.settings.weights(&mut self.tensors.iter())
     }
-}
-
-/// A feed-forward part's tensors.
-#[derive(Debug)]
-pub(crate) struct StoredFeedForward {
-    inner: StoredLayer,
-    outer: StoredLayer,
-    activation: longspan_layers::Activation,
-    gated: bool,
 }
 
 impl StoredFeedForward {
     pub fn new(layers: &FeedForward) -> Self {
-        Self {
-            inner: StoredLayer::new(&layers.inner),
-            outer: StoredLayer::new(&layers.outer),
-            activation: layers.activation().into(),
-            gated: layers.gated(),
-        }
+        Self::of(|tensors| FeedForwardOperation::push(layers, true, tensors))
     }
 
     /// The part on rows, which are added to its results.
     pub fn call<'a>(&'a self, x: &'a [f32], width: usize, norm: Option<NormWeights<'a>>) -> Call<'a> {
-        Call {
-            x,
-            width,
-            hidden: numbers(&self.outer.weight).len() / width,
-            norm,
-            inner: self.inner.weights(),
-            activation: self.activation,
-            gated: self.gated,
-            outer: self.outer.weights(),
-            dropout: None,
-            residual: true,
-        }
+        self.settings.call_on((x, width), norm, &mut self.tensors.iter())
     }
 }

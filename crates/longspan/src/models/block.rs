@@ -15,7 +15,9 @@ use crate::attention::{
 };
 use crate::backend::Peers;
 use crate::error::{Result, config};
-use crate::layers::{Activation, Around, FeedForward, FeedForwardConfig, NormKind, TokenNorm, TokenNormConfig};
+use crate::layers::{
+    Activation, Around, FeedForward, FeedForwardConfig, NormKind, TokenNorm, TokenNormConfig, check_types,
+};
 
 /// Where the norm of a residual branch stands.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
@@ -236,6 +238,7 @@ impl EncoderBlock {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn step(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
+        check_types("block step", self)?;
         self.run(x, |x, around| self.attention.step_in(x, state, around))
     }
 
@@ -248,6 +251,7 @@ impl EncoderBlock {
     /// # Errors
     /// A wrong width, or a state of another batch or mechanism.
     pub fn advance(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
+        check_types("block", self)?;
         self.advance_between(x, state, None)
     }
 
@@ -353,6 +357,7 @@ impl DecoderBlock {
         state: &mut AttentionState,
         memory: &MemoryState,
     ) -> Result<Tensor<3>> {
+        check_types("block step", self)?;
         self.run(
             x,
             |x, around| self.attention.step_in(x, state, around),

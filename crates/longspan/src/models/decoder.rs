@@ -70,7 +70,7 @@ impl LanguageModel {
         let blocks = self.blocks.iter().map(StoredBlock::new).collect::<Result<Vec<_>>>()?;
         let [vocabulary, width] = shape(&taken(weight.clone())).dims();
         let mut state = state.clone();
-        let states = blocks.iter().zip(&self.blocks).zip(state.of(self)?.layers()).map(|((block, own), state)| {
+        let states = blocks.iter().zip(&self.blocks).zip(&state.of(self)?.layers).map(|((block, own), state)| {
             let layer = own.attention.attention.layer();
             let state = backend::states_of(layer, layer.heads().dims(batch, 1, 1), DType::F32, state)?;
             let state = state.before().ok_or_else(|| backend::foreign_state(layer))?.try_clone()?;
@@ -82,7 +82,7 @@ impl LanguageModel {
         Ok(LanguageDecoder {
             embedding: taken(weight),
             scale: self.embedding_scale() as f32,
-            positions: self.positions(),
+            positions: self.positions,
             blocks,
             norm: self.norm.as_ref().map(StoredNorm::new),
             output: StoredLayer::new(&self.output()),
@@ -143,6 +143,6 @@ impl LanguageDecoder {
     /// Memory that is not there.
     pub fn state(&self) -> Result<LanguageState> {
         let layers = self.states.iter().map(|state| Ok(AttentionState::from(state.try_clone()?)));
-        Ok(LanguageState::new(layers.collect::<Result<_>>()?, self.position))
+        Ok(LanguageState { layers: layers.collect::<Result<_>>()?, position: self.position, uneven: false })
     }
 }

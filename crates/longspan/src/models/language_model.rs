@@ -13,7 +13,9 @@ use super::stack;
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, StoredState, index_tensor};
 use crate::backend::Peers;
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, Targets, TokenNorm, apply, cross_entropy, fresh};
+use crate::layers::{
+    Activation, After, CrossEntropyLoss, Targets, TokenNorm, apply, check_types, cross_entropy, fresh,
+};
 
 const NAME: &str = "language model";
 
@@ -75,7 +77,7 @@ pub struct LanguageModel {
     pub output: Option<Linear>,
     dropout: Dropout,
     #[module(skip)]
-    positions: Positions,
+    pub(super) positions: Positions,
     d_model: usize,
 }
 
@@ -152,7 +154,7 @@ impl LanguageModel {
     /// gradient reaches these tokens, but not those before: what is learned of a long text is truncated at the cuts.
     ///
     /// # Errors
-    /// As [`loss`](Self::loss), and a state of another batch or model.
+    /// As [`loss`](Self::loss), and a state of another batch or model. The state is then as it was.
     pub fn loss_from(
         &self,
         tokens: Tensor<2, Int>,
@@ -160,7 +162,7 @@ impl LanguageModel {
         smoothing: f64,
         state: &mut LanguageState,
     ) -> Result<CrossEntropyLoss> {
-        cross_entropy(self.after(tokens, state, None)?, &self.output(), next, smoothing)
+        self.after(tokens, state, None, |x| cross_entropy(x, &self.output(), next, smoothing))
     }
 
     /// This process's part of [`loss_from`](Self::loss_from): `peers` compute the others, each that of a stretch of the tokens, in
@@ -193,7 +195,8 @@ impl LanguageModel {
         let to = if rank + 1 == ranks { count } else { alike * (rank + 1) / ranks };
         let next: Vec<_> = next.chunks(count.max(1)).flat_map(|text| &text[from..to]).copied().collect();
         let tokens = tokens.narrow(1, from, to - from);
-        cross_entropy(self.after(tokens, state, Some((peers, from, count)))?, &self.output(), next, smoothing)
+        let stretch = Some((peers, from, count));
+        self.after(tokens, state, stretch, |x| cross_entropy(x, &self.output(), next, smoothing))
     }
 
     /// Takes tokens into `state`, all at once, and gives their logits: the rows of [`forward`](Self::forward) that stand
@@ -206,7 +209,7 @@ impl LanguageModel {
     /// # Errors
     /// A state of another batch or model, and what a mechanism refuses.
     pub fn advance(&self, tokens: Tensor<2, Int>, state: &mut LanguageState) -> Result<Tensor<3>> {
-        self.logits(self.after(tokens, state, None)?)
+        self.after(tokens, state, None, |x| self.logits(x))
     }
 
     /// Takes tokens into `state`, all at once, and gives the logits of what follows the last, `[batch, vocab]`.
@@ -216,8 +219,7 @@ impl LanguageModel {
     pub fn prefill(&self, tokens: Tensor<2, Int>, state: &mut LanguageState) -> Result<Tensor<2>> {
         let count = tokens.dims()[1];
         argument(count > 0, NAME, "tokens", || "at least one".into(), || "none".into())?;
-        let last = self.after(tokens, state, None)?.narrow(1, count - 1, 1);
-        Ok(self.logits(last)?.squeeze_dim(1))
+        self.after(tokens, state, None, |x| Ok(self.logits(x.narrow(1, count - 1, 1))?.squeeze_dim(1)))
     }
 
     /// Takes one token of each text into `state` and gives the logits of the next, `[batch, vocab]`. Memory and time as in
@@ -229,17 +231,19 @@ impl LanguageModel {
         let vocab = self.vocab();
         let expected = || format!("tokens below {vocab}");
         argument(tokens.iter().all(|&t| t < vocab), NAME, "tokens", expected, || format!("{tokens:?}"))?;
+        let some = !tokens.is_empty();
         let tokens = index_tensor(tokens, &self.embedding.weight.device()).unsqueeze_dim::<2>(1);
         let states = state.of(self)?;
         let mut x = self.embed(tokens, states.position)?;
         // All blocks take the token, or none.
+        check_types(NAME, self)?;
         for (block, layer) in self.blocks.iter().zip(&states.layers) {
             block.attention.check_step(&x, layer)?;
         }
         for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
             x = block.step(x, layer)?;
         }
-        states.position += 1;
+        states.position += usize::from(some);
         Ok(self.logits(stack::end(self.norm.as_ref(), x)?)?.squeeze_dim(1))
     }
 
@@ -294,16 +298,17 @@ impl LanguageModel {
         stack::end(self.norm.as_ref(), x)
     }
 
-    /// What the blocks make of tokens after those of a state; or of a stretch of them, from one on of so many, of which peers hold the
-    /// others.
-    fn after(
+    /// What `end` makes of the blocks' rows of tokens after those of a state; or of a stretch of them, from one on of so many, of which
+    /// peers hold the others.
+    fn after<R>(
         &self,
         tokens: Tensor<2, Int>,
         state: &mut LanguageState,
         stretch: Option<(&Arc<dyn Peers>, usize, usize)>,
-    ) -> Result<Tensor<3>> {
+        end: impl FnOnce(Tensor<3>) -> Result<R>,
+    ) -> Result<R> {
         let (first, count) = stretch.map_or((0, tokens.dims()[1]), |(_, first, count)| (first, count));
-        // All blocks take the tokens, or none.
+        // All blocks take the tokens, or after an error none.
         let mut next = state.clone();
         let states = next.of(self)?;
         let mut x = self.embed(tokens, states.position + first)?;
@@ -311,8 +316,9 @@ impl LanguageModel {
             x = block.advance_between(x, layer, stretch.map(|(peers, ..)| peers))?;
         }
         states.position += count;
+        let out = end(stack::end(self.norm.as_ref(), x)?)?;
         *state = next;
-        stack::end(self.norm.as_ref(), x)
+        Ok(out)
     }
 
     /// Embeddings, `[batch, tokens, d_model]`, of tokens from position `first` on.
@@ -324,10 +330,6 @@ impl LanguageModel {
     /// What embeddings are multiplied by.
     pub(super) fn embedding_scale(&self) -> f64 {
         if self.output.is_none() { (self.d_model as f64).sqrt() } else { 1.0 }
-    }
-
-    pub(super) fn positions(&self) -> Positions {
-        self.positions
     }
 
     /// The last layer: its own, or the embedding the other way round.
@@ -343,22 +345,13 @@ impl LanguageModel {
 /// state before the first token.
 #[derive(Debug, Clone, Default)]
 pub struct LanguageState {
-    layers: Vec<AttentionState>,
-    position: usize,
+    pub(super) layers: Vec<AttentionState>,
+    pub(super) position: usize,
     /// Whether some texts are shorter: the position is that of the longest.
-    uneven: bool,
+    pub(super) uneven: bool,
 }
 
 impl LanguageState {
-    pub(super) fn new(layers: Vec<AttentionState>, position: usize) -> Self {
-        Self { layers, position, uneven: false }
-    }
-
-    /// The states of the blocks.
-    pub(super) fn layers(&self) -> &[AttentionState] {
-        &self.layers
-    }
-
     /// Tokens taken in so far, by the longest of its texts.
     pub fn position(&self) -> usize {
         self.position

@@ -13,7 +13,9 @@ use super::stack;
 use super::stored::{StoredDecoder, in_segments};
 use crate::attention::{AttentionConfig, AttentionMask, AttentionState, MemoryState, index_tensor};
 use crate::error::{Result, argument};
-use crate::layers::{Activation, After, CrossEntropyLoss, Targets, TokenNorm, apply, cross_entropy, fresh};
+use crate::layers::{
+    Activation, After, CrossEntropyLoss, Targets, TokenNorm, apply, check_types, cross_entropy, fresh,
+};
 
 /// Makes a [`Seq2Seq`].
 #[derive(Config, Debug, PartialEq)]
@@ -218,6 +220,7 @@ impl Seq2Seq {
         let mut x = self.embed(&self.target_embedding, tokens, state.position)?;
         let DecoderState { layers, memory: Memory { layers: memories, .. }, position, .. } = state;
         // All blocks take the token, or none.
+        check_types("seq2seq step", self)?;
         for ((block, layer), memory) in self.decoder.iter().zip(&*layers).zip(&*memories) {
             block.attention.check_step(&x, layer)?;
             block.cross_attention.check_recall(&x, *position, memory)?;

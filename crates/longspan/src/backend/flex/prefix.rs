@@ -15,6 +15,16 @@ pub(in crate::backend) enum PrefixState {
     F64(State<f64>),
 }
 
+/// The same work on a state of either number type.
+macro_rules! either {
+    ($prefix:expr, $state:ident => $work:expr) => {
+        match $prefix {
+            PrefixState::F32($state) => $work,
+            PrefixState::F64($state) => $work,
+        }
+    };
+}
+
 impl PrefixState {
     /// In `f32`.
     pub fn as_f32(&mut self) -> Option<&mut State<f32>> {
@@ -53,10 +63,7 @@ impl PrefixState {
 
     /// The states of the batch entries `indices`.
     pub fn select(&self, indices: &[usize]) -> Result<Self, kernels::Error> {
-        Ok(match self {
-            Self::F32(state) => Self::F32(state.select(indices)?),
-            Self::F64(state) => Self::F64(state.select(indices)?),
-        })
+        either!(self, state => state.select(indices).map(Number::prefix))
     }
 
     /// The states of several batches as those of one.
@@ -80,10 +87,7 @@ impl PrefixState {
 
     /// Its mechanism and sizes.
     pub fn shape(&self) -> StateShape {
-        match self {
-            Self::F32(state) => state.shape(),
-            Self::F64(state) => state.shape(),
-        }
+        either!(self, state => state.shape())
     }
 
     /// Its number type.
@@ -96,10 +100,7 @@ impl PrefixState {
 
     /// All its numbers.
     pub fn numbers(&self) -> TensorData {
-        match self {
-            Self::F32(state) => TensorData::new(state.numbers().to_vec(), [state.numbers().len()]),
-            Self::F64(state) => TensorData::new(state.numbers().to_vec(), [state.numbers().len()]),
-        }
+        either!(self, state => TensorData::new(state.numbers().to_vec(), [state.numbers().len()]))
     }
 
     /// Rebuilds a state from its numbers.
@@ -112,13 +113,8 @@ impl PrefixState {
 
     /// Takes one token in and gives its output, `[batch, heads, 1, value_dim]`.
     pub fn step(&mut self, kernel: &dyn AnyKernel, operands: &Operands) -> Result<FlexTensor, kernels::Error> {
-        match self {
-            Self::F32(state) => {
-                let out = step_as(kernel, &operands.widened(), state)?;
-                Ok(rounded(out, operands.q.dtype()))
-            }
-            Self::F64(state) => step_as(kernel, operands, state),
-        }
+        let out = either!(self, state => step_as(kernel, &operands.widened(), state))?;
+        Ok(rounded(out, operands.q.dtype()))
     }
 }
 
