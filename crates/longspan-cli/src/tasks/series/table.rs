@@ -418,6 +418,10 @@ mod tests {
         assert_eq!(wide("high,id,low,mid\n3,7,1,2\n3,8,1,2\n", &learned).1, [1.0, 2.0, 3.0]);
         for case in [
             "time,Time,x\n0,0,1\n => f, line 1: `time`, `Time` may all be times; say which with --time",
+            &format!(
+                "date,time,x\n{} => `date`, `time` may all be times",
+                (0..10).map(|n| format!("2024-01-01,{n},5\n")).collect::<String>()
+            ),
             "time,x,x\n0,1,1\n => two columns are called `x`",
             "year,time,x\n1990,9.9,1\n1991,9.8,2\n1992,9.85,2\n => `time`, `year` may all be times; say which with --time",
             "year,day,x\n90,1,0.5\n90,2,1.5\n91,1,2.5\n91,2,3.5\n91,3,3.5\n => 5 of 5 rows share the time `year` with another row; name all columns that say which series a row is of with --id, or those of the time with --time, count rows with --time row, or keep it with --time 'year'",

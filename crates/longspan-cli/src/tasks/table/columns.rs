@@ -494,10 +494,12 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     };
     let is_named = |place: &usize| is_one(TIMES, &lower(*place)) || is_measured_time(&lower(*place));
     let mut strong: Vec<usize> = free.iter().copied().filter(is_named).collect();
-    // A date and the same time as a count, or a number of the row.
-    if strong.iter().any(|place| holds_dates(table, *place)) {
-        strong.retain(|place| !holds_epochs(table, *place) && !counts_rows(table, *place, true));
-    }
+    // Dates and the same times as counts, or, where dates differ, the number of the row.
+    let dates: Vec<usize> = strong.iter().copied().filter(|place| holds_dates(table, *place)).collect();
+    let differ = dates.iter().any(|place| is_different(table, *place));
+    strong.retain(|place| {
+        dates.is_empty() || !holds_epochs(table, *place) && !(differ && counts_rows(table, *place, true))
+    });
     match strong[..] {
         [one] => {
             // Numbers that do not run on, beside a year or a day that does: a duration, or the time of a day.
