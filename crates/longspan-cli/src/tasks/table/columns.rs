@@ -498,7 +498,7 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
     let dates: Vec<usize> = strong.iter().copied().filter(|place| holds_dates(table, *place)).collect();
     let differ = dates.iter().any(|place| is_different(table, *place));
     strong.retain(|place| {
-        dates.is_empty() || !holds_epochs(table, *place) && !(differ && counts_rows(table, *place, true))
+        dates.is_empty() || !(holds_epochs(table, *place) || differ && counts_rows(table, *place, true))
     });
     match strong[..] {
         [one] => {
