@@ -198,6 +198,31 @@ fn tables_of_positions_end() {
     }
 }
 
+/// They have no weight, as on the CPU backend.
+#[test]
+fn keys_of_minus_infinity() {
+    let flex = Device::flex();
+    for (name, device) in devices() {
+        for config in mechanisms().into_iter().filter(|config| config.name().starts_with("aft")) {
+            let reference = config.init(2, 2, 4, &flex).unwrap();
+            let attention = on(&reference, config.init(2, 2, 4, &device).unwrap());
+            for mask in [AttentionMask::causal(), AttentionMask::bidirectional()] {
+                let run = |attention: &Attention, device: &Device| {
+                    let x = |none: usize| {
+                        let number =
+                            |i: usize| if i % 4 == 1 && i / 4 == none { f32::NEG_INFINITY } else { (i as f32).sin() };
+                        Tensor::<4>::from_data(TensorData::new((0..48).map(number).collect(), [1, 2, 6, 4]), device)
+                    };
+                    numbers(attention.forward(x(99), x(3), x(99), &mask).unwrap())
+                };
+                let [found, expected] = [run(&attention, &device), run(&reference, &flex)];
+                assert!(expected.iter().all(|number| number.is_finite()), "{config:?}");
+                assert_close(&format!("{name}, {config:?}, {mask:?}"), &found, &expected, 2e-5);
+            }
+        }
+    }
+}
+
 /// Far from the first token, where `a·p` of single precision has few digits behind the point.
 #[test]
 fn waves_far_from_the_first_token() {

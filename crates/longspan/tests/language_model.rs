@@ -356,6 +356,10 @@ fn texts_go_on_as_they_are_drawn() {
         logits[1] *= if logits[1] > 0.0 { 1.0 / 3.0 } else { 3.0 };
         let expected = sample.draw(&logits, 0.0).unwrap();
         assert_eq!(text(&[1], &mut LanguageState::default(), &penalty), [expected]);
+        for repetition_penalty in [1e-38, 1e38] {
+            let extreme = TextOptions { repetition_penalty, max_tokens: 3, ..likeliest.clone() };
+            assert_eq!(text(&[1], &mut LanguageState::default(), &extreme).len(), 3);
+        }
         let mut count = 0;
         let ended = generate_text(&model, &[1], &mut LanguageState::default(), &options, |_| {
             count += 1;

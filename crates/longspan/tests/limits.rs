@@ -577,6 +577,7 @@ fn states_and_memories_of_other_options_are_refused() {
     for (a, b) in [(relu, softplus), (shaw(2), shaw(3)), (SOFTMAX.into(), shaw(3))] {
         let [(one, memory), (other, _)] = [&a, &b].map(|text| memory(text, 2));
         one.recall(x(2, 1, &device), 0, &memory).unwrap();
+        assert!(one.recall(x(2, 1, &device), usize::MAX, &memory).is_err(), "{a}");
         assert!(other.recall(x(2, 1, &device), 0, &memory).is_err(), "{a} {b}");
     }
     // Queries come one by one, so a memory has no order.

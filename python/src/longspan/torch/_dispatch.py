@@ -26,6 +26,8 @@ _FLOATS = (torch.float32, torch.float64, *_HALVES)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # What torch's own fast paths ask; where a version of torch lacks them every call goes through the operator.
 _dispatch_mode = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode", None)
+# Its types do not name it.
+_is_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing")
 
 
 #: Told by which back end each call runs, while `longspan.check` does.
@@ -54,7 +56,7 @@ def route(call: Request, tensors: Sequence[Tensor], state: Any, with_state: bool
     on_device = _triton.serves(q)
     if _triton.unsupported(call, tensors) is not None if on_device else not q.is_cpu:
         return Route.TORCH
-    if compiling or _interpreter is None or _dispatch_mode is None or _dispatch_mode() is not None or torch.jit.is_tracing():
+    if compiling or _interpreter is None or _dispatch_mode is None or _dispatch_mode() is not None or _is_tracing():
         return Route.OPERATOR
     grad = torch.is_grad_enabled()
     learns = on_device or (grad and isinstance(state, TensorState) and state.numbers.requires_grad)
