@@ -208,12 +208,13 @@ fn keys_of_minus_infinity() {
             let attention = on(&reference, config.init(2, 2, 4, &device).unwrap());
             for mask in [AttentionMask::causal(), AttentionMask::bidirectional()] {
                 let run = |attention: &Attention, device: &Device| {
-                    let x = |none: usize| {
-                        let number =
-                            |i: usize| if i % 4 == 1 && i / 4 == none { f32::NEG_INFINITY } else { (i as f32).sin() };
-                        Tensor::<4>::from_data(TensorData::new((0..48).map(number).collect(), [1, 2, 6, 4]), device)
+                    let x = |width: usize, none: usize| {
+                        let number = |i: usize| if i == none { f32::NEG_INFINITY } else { (i as f32).sin() };
+                        let numbers: Vec<f32> = (0..12 * width).map(number).collect();
+                        Tensor::<4>::from_data(TensorData::new(numbers, [1, 2, 6, width]), device)
                     };
-                    numbers(attention.forward(x(99), x(3), x(99), &mask).unwrap())
+                    let [q, v] = [x(4, 99), x(4, 99)];
+                    numbers(attention.forward(q, x(attention.key_dim(), 3), v, &mask).unwrap())
                 };
                 let [found, expected] = [run(&attention, &device), run(&reference, &flex)];
                 assert!(expected.iter().all(|number| number.is_finite()), "{config:?}");
