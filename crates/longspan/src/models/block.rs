@@ -239,6 +239,11 @@ impl EncoderBlock {
     /// A wrong width, or a state of another batch or mechanism.
     pub fn step(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
         check_types("block step", self)?;
+        self.step_in(x, state)
+    }
+
+    /// Of a model whose number types were checked.
+    pub(super) fn step_in(&self, x: Tensor<3>, state: &mut AttentionState) -> Result<Tensor<3>> {
         self.run(x, |x, around| self.attention.step_in(x, state, around))
     }
 
@@ -358,6 +363,17 @@ impl DecoderBlock {
         memory: &MemoryState,
     ) -> Result<Tensor<3>> {
         check_types("block step", self)?;
+        self.step_in(x, position, state, memory)
+    }
+
+    /// Of a model whose number types were checked.
+    pub(super) fn step_in(
+        &self,
+        x: Tensor<3>,
+        position: usize,
+        state: &mut AttentionState,
+        memory: &MemoryState,
+    ) -> Result<Tensor<3>> {
         self.run(
             x,
             |x, around| self.attention.step_in(x, state, around),

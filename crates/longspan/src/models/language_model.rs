@@ -241,7 +241,7 @@ impl LanguageModel {
             block.attention.check_step(&x, layer)?;
         }
         for (block, layer) in self.blocks.iter().zip(&mut states.layers) {
-            x = block.step(x, layer)?;
+            x = block.step_in(x, layer)?;
         }
         states.position += usize::from(some);
         Ok(self.logits(stack::end(self.norm.as_ref(), x)?)?.squeeze_dim(1))

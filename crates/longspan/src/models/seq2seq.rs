@@ -220,7 +220,6 @@ impl Seq2Seq {
         let mut x = self.embed(&self.target_embedding, tokens, state.position)?;
         let DecoderState { layers, memory: Memory { layers: memories, .. }, position, .. } = state;
         // All blocks take the token, or none.
-        check_types("seq2seq step", self)?;
         for ((block, layer), memory) in self.decoder.iter().zip(&*layers).zip(&*memories) {
             block.attention.check_step(&x, layer)?;
             block.cross_attention.check_recall(&x, *position, memory)?;
@@ -230,8 +229,9 @@ impl Seq2Seq {
             *position += 1;
             return Ok(logits);
         }
+        check_types("seq2seq step", self)?;
         for ((block, layer), memory) in self.decoder.iter().zip(layers).zip(memories) {
-            x = block.step(x, *position, layer, memory)?;
+            x = block.step_in(x, *position, layer, memory)?;
         }
         *position += 1;
         let x = stack::end(self.decoder_norm.as_ref(), x)?;

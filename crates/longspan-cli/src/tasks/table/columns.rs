@@ -1,6 +1,7 @@
 //! Which columns of a table are what: by the names that a person gave, else where the header leaves no doubt.
 
 use std::borrow::Cow;
+use std::cell::LazyCell;
 use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
@@ -564,7 +565,7 @@ fn time(table: &Table, taken: &HashSet<usize>) -> Result<Vec<usize>> {
         return Ok(with_hours(one));
     }
     // What speaks of time in another way and rises from each row of a series to the next.
-    let pairs = neighbours(table, &named_id(table).into_iter().collect::<Vec<_>>());
+    let pairs = LazyCell::new(|| neighbours(table, &named_id(table).into_iter().collect::<Vec<_>>()));
     let rises = |place: usize| {
         let title = lower(place);
         let is_named = title.strip_suffix('s').is_some_and(|one| is_one(TIMES, one) || is_one(PARTS, one));
