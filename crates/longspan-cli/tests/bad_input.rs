@@ -112,7 +112,7 @@ fn unknown_names_and_keys_are_answered_with_the_known_ones() {
 #[test]
 fn no_pairs_left_for_training_is_said() {
     let place = Place::new();
-    place.write("pairs.tsv", b"aaaa\tb\n");
+    place.write("pairs.tsv", b"one more\tb\n");
     place.fails(&place.train("run", "3", &["--set", "max_tokens=2"]), &["more than 2 tokens", "max_tokens"]);
 }
 

@@ -352,9 +352,9 @@ fn few_pairs_get_fewer_steps() {
     place.wait_for_lines("run/metrics.jsonl", 2);
     signal("INT", child.id());
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    // About 180 of the 200 pairs are trained on, 8 at a time, 60 times.
+    // About 160 of the 200 pairs are trained on, 8 at a time, 45 times.
     let steps = place.info("run")["config"]["steps"].as_u64().unwrap();
-    assert!((1000..1500).contains(&steps), "{steps}");
+    assert!((700..1200).contains(&steps), "{steps}");
 }
 
 #[test]

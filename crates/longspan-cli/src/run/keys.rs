@@ -58,7 +58,7 @@ impl Key {
             Range::Share => ((0.0..1.0).contains(&number), "a number from 0 to below 1".into()),
             Range::Above => (number > 0.0, "a number above 0".into()),
             Range::From => (number >= 0.0, "0 or more".into()),
-            Range::Version => ((1..=2).contains(&whole), "1 or 2".into()),
+            Range::Version => ((1..=3).contains(&whole), "1, 2 or 3".into()),
         };
         if !is_good {
             bail!("{key} = {value}: expected {expected}; change it with --set {key}=…");
@@ -128,10 +128,10 @@ pub const KEYS: [Key; 57] = [
     key("layers", "4", Size, No, "blocks of a model of texts, labelled texts or series"),
     key("pooling", "mean", Any, No, "mean, last or attention: how the outputs for a labelled text or a series are pooled"),
     key("causal", "false", Any, No, "whether a token of a labelled text, or a point of a series, sees only those before it"),
-    key("development", "null", Any, File, "Pairs, labelled texts or series for the development loss, instead of a twentieth of the data"),
+    key("development", "null", Any, File, "Pairs, labelled texts or series for the development loss, instead of some of the data"),
     key("held_out", "null", Any, File, "The same for the scores at the end"),
-    key("split_version", "2", Version, No,
-        "how sources are spread: 2, or 1 (follows the parity of their bytes) in runs older than this key"),
+    key("split_version", "3", Version, No,
+        "how sources are spread: 3; 2 holds out a twentieth of few sources, too; 1 follows the parity of their bytes, in runs older than this key"),
     key("source_tokens", "null", Any, Word("TOKENS"), "Of the sources of pairs: characters, words, bytes, or a tokenizer.json"),
     key("target_tokens", "null", Any, Word("TOKENS"), "Of the targets; words (phonemes) for the dictionary, else characters"),
     key("max_tokens", "512", Size, No, "longer training examples are left out"),

@@ -20,10 +20,12 @@ pub struct Split<E> {
     pub held_out: Vec<E>,
 }
 
-/// Sources are spread over so many buckets; one is held out and another is for development.
+/// Sources are spread over so many buckets; one is for development, and one is held out, more where it would hold too few for a score.
 const BUCKETS: u64 = 20;
+/// So many sources are to be held out, as long as that is no more than a fifth.
+const SCORED: u64 = 50;
 
-/// The sources of a file, which are spread over buckets: bucket 0 is held out, bucket 1 is for development.
+/// The sources of a file, which are spread over buckets: bucket 1 is for development, bucket 0 and the last ones are held out.
 ///
 /// A hash rather than a random draw: the split is the same on every machine, in every run and for every order of the
 /// lines, and all targets of one source are on the same side.
@@ -47,6 +49,12 @@ impl Sources {
         let source = composed(source);
         let word = variant_of(&source).map(hash).filter(|hash| self.known.contains(hash));
         word.unwrap_or_else(|| hash(&source))
+    }
+
+    /// How many buckets are held out: one, since version 3 up to four.
+    fn buckets(&self) -> u64 {
+        let sources = self.known.len().max(1) as u64;
+        if self.version < 3 { 1 } else { (SCORED * BUCKETS).div_ceil(sources).clamp(1, 4) }
     }
 }
 
@@ -95,11 +103,14 @@ pub fn of<E>(
     source: impl Fn(&E) -> &str,
 ) -> Result<Split<E>> {
     let sources = Sources::of(files.split_version, all.iter().map(&source));
+    // What would have been held out is learned from where a file of its own is.
+    let further = if files.held_out.is_some() { 0 } else { sources.buckets() - 1 };
     let mut split = Split { train: Vec::new(), development: Vec::new(), held_out: Vec::new() };
     for example in all {
         let part = match sources.hash(source(&example)) % BUCKETS {
             0 => &mut split.held_out,
             1 => &mut split.development,
+            bucket if bucket >= BUCKETS - further => &mut split.held_out,
             _ => &mut split.train,
         };
         part.push(example);
@@ -119,7 +130,7 @@ pub fn of<E>(
         }
     }
     if split.train.is_empty() {
-        bail!("{name}: no {examples} are left to train on after a tenth is held out; give more {examples}");
+        bail!("{name}: no {examples} are left to train on after some are held out; give more {examples}");
     }
     Ok(split)
 }
@@ -144,6 +155,7 @@ pub fn evenly<T: Clone>(items: &[T], count: usize) -> Vec<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::columns::Columns;
 
     fn bucket(version: u32, source: &str) -> u64 {
         Sources::of(version, std::iter::empty()).hash(source) % BUCKETS
@@ -167,6 +179,25 @@ mod tests {
         // Five standard deviations of a fair draw of 8,192 each.
         for [even, odd] in counts {
             assert!((even - 410).abs() < 100 && (odd - 410).abs() < 100, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn of_few_sources_enough_for_a_score_are_held_out() {
+        let split = |split_version, count: usize| {
+            let columns = Columns::default();
+            let files = Files { columns, development: None, held_out: None, split_version, max_tokens: 9 };
+            let all: Vec<String> = (0..count).map(|n| n.to_string()).collect();
+            of(&files, "a file", all, "texts", |_| unreachable!(), String::as_str).unwrap()
+        };
+        for (count, share) in [(100, 0.2), (333, 0.2), (500, 0.1), (1000, 0.05), (5000, 0.05)] {
+            let (new, old) = (split(3, count), split(2, count));
+            for (found, share) in [(new.held_out.len(), share), (old.held_out.len(), 0.05)] {
+                let mean = count as f64 * share;
+                // Four deviations of a fair draw.
+                assert!((found as f64 - mean).abs() < 4.0 * (mean * (1.0 - share)).sqrt(), "{count}: {found}");
+            }
+            assert_eq!(new.development, old.development);
         }
     }
 
