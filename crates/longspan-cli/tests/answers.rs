@@ -185,8 +185,11 @@ fn what_was_held_out_is_scored_while_the_data_are_there() {
     let place = Place::new();
     place.trained("run");
     let pairs = place.read("pairs.tsv");
-    place.write("pairs.tsv", &[&pairs[..], b"one more\tpair\n"].concat());
-    place.fails(&["eval", "run"], &["pairs.tsv is not what this run learned from", "name a file to score"]);
+    // The first would be learned from, the second for development, the third held out.
+    for more in ["one more", "longer", "newest"] {
+        place.write("pairs.tsv", &[&pairs[..], more.as_bytes(), b"\tpair\n"].concat());
+        place.fails(&["eval", "run"], &["pairs.tsv is not what this run learned from", "name a file to score"]);
+    }
     std::fs::remove_file(place.path("pairs.tsv")).unwrap();
     place.fails(&["eval", "run"], &["pairs.tsv", "No such file", "name a file to score"]);
     place.write("pairs.tsv", &pairs);

@@ -120,9 +120,11 @@ pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
     config: &Config<T::Settings>,
     length: impl Fn(&T::Example) -> usize,
     fingerprint: impl Fn(&T::Example, &mut Sha256),
+    strings: impl Fn(&T::Text) -> Vec<&str>,
 ) -> Result<Data<T>> {
-    let (most, own) =
-        config.common().files.map_or((usize::MAX, false), |files| (files.max_tokens, files.development.is_some()));
+    let files = config.common().files;
+    let most = files.map_or(usize::MAX, |files| files.max_tokens);
+    let own = files.is_some_and(|files| files.development.is_some());
     let count = all.len();
     let longest = all.iter().map(&length).max().unwrap_or(0);
     let mut train: Vec<T::Example> = all.into_iter().filter(|example| length(example) <= most).collect();
@@ -138,6 +140,12 @@ pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
     let mut development = evenly(&development, DEVELOPMENT);
     let mut hash = Sha256::new();
     train.iter().for_each(|example| fingerprint(example, &mut hash));
+    // What is set apart of the same files.
+    if let Some(files) = files.filter(|files| files.split_version >= 3) {
+        development.iter().filter(|_| !own).for_each(|example| fingerprint(example, &mut hash));
+        let strings = held_out.iter().filter(|_| files.held_out.is_none()).flat_map(strings);
+        strings.for_each(|string| hash.update(sha256(string.as_bytes())));
+    }
     let (too_long, sha256) = (count - train.len(), hashes(hash, config)?);
     if config.common().base && !own && development.len() < FEWEST {
         // Too few to tell whether corrections are any good. What the simple method says of examples without them serves as well.

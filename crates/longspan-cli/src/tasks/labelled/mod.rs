@@ -216,11 +216,19 @@ impl Labels {
         let development =
             examples(&split.development, &|n| base.map_or(Vec::new(), |bag| bag.predict(&split.development[n].text)))?;
         let length = |example: &Example| example.input.len();
-        feed::data(train, development, split.held_out, config, length, |Example { input: tokens, goal, .. }, hash| {
-            hash.update((tokens.len() as u64).to_le_bytes());
-            goal.hash(hash);
-            tokens.iter().for_each(|id| hash.update(id.to_le_bytes()));
-        })
+        feed::data(
+            train,
+            development,
+            split.held_out,
+            config,
+            length,
+            |Example { input: tokens, goal, .. }, hash| {
+                hash.update((tokens.len() as u64).to_le_bytes());
+                goal.hash(hash);
+                tokens.iter().for_each(|id| hash.update(id.to_le_bytes()));
+            },
+            |one: &Labelled| vec![&one.text, &one.label],
+        )
     }
 }
 

@@ -250,13 +250,20 @@ impl Pairs {
         // One at least: without development examples nothing warns of overfitting.
         let few = few.count().max(1);
         development.truncate(few);
-        let data: Data<Self> =
-            feed::data(train, development, split.held_out, config, tokens, |Pair { source, target }, hash| {
+        let data: Data<Self> = feed::data(
+            train,
+            development,
+            split.held_out,
+            config,
+            tokens,
+            |Pair { source, target }, hash| {
                 for ids in [source, target] {
                     hash.update((ids.len() as u64).to_le_bytes());
                     ids.iter().for_each(|id| hash.update(id.to_le_bytes()));
                 }
-            })?;
+            },
+            |one: &Example| one.targets.iter().chain([&one.source]).map(String::as_str).collect(),
+        )?;
         check_memory(data.train.examples.iter().chain(&data.development), config)?;
         Ok(data)
     }

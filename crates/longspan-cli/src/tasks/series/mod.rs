@@ -341,6 +341,7 @@ impl SeriesTask {
                 goal.hash(hash);
                 values.iter().chain(times).for_each(|number| hash.update(number.to_bits().to_le_bytes()));
             },
+            |one: &Series| vec![&one.key, one.label()],
         )
     }
 
