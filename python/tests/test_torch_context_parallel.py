@@ -182,7 +182,10 @@ def on(world, work, *arguments):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run, (port, world, work, *arguments), world)
+    # Where there are forks, those of one process that has imported all: an import takes longer than most of the work.
+    method = "forkserver" if "forkserver" in torch.multiprocessing.get_all_start_methods() else "spawn"
+    torch.multiprocessing.set_forkserver_preload(["longspan.torch.distributed", "longspan.transformers", "torch.distributed.fsdp", "torch._dynamo", "pytest"])
+    torch.multiprocessing.start_processes(run, (port, world, work, *arguments), world, start_method=method)
 
 
 @pytest.mark.parametrize("world", CUTS)

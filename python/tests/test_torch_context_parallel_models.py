@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -246,23 +247,31 @@ def losses(*command):
     return torch.tensor([float(line.split()[-1]) for line in out.stdout.splitlines()])
 
 
-def test_the_example_learns_alike_on_any_number_of_processes(tmp_path):
-    ours = (EXAMPLE, EXAMPLE, "--tokens", "501", "--width", "16")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    alone = losses(*ours, "--steps", "4")
+ON = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+OURS = (EXAMPLE, EXAMPLE, "--tokens", "501", "--width", "16")
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """The losses of two steps on four processes, and a folder with the checkpoint after them."""
+    folder = tmp_path_factory.mktemp("begun")
+    return losses(*ON, "4", *OURS, "--steps", "2", "--checkpoints", folder), folder
+
+
+def test_the_example_learns_alike_on_any_number_of_processes(begun, tmp_path):
+    alone = losses(*OURS, "--steps", "4")
     assert len(alone) == 4 and alone[-1] < alone[0]
-    begun = losses(*torchrun, "4", *ours, "--steps", "2", "--checkpoints", tmp_path)
-    resumed = losses(*torchrun, "2", *ours, "--steps", "2", "--checkpoints", tmp_path)
-    torch.testing.assert_close(torch.cat([begun, resumed]), alone, rtol=0, atol=2e-4)
+    shutil.copytree(begun[1], tmp_path, dirs_exist_ok=True)
+    resumed = losses(*ON, "2", *OURS, "--steps", "2", "--checkpoints", tmp_path)
+    torch.testing.assert_close(torch.cat([begun[0], resumed]), alone, rtol=0, atol=2e-4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
 @pytest.mark.parametrize("fault", ["kill", "interrupt"])
-def test_a_fault_ends_all_processes_and_the_last_checkpoint_goes_on(tmp_path, fault):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    ours = (*torchrun, EXAMPLE, EXAMPLE, "--tokens", "501", "--width", "16", "--checkpoints", tmp_path)
-    losses(*ours, "--steps", "2")
+def test_a_fault_ends_all_processes_and_the_last_checkpoint_goes_on(begun, tmp_path, fault):
+    shutil.copytree(begun[1], tmp_path, dirs_exist_ok=True)
+    ours = (*ON, "2", *OURS, "--checkpoints", tmp_path)
     command = [sys.executable, *map(str, ours), "--steps", "1000000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.readline()

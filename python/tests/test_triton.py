@@ -1,9 +1,9 @@
 """Triton's kernels: on a CUDA device if there is one, else under Triton's interpreter, in a process of its own:
 ``TRITON_INTERPRET=1 pytest tests/test_triton.py``. tests/test_triton_compiles.py compiles them without a device."""
 
+import itertools
 import json
 import os
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -24,19 +24,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 if INTERPRETED:
-    from triton.runtime import interpreter
-
-    # It computes whether sums of integers overflow, two fifths of all time, and tells it only where it is asked to debug.
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
-    known = set()
-
-    def called(function, *given, **named):
-        """A function that a kernel calls. The interpreter would replace the language's functions at each call, a third of all time: once for
-        a module is enough."""
-        if function.fn.__module__ not in known:
-            known.add(function.fn.__module__)
-            interpreter._patch_lang(function.fn)
-        return function.rewrite()(*given, **named)
+    import interpreted
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +32,6 @@ def on_device(monkeypatch):
     """Under the interpreter tensors on the CPU are taken for those of a device."""
     if INTERPRETED:
         monkeypatch.setattr(_triton, "serves", lambda tensor: tensor.dtype is not torch.float64)
-        monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", called)
 
 
 def has_kernels(case, dtype):
@@ -68,6 +55,16 @@ FALLING = [
 
 def cut(monkeypatch, segments):
     monkeypatch.setattr(kernelized.Launch, "segments", lambda launch, chunk, units: segments)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
+def test_shortcuts_change_no_bit():
+    """Each beside the interpreter's own way, for numbers and blocks of every type and pairs of shapes, and for constants."""
+    operands = list(interpreted.operands())
+    for x, y in itertools.product(operands, repeat=2):
+        assert all(interpreted.same(name, x, y, *more) for name, (_, _, more) in interpreted.OPERATIONS.items())
+        assert all(interpreted.same("where", z, x, y) for z in operands if getattr(z, "dtype", None) is interpreted.core.int1)
+    assert interpreted.TAKEN[True] > 2000 and interpreted.TAKEN[False] > 2000
 
 
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [x for x in TOLERANCES if x is not torch.float64], ids=str)
