@@ -140,11 +140,14 @@ pub fn data<T: Task<Feed = Shuffled<<T as Task>::Example>, Example: Clone>>(
     let mut development = evenly(&development, DEVELOPMENT);
     let mut hash = Sha256::new();
     train.iter().for_each(|example| fingerprint(example, &mut hash));
-    // What is set apart of the same files.
+    // What is set apart of the same file; files of their own have a hash each.
     if let Some(files) = files.filter(|files| files.split_version >= 3) {
-        development.iter().filter(|_| !own).for_each(|example| fingerprint(example, &mut hash));
-        let strings = held_out.iter().filter(|_| files.held_out.is_none()).flat_map(strings);
-        strings.for_each(|string| hash.update(sha256(string.as_bytes())));
+        if !own {
+            development.iter().for_each(|example| fingerprint(example, &mut hash));
+        }
+        if files.held_out.is_none() {
+            held_out.iter().flat_map(strings).for_each(|string| hash.update(sha256(string.as_bytes())));
+        }
     }
     let (too_long, sha256) = (count - train.len(), hashes(hash, config)?);
     if config.common().base && !own && development.len() < FEWEST {
