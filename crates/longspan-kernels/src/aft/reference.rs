@@ -37,9 +37,12 @@ fn row(aft: &Aft, call: &Call<'_, f64>, [batch, head, i]: [usize; 3]) -> Vec<f64
             if k == f64::NEG_INFINITY {
                 return 0.0;
             }
-            let weight = |term: &[f64; 3]| ((term[0] - k) + (term[1] - bias)).exp();
-            let numerator: f64 = terms.iter().map(|term| weight(term) * term[2]).sum();
-            let denominator: f64 = terms.iter().map(weight).sum();
+            let (mut numerator, mut denominator) = (0.0, 0.0);
+            for term in &terms {
+                let weight = ((term[0] - k) + (term[1] - bias)).exp();
+                numerator += weight * term[2];
+                denominator += weight;
+            }
             let gate = if aft.gate { 1.0 / (1.0 + (-q[channel]).exp()) } else { 1.0 };
             gate * numerator / denominator
         })
