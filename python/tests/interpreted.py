@@ -125,10 +125,6 @@ def operands():
     yield from (3, 0.5)
 
 
-def conditions():
-    return (x for x in operands() if isinstance(x, core.tensor) and x.dtype is core.int1)
-
-
 def same(name, *given):
     """Whether a shortcut gives the same numbers of the same type as Triton's own way, or the same kind of error."""
     found = []

@@ -246,7 +246,7 @@ fn files_that_cannot_be_learned_from_are_named_and_no_run_is_made() {
     place.write("good/series.json", &whole[..whole.len() - 5]);
     place.fails(&["predict", "good", "bad.jsonl"], &["series.json: damaged"]);
     place.write("good/series.json", &whole);
-    place.write("waves.jsonl", waves(550, 1, false).as_bytes());
+    place.write("waves.jsonl", waves(599, 1, false).as_bytes());
     place.fails(&["train", "--resume", "good", "--steps", "9"], &["is not what this run began with", "--series"]);
 }
 
