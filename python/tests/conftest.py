@@ -1,7 +1,6 @@
 """One thread for torch: its waiting threads spin, and on a busy machine of few cores that takes longer than the work. And for a test
 the same numbers, whatever ran before it. Files that import what is not installed are left out."""
 
-import gc
 import importlib.util
 import re
 from pathlib import Path
@@ -23,12 +22,6 @@ collect_ignore = [file for file, head in HEADS.items() if re.search(rf"(?m)^(imp
 
 def pytest_report_header():
     return f"left out without {', '.join(LACKING)}: {', '.join(sorted(collect_ignore))}" if collect_ignore else None
-
-
-def pytest_collection_finish():
-    """What has been imported stays, and who compiles makes more objects than are worth looking through every time that there are 700 new ones."""
-    gc.freeze()
-    gc.set_threshold(100_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,9 @@ from triton.compiler import ASTSource
 
 if kernelized.INTERPRETED:
     pytest.skip("an interpreted kernel is not compiled", allow_module_level=True)
+
+# A twelfth of the time, and nothing that is looked at here.
+os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 
 #: Shared memory of a block, bytes.
 TARGETS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, "gfx942": 64 * 1024}

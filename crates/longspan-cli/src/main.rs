@@ -20,7 +20,7 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 use longspan_allocator::{Keeping, keep_small_blocks};
 
-use crate::commands::{Outcome, completions, eval, generate, info, man, predict, train};
+use crate::commands::{Outcome, completions, eval, generate, info, predict, train};
 use crate::tasks::ranks;
 use crate::terminal::notes::note;
 use crate::terminal::signals;
@@ -57,8 +57,6 @@ enum Command {
     Info(info::Arguments),
     /// Print what a shell needs to complete this command's arguments
     Completions(completions::Arguments),
-    /// Write manual pages
-    Man(man::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -75,7 +73,6 @@ fn main() -> ExitCode {
         Command::Eval(arguments) => ranks::alone().and_then(|()| eval::run(&arguments)),
         Command::Info(arguments) => ranks::alone().and_then(|()| info::run(&arguments)),
         Command::Completions(arguments) => completions::run(&arguments, &mut Arguments::command()),
-        Command::Man(arguments) => man::run(&arguments, Arguments::command()),
     };
     match result {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
@@ -105,7 +102,7 @@ fn usage(error: &clap::Error) -> ExitCode {
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         note(
-            "error: no subcommand; give train, predict, generate, eval, info, completions or man, or see longspan --help",
+            "error: no subcommand; give train, predict, generate, eval, info or completions, or see longspan --help",
         );
         return ExitCode::from(2);
     }

@@ -4,7 +4,6 @@ pub mod completions;
 pub mod eval;
 pub mod generate;
 pub mod info;
-pub mod man;
 pub mod predict;
 mod search;
 pub mod train;

@@ -60,14 +60,26 @@ impl Interval {
         Self { rate, low: known.then_some(rate - half), high: known.then_some(rate + half) }
     }
 
+    /// [`ratio`](Self::ratio) of a part to its whole. Where all pairs have the same, as where all have all, their spread says nothing, and
+    /// each counts as a trial.
+    pub fn share(pairs: &[(f64, f64)]) -> Self {
+        let found = Self::ratio(pairs);
+        if found.low.is_some_and(|low| low == found.rate) {
+            return Self::around(found.rate, pairs.len() as f64);
+        }
+        found.within(0.0, 1.0)
+    }
+
     /// `successes` of `trials` with the interval of Wilson (1927), which stays sensible near 0 and 1 and for few trials. Without trials, a
     /// rate of 0 that may be anything.
     pub fn wilson(successes: usize, trials: usize) -> Self {
         if trials == 0 {
             return Self { rate: 0.0, low: Some(0.0), high: Some(1.0) };
         }
-        let n = trials as f64;
-        let rate = successes as f64 / n;
+        Self::around(successes as f64 / trials as f64, trials as f64)
+    }
+
+    fn around(rate: f64, n: f64) -> Self {
         let spread = 1.0 + Z * Z / n;
         let centre = (rate + Z * Z / (2.0 * n)) / spread;
         let half = Z / spread * (rate * (1.0 - rate) / n + Z * Z / (4.0 * n * n)).sqrt();
@@ -82,6 +94,9 @@ impl Interval {
         }
         let pairs: Vec<(f64, f64)> = scores.iter().map(|score| (score.edits as f64, score.tokens as f64)).collect();
         let Self { rate, low, high } = Self::ratio(&pairs);
+        if rate == 0.0 {
+            return Self::wilson(0, scores.len());
+        }
         Self { rate, low: low.map(|low| low.max(0.0)).or(Some(0.0)), high: high.or(Some(rate.max(1.0))) }
     }
 
@@ -206,5 +221,14 @@ mod tests {
         let one = ErrorRates::of(&[Score { edits: 3, tokens: 2 }], UNITS);
         assert_eq!(one.token_error_rate.rate, 1.5);
         assert_eq!(one.sequence_error_rate.rate, 1.0);
+        // Those that are all alike do not make a share certain: 0 of 20 as above.
+        let right = Interval::of_edits(&[Score { edits: 0, tokens: 3 }; 20]);
+        let [all, half] = [3.0, 1.5].map(|part| Interval::share(&[(part, 3.0); 20]));
+        assert_eq!((right.low, all.high, half.rate), (Some(0.0), Some(1.0), 0.5));
+        for (found, expected) in
+            [(right.high, 0.1611), (all.low, 1.0 - 0.1611), (half.low, 0.2993), (half.high, 0.7007)]
+        {
+            assert!((found.unwrap() - expected).abs() < 5e-5, "{found:?}, {expected}");
+        }
     }
 }

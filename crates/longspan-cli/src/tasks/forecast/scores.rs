@@ -47,10 +47,10 @@ impl Scores {
             all => all.iter().map(Vec::as_slice).collect(),
         };
         let total = |of: fn(&Sums) -> f64, unit: &[Sums]| unit.iter().map(of).sum::<f64>();
-        let ratio = |above: fn(&Sums) -> f64, below: fn(&Sums) -> f64| {
-            let pairs: Vec<(f64, f64)> = units.iter().map(|unit| (total(above, unit), total(below, unit))).collect();
-            Interval::ratio(&pairs).within(0.0, f64::INFINITY)
+        let pairs = |above: fn(&Sums) -> f64, below: fn(&Sums) -> f64| -> Vec<(f64, f64)> {
+            units.iter().map(|unit| (total(above, unit), total(below, unit))).collect()
         };
+        let ratio = |above, below| Interval::ratio(&pairs(above, below)).within(0.0, f64::INFINITY);
         let all = || units.iter().copied().flatten();
         let over =
             |below: fn(&Sums) -> f64| all().any(|sums| below(sums) > 0.0).then(|| ratio(|sums| sums.errors, below));
@@ -62,7 +62,7 @@ impl Scores {
             error_over_last: over(|sums| sums.of_last),
             error_over_mean: over(|sums| sums.of_mean),
             pinball_loss: ratio(|sums| sums.pinball, |sums| sums.values),
-            coverage: ratio(|sums| sums.inside, |sums| sums.values).within(0.0, 1.0),
+            coverage: Interval::share(&pairs(|sums| sums.inside, |sums| sums.values)),
             several,
         }
     }

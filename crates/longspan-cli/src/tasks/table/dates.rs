@@ -174,6 +174,12 @@ impl Dates {
         if let (Some(first), 1) = (ordered.first(), ordered.len()) {
             candidates.retain(|format| year_first(format) == *first);
         }
+        // Months such as 1/1/1957 and 2/1/1957 might be days as well, but then the years tear them apart.
+        let is_even = |format: &&String| candidates.len() > 1 && steps_evenly(format, &texts[..most]);
+        let even: Vec<String> = candidates.iter().filter(is_even).cloned().collect();
+        if even.len() == 1 {
+            candidates = even;
+        }
         let Some(best) = candidates.first() else { return Ok(None) };
         if wanted.is_none()
             && !in_order.contains(best)
@@ -318,6 +324,14 @@ impl Calendar {
 
 fn is_ordered(dates: &[impl PartialOrd]) -> bool {
     dates.is_sorted() || dates.iter().rev().is_sorted()
+}
+
+/// Whether each of five texts and more is as far from the one before it, in months or in seconds.
+fn steps_evenly(format: &str, texts: &[&str]) -> bool {
+    let dates: Vec<_> = texts.iter().filter_map(|text| parse(format, text)).collect();
+    let dates = Dates { calendar: Calendar::of(&dates), format: format.into(), offset: 0 };
+    let numbers: Vec<f64> = texts.iter().filter_map(|text| dates.number(text)).collect();
+    texts.len() > 4 && numbers.windows(3).all(|at| at[1] != at[0] && at[2] - at[1] == at[1] - at[0])
 }
 
 /// Of dates that are in no order, but would be if the day and the month changed places wherever they may, the first where they do.
@@ -647,6 +661,8 @@ mod tests {
         for (texts, part) in [
             (&["01/02/2024", "05/06/2024"][..], "\"01/02/2024\" may be two days"),
             (&["01/02/2024", "05/06/2024"], "--dates '%d/%m/%Y' or --dates '%m/%d/%Y'"),
+            // Days of January, or firsts of months.
+            (&["1/1/2024", "1/2/2024", "1/3/2024", "1/4/2024", "1/5/2024"], "\"1/2/2024\" may be two days"),
             (&["01022024", "05062024"], "--dates '%d%m%Y' or --dates '%m%d%Y'"),
             (&["2015-3", "2015-4", "2016-1"], "--dates '%Y-%m' or --dates '%Y-%q'"),
             (&bare, "\"2023.1\" looks like a year and a month"),
@@ -661,6 +677,8 @@ mod tests {
         assert_eq!(of(&["2015-3", "2015-4"]).format, "%Y-%-m", "in one year they count up as months do");
         assert_eq!(of(&["2011/12", "2012/01"]).format, "%Y/%m", "two months, and no years");
         assert_eq!(of(&["2018/19", "2019/20"]).format, "%Y/%y");
+        assert_eq!(of(&["10/1/1957", "11/1/1957", "12/1/1957", "1/1/1958", "2/1/1958"]).format, "%-m/%-d/%Y");
+        assert_eq!(of(&["1/10/1957", "1/11/1957", "1/12/1957", "1/1/1958", "1/2/1958"]).format, "%-d/%-m/%Y");
         assert_eq!(Dates::of(&bare[..9], None).unwrap().unwrap().format, "%Y.%m");
         assert_eq!(Dates::of(&bare, Some("number")).unwrap(), None);
         assert_eq!(Dates::of(&days, Some("%d/%m/%Y")).unwrap().unwrap().format, "%d/%m/%Y");
