@@ -101,9 +101,7 @@ fn usage(error: &clap::Error) -> ExitCode {
         };
     }
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-        note(
-            "error: no subcommand; give train, predict, generate, eval, info or completions, or see longspan --help",
-        );
+        note("error: no subcommand; give train, predict, generate, eval, info or completions, or see longspan --help");
         return ExitCode::from(2);
     }
     let text = error.to_string();
