@@ -64,7 +64,7 @@ impl Interval {
     /// each counts as a trial.
     pub fn share(pairs: &[(f64, f64)]) -> Self {
         let found = Self::ratio(pairs);
-        if found.low.is_some_and(|low| low == found.rate) {
+        if found.low.is_some_and(|low| found.rate - low < 1e-9) {
             return Self::around(found.rate, pairs.len() as f64);
         }
         found.within(0.0, 1.0)
