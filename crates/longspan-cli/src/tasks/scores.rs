@@ -64,10 +64,8 @@ impl Interval {
     /// each counts as a trial.
     pub fn share(pairs: &[(f64, f64)]) -> Self {
         let found = Self::ratio(pairs);
-        if found.low.is_some_and(|low| found.rate - low < 1e-9) {
-            return Self::around(found.rate, pairs.len() as f64);
-        }
-        found.within(0.0, 1.0)
+        let alike = found.rate <= 1.0 && found.low.is_some_and(|low| found.rate - low < 1e-9);
+        if alike { Self::around(found.rate, pairs.len() as f64) } else { found }
     }
 
     /// `successes` of `trials` with the interval of Wilson (1927), which stays sensible near 0 and 1 and for few trials. Without trials, a
@@ -86,17 +84,14 @@ impl Interval {
         Self { rate, low: Some((centre - half).max(0.0)), high: Some((centre + half).min(1.0)) }
     }
 
-    /// Edits per token over whole sequences: [`ratio`](Self::ratio) of two sums, since the sequence, not the token, is what was sampled:
+    /// Edits per token over whole sequences: [`share`](Self::share) of two sums, since the sequence, not the token, is what was sampled:
     /// errors come in clusters. May exceed 1, since insertions count.
     pub fn of_edits(scores: &[Score]) -> Self {
         if scores.iter().all(|score| score.tokens == 0) {
             return Self::wilson(0, 0);
         }
         let pairs: Vec<(f64, f64)> = scores.iter().map(|score| (score.edits as f64, score.tokens as f64)).collect();
-        let Self { rate, low, high } = Self::ratio(&pairs);
-        if rate == 0.0 {
-            return Self::wilson(0, scores.len());
-        }
+        let Self { rate, low, high } = Self::share(&pairs);
         Self { rate, low: low.map(|low| low.max(0.0)).or(Some(0.0)), high: high.or(Some(rate.max(1.0))) }
     }
 
@@ -223,8 +218,9 @@ mod tests {
         assert_eq!(one.sequence_error_rate.rate, 1.0);
         // Those that are all alike do not make a share certain: 0 of 20 as above.
         let right = Interval::of_edits(&[Score { edits: 0, tokens: 3 }; 20]);
+        let wrong = Interval::of_edits(&[Score { edits: 3, tokens: 6 }; 20]);
         let [all, half] = [3.0, 1.5].map(|part| Interval::share(&[(part, 3.0); 20]));
-        assert_eq!((right.low, all.high, half.rate), (Some(0.0), Some(1.0), 0.5));
+        assert_eq!((right.low, all.high, half.rate, wrong), (Some(0.0), Some(1.0), 0.5, half));
         for (found, expected) in
             [(right.high, 0.1611), (all.low, 1.0 - 0.1611), (half.low, 0.2993), (half.high, 0.7007)]
         {

@@ -62,7 +62,7 @@ impl Scores {
             error_over_last: over(|sums| sums.of_last),
             error_over_mean: over(|sums| sums.of_mean),
             pinball_loss: ratio(|sums| sums.pinball, |sums| sums.values),
-            coverage: Interval::share(&pairs(|sums| sums.inside, |sums| sums.values)),
+            coverage: Interval::share(&pairs(|sums| sums.inside, |sums| sums.values)).within(0.0, 1.0),
             several,
         }
     }

@@ -207,7 +207,7 @@ impl<M: Model> Task for Synthetic<M> {
             Ok(found)
         })?;
         let found = found.concat();
-        let recalled = Interval::share(&found);
+        let recalled = Interval::share(&found).within(0.0, 1.0);
         let questions = found.iter().map(|(_, asked)| asked).sum::<f64>() as usize;
         Ok(Recalled { sequences: sequences.len(), questions, recalled })
     }
