@@ -96,6 +96,12 @@ impl Columns {
         self.known.iter().any(|known| known.to_lowercase() == name.to_lowercase())
     }
 
+    /// All names that were given.
+    pub fn named(&self) -> impl Iterator<Item = &String> {
+        let single = [&self.time, &self.id, &self.label, &self.text, &self.source, &self.target];
+        single.into_iter().flatten().chain(&self.channels)
+    }
+
     /// Whether a person named a column of texts or labels so, in letters of any case.
     pub fn names_text(&self, title: &str) -> bool {
         let mut named = [&self.text, &self.label, &self.source, &self.target].into_iter().flatten();

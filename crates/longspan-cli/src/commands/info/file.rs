@@ -23,13 +23,13 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     let is_table = !["ts", "tsf", "arff"].contains(&ending.as_str()) && !text.trim_start().starts_with('@');
     // Tabs may have no header.
     let table = if is_table && form != Form::Tabs {
-        Table::read(&text, form, &name).ok().flatten().map(|table| table.headed().without_units().0)
+        Table::read(&text, form, &name).ok().flatten().map(|table| table.headed(columns).0.without_units().0)
     } else {
         None
     };
     let all: Vec<(String, String)> = table
         .iter()
-        .flat_map(|table| table.header.iter().cloned().zip((0..).map(move |place| table.held(place))))
+        .flat_map(|table| (0..table.header.len()).map(move |place| (table.title(place).into_owned(), table.held(place))))
         .collect();
     // Not kept beside those that are read next: a table may be large.
     let rows = table.map(|table| table.rows.len());

@@ -11,7 +11,7 @@ use crate::tasks::lines;
 use crate::tasks::split::composed;
 use crate::tasks::table::columns::{TextColumn, say_read};
 use crate::tasks::table::{Form, Table, contents};
-use crate::terminal::notes::note_some;
+use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::counted;
 
 pub const TEXT: TextColumn = TextColumn {
@@ -56,8 +56,13 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     if columns.text.is_none() && !has("text") && has("values") {
         bail!("{}: it has values; give numeric series with --series", table.at_header());
     }
-    let place = TEXT.place(&table, columns.text.as_ref(), None)?;
-    let label = LABEL.place(&table, columns.label.as_ref(), Some(place))?;
+    let (place, label) = match guessed(&table, columns) {
+        Some(found) => found,
+        None => {
+            let place = TEXT.place(&table, columns.text.as_ref(), None)?;
+            (place, LABEL.place(&table, columns.label.as_ref(), Some(place))?)
+        }
+    };
     say_read(&table, [(&TEXT, place), (&LABEL, label)]);
     table.say_empty(place);
     let (own, own_label) = (TEXT.named(&table, place, &columns.text), LABEL.named(&table, label, &columns.label));
@@ -103,6 +108,28 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
         );
     }
     Ok((all, again, found))
+}
+
+/// Of two columns whose names say nothing, that of the texts and that of the labels, which come again and again.
+fn guessed(table: &Table, columns: &Columns) -> Option<(usize, usize)> {
+    let are_known = table.header.iter().any(|title| TEXT.knows(title) || LABEL.knows(title));
+    if are_known || columns.text.is_some() || columns.label.is_some() || table.header.len() != 2 {
+        return None;
+    }
+    let different = [0, 1].map(|place| table.texts(place).collect::<HashSet<_>>().len());
+    let label = usize::from(different[1] < different[0]);
+    let [texts, labels] = [different[1 - label], different[label]];
+    let (place, rows) = (1 - label, table.rows.len());
+    if 2 * texts < rows || 10 * labels > rows || table.numbers(place).is_ok() {
+        return None;
+    }
+    note(format_args!(
+        "{}: the texts are taken from the column `{}`, the labels from `{}`; --text-column and --label decide otherwise",
+        table.name,
+        table.title(place),
+        table.title(label)
+    ));
+    Some((place, label))
 }
 
 const EXAMPLE: &str = "expected an object such as {\"text\": \"how nice\", \"label\": \"good\"}";
@@ -152,6 +179,27 @@ mod tests {
         assert_eq!(found(text.as_bytes(), "tsv").0.len(), 13);
         let columns = Columns { text: Some("Phrase".into()), label: Some("Mood".into()), ..Columns::default() };
         assert_eq!(parse(text.as_bytes(), "tsv", "f", &columns).unwrap().0.len(), 12);
+    }
+
+    #[test]
+    fn a_table_without_names_has_all_its_rows() {
+        let rows = |n: usize| format!("\"{}\",\"text {n}, of\nlines\"\n", if n % 2 == 0 { -1 } else { 1 });
+        let text: String = (0..40).map(rows).collect();
+        let (all, again, columns) = found(text.as_bytes(), "csv");
+        assert_eq!((all.len(), again, &*all[0].text, &*all[0].label), (40, 0, "text 0, of\nlines", "-1"));
+        let is = |columns: &Columns, text: &str, label: &str| {
+            assert_eq!([columns.text.as_deref(), columns.label.as_deref()], [Some(text), Some(label)]);
+        };
+        is(&columns, "column 2", "column 1");
+        // Too few to show it: as the run, or a person, calls them.
+        assert_eq!(parse(rows(3).as_bytes(), "csv", "f", &columns).unwrap().0.len(), 1);
+        // Names that say nothing are still names, those of pandas among them.
+        for names in ["Mood,Phrase", "0,1"] {
+            let (all, _, columns) = found(format!("{names}\n{text}").as_bytes(), "csv");
+            assert_eq!(all.len(), 40);
+            let (label, text) = names.split_once(',').unwrap();
+            is(&columns, text, label);
+        }
     }
 
     #[test]

@@ -26,13 +26,8 @@ pub fn from_table(mut table: Table, reading: &Reading<'_>) -> Result<Found> {
         return from_wide(&table, columns, reading);
     }
     let name = &table.name.clone();
-    let named = table.rows.len();
-    let table = table.headed();
-    if table.rows.len() > named {
-        note(format_args!(
-            "{name}: the first line has numbers and no names; it is read as a row, and columns are called `column 1`, …"
-        ));
-    }
+    let (table, said) = table.headed(columns);
+    said.iter().for_each(note);
     let (mut table, said) = table.without_units();
     said.iter().for_each(|said| note(format_args!("{name}, {said}")));
     if !reading.labels

@@ -273,12 +273,12 @@ impl Roles {
             _ => format!("times {} (numbers)", names(&self.time)),
         };
         let id = if self.id.is_empty() { String::new() } else { format!(", ids {}", names(&self.id)) };
-        let label = self.label.map_or(String::new(), |place| format!(", labels `{}`", table.header[place]));
+        let label = self.label.map_or(String::new(), |place| format!(", labels `{}`", table.title(place)));
         const MOST: usize = 8;
-        let channels: Vec<String> = self.channels.iter().map(|place| format!("`{}`", table.header[*place])).collect();
+        let channels: Vec<String> = self.channels.iter().map(|place| format!("`{}`", table.title(*place))).collect();
         let channels = listed(&channels, MOST);
         let unread: Vec<String> =
-            self.unread.iter().map(|(place, why)| format!("`{}` ({why})", table.header[*place])).collect();
+            self.unread.iter().map(|(place, why)| format!("`{}` ({why})", table.title(*place))).collect();
         let unread = if unread.is_empty() { String::new() } else { format!("; not read: {}", listed(&unread, MOST)) };
         format!(
             "columns: {time}{id}{label}, channels {channels}{unread}; --time, --id, --label, --channels and --dates decide otherwise"
@@ -774,7 +774,7 @@ fn sharing(table: &Table, places: &[&[usize]]) -> usize {
 }
 
 pub fn names(table: &Table, places: &[usize], between: &str) -> String {
-    places.iter().map(|place| format!("`{}`", table.header[*place])).collect::<Vec<_>>().join(between)
+    places.iter().map(|place| format!("`{}`", table.title(*place))).collect::<Vec<_>>().join(between)
 }
 
 /// As a person gives several to a flag.
@@ -787,7 +787,7 @@ pub fn say_read(table: &Table, read: [(&TextColumn, usize); 2]) {
     let unread: Vec<usize> =
         (0..table.header.len()).filter(|place| read.iter().all(|(_, used)| used != place)).collect();
     if !unread.is_empty() {
-        let found = read.map(|(column, place)| format!("{} `{}`", column.key, table.header[place])).join(", ");
+        let found = read.map(|(column, place)| format!("{} `{}`", column.key, table.title(place))).join(", ");
         let [a, b] = read.map(|(column, _)| column.flag);
         note(format_args!(
             "{}: columns: {found}; not read: {}; {a} and {b} decide otherwise",
@@ -848,10 +848,10 @@ impl TextColumn {
                 "{name}: the first line names the columns, and `{title}` is predicted for; {flag} decides otherwise"
             ));
         }
-        let table = if named || known.is_some() {
+        let table = if form == Form::Tabs && (named || known.is_some()) {
             Table::read(&text, form, &name)?
         } else {
-            Table::of_texts(&text, form, &name, &[self], &Columns::default())?
+            Table::of_texts(&text, form, &name, &[self], &Columns { text: wanted.cloned(), ..Columns::default() })?
         };
         let Some(table) = table else { return Ok(Some(Vec::new())) };
         let place = if table.header.is_empty() { 0 } else { self.place(&table, wanted, None)? };
@@ -906,11 +906,11 @@ impl TextColumn {
             return Ok(1 - other);
         }
         bail!(
-            "{}: no column `{}` among {}; name it with {} NAME",
+            "{}: no column `{}` among {}; name it with {flag} NAME, or with {flag} 'column 1' if the first line is a row",
             table.at_header(),
             self.key,
             table.titles(),
-            self.flag
+            flag = self.flag
         )
     }
 }

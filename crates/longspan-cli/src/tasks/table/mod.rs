@@ -19,7 +19,7 @@ use super::memory;
 use super::split::composed;
 use crate::run::columns::{Columns, Decimal};
 use crate::terminal::notes::{note, note_some};
-use crate::terminal::samples::{counted, listed};
+use crate::terminal::samples::{counted, listed, visible};
 use crate::terminal::shell;
 use columns::{MONTHS, TextColumn, holds_dates, is_time};
 
@@ -141,7 +141,15 @@ impl Table {
         columns: &Columns,
     ) -> Result<Option<Self>> {
         if form != Form::Tabs {
-            return Self::read(text, form, name);
+            let Some(table) = Self::read(text, form, name)? else { return Ok(None) };
+            let is_name =
+                |title: &String| columns.names_text(title) || expected.iter().any(|column| column.knows(title));
+            if table.header.iter().any(is_name) {
+                return Ok(Some(table));
+            }
+            let (table, said) = table.headed(columns);
+            said.iter().for_each(note);
+            return Ok(Some(table));
         }
         let mut table = records(text, form, name)?;
         let Some(first) = table.rows.first() else { return Ok(None) };
@@ -190,17 +198,38 @@ impl Table {
         Ok(Some(table))
     }
 
-    /// The same if its first line names the columns, else with that line as a row, where it has nothing but numbers, beside dates.
-    pub fn headed(self) -> Self {
+    /// The same if its first line names the columns, else with that line as a row, and what is said of it: where it has nothing but numbers,
+    /// beside dates, or something that comes again and again in the rows below, or where a person or the run names columns by their numbers.
+    pub fn headed(self, columns: &Columns) -> (Self, Option<String>) {
+        let are_counted = |&title: &&String| {
+            title.strip_prefix("column ").is_some_and(|n| n.parse::<usize>().is_ok()) && self.find(title).is_none()
+        };
+        // As pandas numbers the columns of a frame without names.
+        let titles = || self.header.iter().skip_while(|title| title.is_empty());
+        let count_up = titles().enumerate().all(|(n, title)| *title == n.to_string());
         let has_number = self.header.iter().any(|title| value(title).is_some_and(f64::is_finite));
-        if self.keys || !has_number || !self.header.iter().all(|title| is_time(title)) {
-            return self;
+        let are_numbers = || has_number && self.header.iter().all(|title| is_time(title));
+        let row = Row { line: self.line, cells: self.header.iter().map(|title| Value::from(title.as_str())).collect() };
+        let comes_again = |place: usize| {
+            let is_again = |other: &&Row| other.cells[place] == row.cells[place] && other.cells != row.cells;
+            let count = self.rows.iter().filter(is_again).count();
+            !self.header[place].is_empty() && count > 1 && count * 10 >= self.rows.len()
+        };
+        let is_row = match columns.named().find(are_counted) {
+            Some(_) => true,
+            None if are_numbers() => {
+                !count_up || self.header.len() < 4 && (0..self.header.len()).all(|place| self.numbers(place).is_ok())
+            }
+            None => !count_up && (0..self.header.len()).any(comes_again),
+        };
+        if self.keys || !is_row {
+            return (self, None);
         }
-        let first =
-            Row { line: self.line, cells: self.header.iter().map(|title| Value::String(title.clone())).collect() };
+        let said =
+            format!("{}: the first line is a row and names nothing, so columns are called `column 1`, …", self.name);
         let header = (1..=self.header.len()).map(|n| format!("column {n}")).collect();
-        let rows = std::iter::once(first).chain(self.rows).collect();
-        Self { header, rows, ..self }
+        let rows = std::iter::once(row).chain(self.rows).collect();
+        (Self { header, rows, ..self }, Some(said))
     }
 
     /// The same without a second line of units, where it has texts alone, above numbers and dates; with what is said of it.
@@ -366,7 +395,16 @@ impl Table {
     }
 
     pub fn titles(&self) -> String {
-        listed(&self.header.iter().map(|title| format!("`{title}`")).collect::<Vec<_>>(), 12)
+        listed(&(0..self.header.len()).map(|place| format!("`{}`", self.title(place))).collect::<Vec<_>>(), 12)
+    }
+
+    /// The name of a column as it is shown: in one line, and not a whole text.
+    pub fn title(&self, place: usize) -> Cow<'_, str> {
+        let title = &self.header[place];
+        match title.char_indices().nth(60) {
+            Some((end, _)) => format!("{}…", visible(&title[..end])).into(),
+            None => visible(title).into(),
+        }
     }
 
     /// The texts of a column, as they stand without the space around them; `None` where one is missing.
