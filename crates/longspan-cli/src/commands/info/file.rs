@@ -15,6 +15,9 @@ use crate::tasks::table::{Form, Table, contents};
 use crate::tasks::{labelled, pairs};
 use crate::terminal::samples::counted;
 
+/// Columns that are listed at most.
+const SHOWN: usize = 100;
+
 pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     let (name, bytes) = contents(path)?;
     let ending = lines::ending(path);
@@ -78,8 +81,11 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
         let (rows, columns) = (counted(rows, "rows"), counted(all.len(), "columns"));
         writeln!(out, "table       {rows}, {columns}")?;
         let width = all.iter().map(|(title, _)| title.chars().count()).max().unwrap_or(0).min(24);
-        for (title, holds) in &all {
+        for (title, holds) in all.iter().take(SHOWN) {
             writeln!(out, "  {title:<width$}  {holds}")?;
+        }
+        if all.len() > SHOWN {
+            writeln!(out, "  and {} more; --json lists all", all.len() - SHOWN)?;
         }
     }
     for (flag, said) in tasks {

@@ -14,11 +14,11 @@ use crate::terminal::notes::note_some;
 use crate::terminal::samples::counted;
 
 pub const SOURCE: TextColumn =
-    TextColumn { key: "source", flag: "--source", names: &["src", "input", "question", "prompt", "word", "from"] };
+    TextColumn { key: "source", flag: "--source", names: &["src", "input", "question", "prompt", "word", "from", "key"] };
 pub const TARGET: TextColumn = TextColumn {
     key: "target",
     flag: "--target",
-    names: &["tgt", "output", "answer", "response", "completion", "pronunciation", "to"],
+    names: &["tgt", "output", "answer", "response", "completion", "pronunciation", "to", "value"],
 };
 
 /// The pairs of a file, and what its columns are called.

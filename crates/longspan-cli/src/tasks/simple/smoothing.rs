@@ -119,10 +119,14 @@ const LONGEST: usize = 400;
 /// Values from which it is not known how far the next may be.
 const FEW: usize = 4;
 
-/// What a way loses in all columns of a table counts so many times what it loses in one; of the logarithm of a column's loss at most so much, since what
-/// one way tells exactly would decide for all.
+/// What a way loses in all columns of a table counts so many times what it loses in one. There the logarithm of a column's loss counts up to so much,
+/// and errors count from so much of a usual step on: else a column that hardly changes would decide for all.
 const POOLED: f64 = 2.0;
 const MOST_LOSS: f64 = 0.7;
+const LEAST_ERROR: f64 = 1e-2;
+
+/// Smaller errors are of rounding.
+const EXACT: f64 = 1e-10;
 
 /// What a regression takes: neighbours, lengths of means of values, points to learn from at most, and how many of them at least for each weight.
 const NEIGHBOURS: usize = 12;
@@ -534,9 +538,10 @@ impl Smoothing {
         let ways: Vec<Vec<Way>> = columns.iter().map(|channels| Way::tried(channels, seasons, four_years)).collect();
         // The best on a few windows are compared on more.
         let first: Vec<Vec<(Way, f64)>> =
-            columns.iter().zip(ways).map(|(channels, ways)| losses(ways, channels, &ahead, COMPARED / 4)).collect();
+            columns.iter().zip(ways).map(|(channels, ways)| errors(ways, channels, &ahead, COMPARED / 4)).collect();
         let count = columns.iter().filter(|channels| !channels.is_empty()).count();
-        let tables: Vec<HashMap<Way, f64>> = first.iter().map(|losses| losses.iter().copied().collect()).collect();
+        let tables: Vec<HashMap<Way, f64>> =
+            first.iter().map(|errors| losses(errors, LEAST_ERROR).into_iter().collect()).collect();
         let in_all = |way: Way| -> f64 {
             // Where a season was not found, or values have no logarithms, it would be the way without.
             let alike = [(way.season, way.log), (way.season, false), (1, way.log), (1, false)];
@@ -558,14 +563,15 @@ impl Smoothing {
                     |(way, _): &(Way, f64)| (2..season).contains(&way.season) && season.is_multiple_of(way.season);
                 if first[column].iter().any(shorter) { 0.1 } else { 0.0 }
             };
-            let sort = |mut losses: Vec<(Way, f64)>| -> Vec<Way> {
+            let sort = |errors: &[(Way, f64)]| -> Vec<Way> {
+                let mut losses = losses(errors, EXACT);
                 losses.iter_mut().for_each(|(way, loss)| *loss += pooled.get(way).unwrap_or(&0.0) + again(way.season));
                 losses.sort_by(|a, b| a.1.total_cmp(&b.1));
                 losses.into_iter().map(|(way, _)| way).collect()
             };
-            let mut best = sort(first[column].clone());
+            let mut best = sort(&first[column]);
             best.truncate(8);
-            let best = sort(losses(best, channels, &ahead, COMPARED));
+            let best = sort(&errors(best, channels, &ahead, COMPARED));
             Self::of(best[0]).measure(channels, &windows(channels, told, MEASURED), &ahead, shares)
         };
         columns.iter().enumerate().map(of).collect()
@@ -638,27 +644,37 @@ fn windows(channels: &[Channel], told: usize, most: usize) -> Vec<(usize, usize)
     crate::tasks::split::evenly(&all, most)
 }
 
-/// By how much the errors of each way are larger than those of the best, as a logarithm, over so many windows of a column.
-fn losses(ways: Vec<Way>, channels: &[Channel], ahead: &[usize], most: usize) -> Vec<(Way, f64)> {
+/// The mean error of each way over so many windows of a column, in usual steps of each window's past.
+fn errors(ways: Vec<Way>, channels: &[Channel], ahead: &[usize], most: usize) -> Vec<(Way, f64)> {
     let cuts = windows(channels, ahead.len(), most);
-    let error = |way: &Way| -> f64 {
+    let step = |parts: &[&[f64]]| -> Option<f64> {
+        let steps = |part: &&[f64]| filled(part).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect::<Vec<_>>();
+        let steps: Vec<f64> = parts.iter().flat_map(steps).collect();
+        Some(steps.iter().sum::<f64>() / steps.len() as f64).filter(|step| *step > 0.0)
+    };
+    // Of the whole column where a past has none.
+    let usual = step(&channels.iter().map(|one| &one.values[..]).collect::<Vec<_>>()).unwrap_or(1.0);
+    let error = |way: Way| -> (Way, f64) {
         let one = |&(n, cut): &(usize, usize)| {
             let values = &channels[n].values;
-            let steps: Vec<f64> = filled(&values[..cut]).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect();
-            let scale = steps.iter().sum::<f64>() / steps.len().max(1) as f64;
             let ends = way.after(&channels[n], cut, ahead);
             let errors = ends.iter().zip(&values[cut..]).map(|(end, value)| (end.value(0.0) - value).abs());
             let known: Vec<f64> = errors.filter(|error| !error.is_nan()).collect();
+            let mean = known.iter().sum::<f64>() / known.len().max(1) as f64;
             // One wild window decides no more than others.
-            let scale = if scale > 0.0 { scale } else { level(&values[..cut]).max(1e-12) };
-            (known.iter().sum::<f64>() / known.len().max(1) as f64 / scale).min(1e3)
+            (mean / step(&[&values[..cut]]).unwrap_or(usual)).min(1e3)
         };
-        // Where all is told exactly, what rounding left decides nothing.
-        cuts.par_iter().map(one).collect::<Vec<_>>().into_iter().sum::<f64>().max(1e-9).ln()
+        let all: Vec<f64> = cuts.par_iter().map(one).collect();
+        (way, all.iter().sum::<f64>() / all.len().max(1) as f64)
     };
-    let errors: Vec<f64> = ways.iter().map(error).collect();
-    let least = errors.iter().copied().fold(f64::INFINITY, f64::min);
-    ways.into_iter().zip(errors).map(|(way, error)| (way, error - least)).collect()
+    ways.into_iter().map(error).collect()
+}
+
+/// By how much errors are larger than the least, as logarithms; those up to `exact` are alike.
+fn losses(errors: &[(Way, f64)], exact: f64) -> Vec<(Way, f64)> {
+    let log = |error: f64| error.max(exact).ln();
+    let least = errors.iter().map(|(_, error)| log(*error)).fold(f64::INFINITY, f64::min);
+    errors.iter().map(|(way, error)| (*way, log(*error) - least)).collect()
 }
 
 /// How far from 0 values go.
@@ -855,6 +871,18 @@ mod tests {
             columns.swap(2, noisy);
             assert_eq!(seasons(&columns[..3]), [4; 3], "{noisy}");
         }
+    }
+
+    #[test]
+    fn a_column_that_hardly_changes_does_not_decide_for_those_beside_it() {
+        let mut normal = normal(4);
+        let waves: Vec<f64> =
+            (0..400).map(|n| 10.0 * (n as f64 * TAU / 20.0).sin() + 0.01 * n as f64 + 0.5 * normal()).collect();
+        let flag = (0..400).map(|n| f64::from(u8::from(n == 30))).collect();
+        let both = [vec![alone(waves.clone(), 200)], vec![alone(flag, 200)]];
+        let found = Smoothing::choose(&both, 6, &[], 0, &[0.1, 0.9]).remove(0).way;
+        assert_eq!(found, chosen(alone(waves, 200), 6, &[], 0).way);
+        assert!(found.season == 20 && found.form != Form::Repeated, "{found:?}");
     }
 
     #[test]

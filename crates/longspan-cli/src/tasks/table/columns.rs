@@ -229,14 +229,12 @@ impl Roles {
                 if self.time.is_empty() { "ids and labels" } else { "times, ids and labels" }
             );
         }
-        let used: Vec<usize> = [&self.time[..], &self.id, &self.channels].concat();
-        for (n, place) in used.iter().enumerate() {
-            let title = &table.header[*place];
+        let mut used = HashSet::new();
+        for place in [&self.time[..], &self.id, &self.channels].concat() {
+            let title = &table.header[place];
             // Channels of categories have texts in their names, which may differ in case alone.
-            let is_same = |other: &str| {
-                if title.contains('=') { other == title } else { other.to_lowercase() == title.to_lowercase() }
-            };
-            if used[..n].iter().any(|other| is_same(&table.header[*other])) {
+            let name = if title.contains('=') { title.clone() } else { title.to_lowercase() };
+            if !used.insert(name) {
                 bail!(
                     "{}: two columns are called `{title}`; rename one, or name those that are read with --channels",
                     table.at_header()

@@ -55,7 +55,7 @@ pub fn line(text: &str) -> Result<Value, String> {
 }
 
 /// Keys of an object that is a row or a series itself, whatever else it holds.
-const OWN: [&str; 6] = ["text", "source", "target", "label", "values", "times"];
+pub const OWN: [&str; 6] = ["text", "source", "target", "label", "values", "times"];
 
 /// Of a text that is one object, the key of the only list of objects within it, and where that list stands; an error where there are several.
 pub fn list(text: &str, name: &str) -> Result<Option<(String, Range<usize>)>> {

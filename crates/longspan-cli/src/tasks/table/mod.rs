@@ -43,6 +43,9 @@ pub fn contents(path: &Path) -> Result<(String, Vec<u8>)> {
     Ok((name, bytes))
 }
 
+/// Keys from which one object of texts is a dictionary, whose keys are the first column, and not a row; more where a key is that of a row.
+const DICTIONARY: usize = 50;
+
 /// What a cell takes of memory while a table is read, about.
 const BYTES: f64 = 130.0;
 
@@ -359,6 +362,19 @@ impl Table {
             bail!(
                 "{name}, line {line}: an object for each column; write one for each row, as pandas' to_json(orient=\"records\") does"
             );
+        }
+        let is_text = |cell: &Value| match cell {
+            Value::Array(texts) => texts.iter().all(Value::is_string),
+            cell => cell.is_string(),
+        };
+        let is_named = |title: &String| json::OWN.contains(&title.as_str());
+        if let [Row { line, cells }] = &mut table.rows[..]
+            && cells.len() >= if table.header.iter().any(is_named) { 20 * DICTIONARY } else { DICTIONARY }
+            && cells.iter().all(is_text)
+        {
+            let (line, entries) = (*line, std::mem::take(&mut table.header).into_iter().zip(std::mem::take(cells)));
+            table.rows = entries.map(|(key, cell)| Row { line, cells: vec![key.into(), cell] }).collect();
+            table.header = ["key", "value"].map(String::from).into();
         }
         let width = table.header.len();
         table.rows.iter_mut().for_each(|row| row.cells.resize(width, Value::Null));
