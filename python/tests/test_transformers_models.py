@@ -279,7 +279,9 @@ def test_they_learn_and_come_back(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_checkpoints_of_activations_change_no_gradient(kind):
-    model = kind(LongspanConfig(**SIZES, dropout=0.2, vocab_size=30, target_vocab_size=20, num_labels=3)).train()
+    config = partial(LongspanConfig, **SIZES, dropout=0.2, vocab_size=30, target_vocab_size=20, num_labels=3)
+    model = kind(config()).train()
+    assert kind(config(recompute=True)).is_gradient_checkpointing and not model.is_gradient_checkpointing
     ids = torch.randint(4, 30, (2, 10))
     labels = torch.tensor([0, 2]) if kind is LongspanForSequenceClassification else torch.randint(4, 20, (2, 10))
     kept = []

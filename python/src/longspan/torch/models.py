@@ -146,9 +146,7 @@ class _FeedForward(nn.Module):
 
 
 class _Block(nn.Module):
-    #: Whether training keeps what goes into a block alone, and computes the rest again for the backward: both under the names by which
-    #: `transformers` sets them.
-    gradient_checkpointing = False
+    #: By which name `transformers` sets another.
     _gradient_checkpointing_func: Callable[..., Any] = staticmethod(partial(checkpoint, use_reentrant=False))
 
     def __init__(self, settings: Settings, attention: Attention, cross: Attention | None = None) -> None:
@@ -162,6 +160,8 @@ class _Block(nn.Module):
         self.feed_forward_norm = _norm(settings)
         self.dropout = nn.Dropout(settings.get("dropout", 0.0))
         self.norm_first = _norm_first(settings)
+        #: Whether training keeps what goes into the block alone, and computes the rest again; `transformers` sets it by this name.
+        self.gradient_checkpointing = bool(settings.get("recompute", False))
 
     def _residual(self, x: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:
