@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 
 import pytest
-import test_torch_mechanisms as mechanisms
 import torch
 from agreement import elsewhere, leaves, padding, same_gradients
 from longspan import ops
@@ -16,7 +15,7 @@ from longspan.torch import (
 from longspan.torch.attention import WITHOUT_ORDER
 from longspan.torch.mechanisms import MODULES
 from test_torch_mechanisms import CASES as MECHANISMS
-from test_torch_states import CASES, inputs
+from test_torch_states import CASES, LENGTH, inputs
 
 
 @pytest.fixture(autouse=True)
@@ -59,21 +58,25 @@ def test_stretches_of_any_length(name, dynamic):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", [*MECHANISMS, "gated"])
-def test_torchs_own_operations(name, is_causal):
-    """As on another device."""
+def test_without_a_break(name, is_causal):
+    """By torch's own operations, as on another device, and by the kernels."""
     if name == "gated":
-        function, parameters, is_causal = ops.gated_attention, [torch.rand(2, 4, 9, dtype=torch.float64).log()], True
+        function, parameters, is_causal = ops.gated_attention, [torch.rand(2, 2, LENGTH, dtype=torch.float64).log()], True
     else:
         function, parameters = MECHANISMS[name]
-    tensors = [*mechanisms.inputs(), *parameters]
+        # A decay has an order.
+        is_causal = is_causal or "decay" in name
+    tensors = [*inputs(), *parameters]
 
     def formulated(*tensors):
         return function(*tensors, is_causal=is_causal)
 
     expected = formulated(*tensors)
-    with elsewhere():
-        out = torch.compile(formulated, fullgraph=True, backend="aot_eager")(*tensors)
-    torch.testing.assert_close(out, expected)
+    for path in (elsewhere, nullcontext)[: 1 + is_causal]:
+        torch.compiler.reset()
+        with path():
+            out = torch.compile(formulated, fullgraph=True, backend="aot_eager")(*tensors)
+        torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("feature_map", ["exp", "prf:8", "nprf:8", "dpfp:2", "taylor2", "hedgehog"])

@@ -18,17 +18,20 @@ from longspan.torch import (
 )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_views_that_stand_for_their_negative_keep_their_sign(place: int) -> None:
-    tensors = [torch.randn(1, 1, 4, 2) for _ in range(3)]
-    view = torch.randn(1, 1, 4, 2, dtype=torch.complex64).conj().imag
-    assert view.is_neg()
-    tensors[place] = view
-    plain = [tensor.clone() for tensor in tensors]
-    assert torch.equal(ops.kernelized_attention(*tensors), ops.kernelized_attention(*plain))
-    q = torch.randn(1, 1, 4, 2, requires_grad=True)
-    gradients = [torch.autograd.grad(ops.kernelized_attention(q, q, q), q, d)[0] for d in (view, view.clone())]
-    assert torch.equal(*gradients)
+def test_tensors_that_stand_for_other_numbers_than_their_memory_holds(place: int, dtype: torch.dtype) -> None:
+    negative = torch.randn(1, 1, 4, 2, dtype=torch.complex64).conj().imag
+    nowhere = torch._efficientzerotensor((1, 1, 4, 2), dtype=dtype)
+    assert negative.is_neg() and nowhere._is_zerotensor()
+    for view in (negative.to(dtype) if dtype is torch.bfloat16 else negative, nowhere):
+        tensors = [torch.randn(1, 1, 4, 2, dtype=dtype) for _ in range(3)]
+        tensors[place] = view
+        plain = [tensor.clone() for tensor in tensors]
+        assert torch.equal(ops.kernelized_attention(*tensors), ops.kernelized_attention(*plain))
+        q = torch.randn(1, 1, 4, 2, dtype=dtype, requires_grad=True)
+        gradients = [torch.autograd.grad(ops.kernelized_attention(q, q, q), q, d)[0] for d in (view, view.clone())]
+        assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -12,47 +12,28 @@ from agreement import draw, elsewhere, leaves, same_gradients, steps
 from longspan import ops
 from longspan.torch import MultiheadAttention, TensorState, chunked_attention
 from longspan.torch._check import FUNCTIONS
+from test_torch_states import CASES as STREAMED
+from test_torch_states import LENGTH, inputs, step_of
 
-LENGTH = 9
-
-
-def inputs(batch=2, queries=LENGTH, keys=LENGTH):
-    return draw(batch, 4, queries, 4, seed=1), draw(batch, 4, keys, 4, seed=2), draw(batch, 4, keys, 4, seed=3)
-
-
-#: AFT-conv, of whose keys each is one number.
-of_keys = FUNCTIONS["aft-conv"]
-ANGLES, EACH = draw(4, 4, 1), [draw(4, 4, seed=s) for s in (5, 6, 7)]
+EACH = [draw(4, 4, seed=s) for s in (5, 6, 7)]
 
 
 def in_the_plane(q, k, v, a, b, p, r, **options):
     return ops.fourier_attention(q, k, v, a, b, q_positions=p, k_positions=r, **options)
 
 
-CASES = {
-    "fourier": (ops.fourier_attention, [ANGLES, EACH[0]]),
-    "fourier dominant": (partial(ops.fourier_attention, normalizer="dominant"), [ANGLES, *EACH]),
-    "fourier unrotated": (partial(ops.fourier_attention, normalizer="unrotated"), [ANGLES, *EACH[:2]]),
-    "rotary": (partial(ops.fourier_attention, wave="pairs", normalizer="unrotated"), [draw(4, 2, 1)]),
-    "fourier in the plane": (in_the_plane, [draw(4, 4, 2), EACH[0], draw(2, LENGTH, 2), draw(2, LENGTH, 2, seed=4)]),
-    "toeplitz": (ops.toeplitz_attention, [draw(4, 2 * LENGTH - 1)]),
-    "toeplitz clipped": (partial(ops.toeplitz_attention, kind="clipped"), [draw(4, 5)]),
-    "toeplitz buckets": (partial(ops.toeplitz_attention, kind="buckets", max_distance=7), [draw(4, 8)]),
-    "short convolution": (ops.short_convolution, [draw(4, 3, 4)]),
-    "aft simple": (ops.aft_simple, []),
-    "aft local": (ops.aft_local, [draw(LENGTH, 5)]),
-    "aft full": (ops.aft_full, [draw(LENGTH, LENGTH)]),
-    "aft full of two factors": (lambda q, k, v, *uz, **o: ops.aft_full(q, k, v, None, *uz, **o),
-                                [draw(LENGTH, 2), draw(LENGTH, 2, seed=1)]),
-    "softmax": (ops.softmax_attention, []),
-    "softmax in a window": (partial(ops.softmax_attention, window=4), []),
-    "aft conv": (of_keys, [draw(4, 5)]),
-    "aft conv as published": (of_keys, [draw(4, 5), draw(4), draw(4, seed=1)]),
+#: AFT-conv, of whose keys each is one number.
+of_keys = FUNCTIONS["aft-conv"]
+CASES = STREAMED | {
+    "fourier, unrotated": (partial(ops.fourier_attention, normalizer="unrotated"), [draw(2, 4, 1), draw(2, 4), draw(2, 4, seed=7)]),
+    "fourier, in the plane": (in_the_plane, [draw(2, 4, 2), draw(2, 4), draw(2, LENGTH, 2), draw(2, LENGTH, 2, seed=4)]),
+    "aft-full, two factors": (lambda q, k, v, *uz, **o: ops.aft_full(q, k, v, None, *uz, **o), [draw(LENGTH, 2), draw(LENGTH, 2, seed=1)]),
+    "aft-conv, as published": (of_keys, [draw(2, 5), draw(2), draw(2, seed=1)]),
 }  # fmt: skip
 #: Cases that only look both ways.
 IMAGES = {
-    "aft conv over an image": (partial(of_keys, image=(3, 3)), [draw(4, 2, 3)]),
-    "aft conv over an image, as published": (partial(of_keys, image=(3, 3)), [draw(4, 2, 3), draw(4), draw(4, seed=1)]),
+    "aft-conv over an image": (partial(of_keys, image=(3, 4)), [draw(2, 2, 3)]),
+    "aft-conv over an image, as published": (partial(of_keys, image=(3, 4)), [draw(2, 2, 3), draw(2), draw(2, seed=1)]),
 }
 PADDING = torch.zeros(2, LENGTH, dtype=torch.bool)
 PADDING[0, 5:] = True
@@ -103,15 +84,6 @@ def test_equal_taps_have_no_deviation(taps):
         got = ops.aft_conv(q, k, v, learned[0], gamma=learned[1], beta=learned[2], is_causal=True)
     torch.testing.assert_close(got, expected)
     same_gradients(got, expected, learned)
-
-
-@EVERY
-def test_compile_without_a_break(name):
-    function, parameters = CASES[name]
-    arguments = [*inputs(), *parameters]
-    torch.compiler.reset()
-    compiled = torch.compile(lambda *t: function(*t, is_causal=True), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*arguments), function(*arguments, is_causal=True))
 
 
 @pytest.mark.parametrize("path", ["kernels", "compiled", "formulation"])
@@ -178,9 +150,16 @@ def test_positions_of_a_half_precision_call_may_be_finer(half):
 
 @EVERY
 def test_another_device(name):
+    """It is never the CPU."""
     function, parameters = CASES[name]
-    out = function(*(t.to("meta") for t in (*inputs(), *parameters)), is_causal=True)
-    assert out.device.type == "meta" and out.shape == (2, 4, LENGTH, 4)
+    q, k, v, *learned = (t.to("meta") for t in (*inputs(), *parameters))
+    found = [function(q, k, v, *learned, is_causal=True)]
+    if name in STREAMED:
+        out, state = function(q, k, v, *learned, is_causal=True, output_final_state=True)
+        last, after = step_of(function)(q[:, :, :1], k[:, :, :1], v[:, :, :1], *learned, state=state)
+        assert state.numbers.device.type == after.numbers.device.type == "meta" and last.shape == (2, 2, 1, 4)
+        found += [out, last]
+    assert all(out.device.type == "meta" for out in found) and found[0].shape == (2, 2, LENGTH, 4)
 
 
 MODULES = pytest.mark.parametrize(

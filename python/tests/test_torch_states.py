@@ -22,8 +22,8 @@ from longspan.torch import (
 LENGTH = 12
 
 
-def inputs():
-    return [draw(2, 2, LENGTH, 4, seed=seed) for seed in (1, 2, 3)]
+def inputs(batch=2, length=LENGTH):
+    return [draw(batch, 2, length, 4, seed=seed) for seed in (1, 2, 3)]
 
 
 def of_keys(q, k, v, w, step=False, **options):

@@ -277,6 +277,34 @@ def test_they_learn_and_come_back(kind, tmp_path):
             torch.testing.assert_close(2 * one.double(), other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_checkpoints_of_activations_change_no_gradient(kind):
+    config = partial(LongspanConfig, **SIZES, dropout=0.2, vocab_size=30, target_vocab_size=20, num_labels=3)
+    model = kind(config()).train()
+    assert kind(config(recompute=True)).is_gradient_checkpointing and not model.is_gradient_checkpointing
+    ids = torch.randint(4, 30, (2, 10))
+    labels = torch.tensor([0, 2]) if kind is LongspanForSequenceClassification else torch.randint(4, 20, (2, 10))
+    kept = []
+
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(1)
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(kept.pop() + x.numel()), x)[1], lambda x: x):
+            loss = model(ids, labels=labels).loss
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.testing.assert_close(gradients(), expected)
+        assert kept[-1] < kept[0]
+    model.gradient_checkpointing_disable()
+    torch.testing.assert_close(gradients(), expected)
+    assert kept[-1] == kept[0]
+
+
 class Adapted(torch.nn.Module):
     """A projection with a change, as adapters of peft are: what is wrapped still shows its weights."""
 

@@ -63,10 +63,10 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
         # A view that stands for its negative, as the imaginary part of a conjugate does.
         tensor = tensor.resolve_neg()
     if tensor.dtype is torch.bfloat16:
-        raw: np.ndarray[Any, Any] = np.from_dlpack(_Exported(tensor.detach().view(torch.int16)))
-        return raw.view(_calls.BFLOAT16)
+        return as_array(tensor.detach().view(torch.int16)).view(_calls.BFLOAT16)
     array: np.ndarray[Any, Any] = np.from_dlpack(_Exported(tensor))
-    return array
+    # Torch's zeros that have no memory: NumPy takes some, and what stands there.
+    return np.zeros_like(array) if array.flags.owndata else array
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Tensor:

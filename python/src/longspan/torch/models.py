@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .attention import WITHOUT_ORDER, Attention
 from .gated_norm import GatedRMSNorm, before_norm
@@ -145,6 +146,9 @@ class _FeedForward(nn.Module):
 
 
 class _Block(nn.Module):
+    #: By which name `transformers` sets another.
+    _gradient_checkpointing_func: Callable[..., Any] = staticmethod(partial(checkpoint, use_reentrant=False))
+
     def __init__(self, settings: Settings, attention: Attention, cross: Attention | None = None) -> None:
         super().__init__()
         self.attention = _MultiHead(settings, attention)
@@ -156,6 +160,8 @@ class _Block(nn.Module):
         self.feed_forward_norm = _norm(settings)
         self.dropout = nn.Dropout(settings.get("dropout", 0.0))
         self.norm_first = _norm_first(settings)
+        #: Whether training keeps what goes into the block alone, and computes the rest again; `transformers` sets it by this name.
+        self.gradient_checkpointing = bool(settings.get("recompute", False))
 
     def _residual(self, x: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:
@@ -167,6 +173,16 @@ class _Block(nn.Module):
     def forward(
         self, x: Tensor, ignored: Tensor | None = None, is_causal: bool = False, past: Any = None, memory: Tensor | None = None,
         memory_ignored: Tensor | None = None, positions: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        given = (x, ignored, is_causal, past, memory, memory_ignored, positions)
+        # A second time would change what a past remembers.
+        if self.gradient_checkpointing and self.training and past is None:
+            return self._gradient_checkpointing_func(self._forward, *given)  # type: ignore[no-any-return]
+        return self._forward(*given)
+
+    def _forward(
+        self, x: Tensor, ignored: Tensor | None, is_causal: bool, past: Any, memory: Tensor | None, memory_ignored: Tensor | None,
+        positions: Tensor | None,
     ) -> Tensor:  # fmt: skip
         x = self._residual(x, self.attention_norm, lambda x: self.attention(x, ignored, is_causal, past, positions))
         if hasattr(self, "cross_attention"):

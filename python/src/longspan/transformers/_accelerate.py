@@ -101,16 +101,22 @@ def accelerate(model: nn.Module) -> list[str]:
     """
     changed = []
     for name, layer in model.named_modules():
-        found = sys.modules.get(type(layer).__module__)
-        used = _names_used(type(layer)) if found is not None else ()
-        own = [function for function in _FUNCTIONS if function in used and hasattr(found, function)]
-        for function in own:
-            _replace(getattr(found, function), _FUNCTIONS[function])
+        own = [function for kind in type(layer).__mro__ for function in _own(kind)]
+        for theirs, ours in own:
+            _replace(theirs, ours)
         if own:
             changed.append(name)
     return changed
 
 
+def _own(layer: type) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """The functions that a layer's class, without those that it inherits from, finds in its module, each with ours."""
+    found = getattr(sys.modules.get(layer.__module__), "__dict__", {})
+    used = _names_used(layer)
+    return [(found[name], ours) for name, ours in _FUNCTIONS.items() if name in used and name in found]
+
+
+@functools.cache
 def _names_used(layer: type) -> set[str]:
     """Global names in the methods of a layer's class, also of those that decorators wrap."""
     names: set[str] = set()

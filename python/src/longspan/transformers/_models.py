@@ -77,6 +77,7 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
     config_class = LongspanConfig
     base_model_prefix = "model"
     _input_embed_layer = "embedding"
+    supports_gradient_checkpointing = True
     model: Any
 
     def __init__(self, config: LongspanConfig, make: Callable[..., torch.nn.Module], *sizes: int) -> None:
