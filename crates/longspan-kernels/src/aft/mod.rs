@@ -55,7 +55,7 @@ use state_gradient::Links;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    State, StateShape, StateSink, Token, ViewMut, check_gradients, check_output, check_sizes, clear_absent, kernels,
+    State, StateSink, Token, ViewMut, check_gradients, check_output, check_sizes, clear_absent, kernels,
 };
 use crate::error::Error;
 use crate::plan::{Algorithm, Plan};
@@ -185,24 +185,7 @@ impl Compute for Aft {
         Ok(())
     }
 
-    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        state::shape(self, dims)
-    }
-
-    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state::check_marks(self, state, argument)
-    }
-
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(self.name())?;
-        state::empty(self, dims)
-    }
-
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         step::step(self, token, state, out)
-    }
-
-    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
     }
 }

@@ -52,8 +52,7 @@ use state_gradient::StateGradients;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    Sink, State, StateShape, StateSink, Token, check_gradients, check_output, check_sizes, clear_absent, downscaled,
-    kernels,
+    Sink, State, StateSink, Token, check_gradients, check_output, check_sizes, clear_absent, downscaled, kernels,
 };
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
@@ -193,25 +192,7 @@ impl Compute for Toeplitz {
         })
     }
 
-    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        state::shape::<T>(self, dims)
-    }
-
-    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state::check_marks(self, state, argument)
-    }
-
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(OPERATION)?;
-        self.check_feature_map(dims)?;
-        state::empty(self, dims)
-    }
-
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         step::step(self, token, state, out)
-    }
-
-    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
     }
 }
