@@ -128,11 +128,7 @@ impl Stateful for Aft {
 
     fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
         dims.check(self.name())?;
-        let shape = self.state_shape::<T>(dims)?;
-        let fits = shape.batch.checked_mul(shape.kv_heads).and_then(|n| n.checked_mul(shape.head_len()));
-        let fits = fits.is_some_and(|n| n < isize::MAX as usize / size_of::<T>());
-        expect(fits, self.name(), "state", || "a size that fits the address space".into(), || format!("{shape:?}"))?;
-        let mut state = State::zeros(shape)?;
+        let mut state = State::zeros(self.state_shape::<T>(dims)?)?;
         for head in state.heads_mut().map(Head::from) {
             head.exponent.fill(floor());
             head.ring_keys.fill(T::NEG_INFINITY);

@@ -81,18 +81,8 @@ impl Stateful for SoftmaxAttention {
             check_count::<T>(self.name(), "capacity", rows)?;
         }
         let present = self.window.unwrap_or(0);
-        let numbers = |width: usize| rows.checked_mul(width);
-        let heads = dims.batch.checked_mul(dims.kv_heads);
-        let head = numbers(dims.head_dim)
-            .zip(numbers(dims.value_dim))
-            .and_then(|(k, v)| k.checked_add(v)?.checked_add(1 + present));
-        let bytes = head.zip(heads).and_then(|(head, heads)| head.checked_mul(heads)?.checked_mul(8));
-        let holds = bytes.is_some_and(|bytes| bytes < isize::MAX as usize);
-        let expected = || "a state that fits the address space".into();
-        let got = || rows.to_string();
-        expect(holds, self.name(), if self.window.is_some() { "window" } else { "capacity" }, expected, got)?;
         let options = self.window.map_or(0, |window| fingerprint([window as u64]));
-        let parts = [rows * dims.head_dim, rows * dims.value_dim, 1, present, 0, 0];
+        let parts = [rows.saturating_mul(dims.head_dim), rows.saturating_mul(dims.value_dim), 1, present, 0, 0];
         Ok(StateShape::new(self.name(), options, dims, parts))
     }
 
