@@ -1,12 +1,14 @@
 //! The one way in which the conformance suite, the benchmarks, the Burn layer and the bindings see a mechanism.
 
 use std::fmt::Debug;
+use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::{Dims, Mask, Order, Scratch, State, StateShape, View, ViewMut};
+use super::{Dims, Mask, Order, Scratch, Sequence, State, StateShape, View, ViewMut};
 use crate::error::{Error, expect, refuse};
 use crate::plan::{Algorithm, Plan, Purpose};
+use crate::simd::block::{dot, scale_by};
 use crate::simd::{InstructionSet, Real};
 
 /// A learned tensor that a mechanism takes beside q, k and v, such as a table of relative positions. Row-major.
@@ -148,6 +150,35 @@ pub struct Cotangent<'a, T> {
     /// The gradient of the loss with respect to [`Output::final_state`], as [`Gradients::initial_state`] gives it; none
     /// stands for 0.
     pub final_state: Option<&'a State<T>>,
+}
+
+impl<T: Real> Cotangent<'_, T> {
+    /// Makes of `G` of some rows of a head, which stand in a block, `G/D`, and writes `−G·A/D` beside it; without a division `G` times
+    /// a factor, and 0. `gain(row, D)` is that factor, or `1/D`; none for a row that gave 0 whatever the inputs were.
+    pub(crate) fn weigh_rows(
+        &self,
+        dims: &Dims,
+        (sequence, head, rows): (&Sequence<'_>, usize, Range<usize>),
+        divides: bool,
+        gain: impl Fn(usize, T) -> Option<T>,
+        (d, width): (&mut [T], usize),
+        c: &mut [T],
+    ) {
+        let out = self.out.rows(sequence.batch, head).skip(sequence.query_start);
+        let place = (sequence.batch * dims.heads + head) * dims.queries + sequence.query_start;
+        for (at, row) in rows.enumerate() {
+            let d = &mut d[at * width..][..width];
+            c[at] = T::ZERO;
+            let Some(gain) = gain(row, self.denominators[place + row]) else {
+                d.fill(T::ZERO);
+                continue;
+            };
+            scale_by(d, gain);
+            if divides {
+                c[at] = -dot(out.row(row, dims.value_dim), d);
+            }
+        }
+    }
 }
 
 /// Where a backward call writes; every element is overwritten.

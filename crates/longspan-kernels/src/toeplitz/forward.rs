@@ -1,44 +1,17 @@
 //! The pass over rows that writes outputs.
 
-use super::chunks::{Reach, RowChunk};
+use super::chunks::{Buffers, Reach, RowBlock, RowChunk};
 use super::exponents::Shared;
 use super::far::FarSums;
-use super::problem::{CHUNK, Problem, TILE, Unit};
-use super::tile::{KeyBlock, Weights, each_tile};
+use super::problem::{Problem, Unit};
+use super::tile::each_tile;
 use crate::call::{Arena, Sink};
-use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
 use crate::simd::block::{dot, store};
 use crate::threads::parallel;
 
-struct Buffers<'s, T> {
-    q: &'s mut [T],
-    q_shifts: &'s mut [T],
-    o: &'s mut [T],
-    sums: &'s mut [T],
-    tile: &'s mut [T],
-    keys: KeyBlock<'s, T>,
-    weights: Weights<'s, T>,
-    map: MapBuffers<'s, T>,
-}
-
-impl<'s, T: Real> Buffers<'s, T> {
-    fn new(problem: &Problem<'_, T>, arena: &mut Arena<'s, T>) -> Self {
-        Self {
-            q: arena.take(CHUNK * problem.head_width),
-            q_shifts: arena.take(CHUNK),
-            o: arena.take(CHUNK * problem.value_width),
-            sums: arena.take(CHUNK),
-            tile: arena.take(TILE * TILE.max(problem.value_width)),
-            keys: KeyBlock::new(problem, false, arena),
-            weights: Weights::new(problem, arena),
-            map: MapBuffers::new(&problem.mapping, TILE, arena),
-        }
-    }
-}
-
 pub(super) fn worker_len<T: Real>(problem: &Problem<'_, T>) -> usize {
-    Arena::measure(|arena| Buffers::new(problem, arena))
+    Arena::measure(|arena| Buffers::new(problem, false, false, arena))
 }
 
 /// Computes the outputs of some chunks, which meet far keys as `sums` if these are given.
@@ -53,7 +26,7 @@ pub(super) fn run<T: Real>(
     parallel(chunks.len(), scratch, per_worker, |task, scratch| {
         let chunk = &chunks[task];
         let unit = problem.unit(chunk.unit);
-        let mut buffers = Buffers::new(problem, &mut Arena::new(scratch));
+        let mut buffers = Buffers::new(problem, false, false, &mut Arena::new(scratch));
         compute(problem, shared, &unit, chunk, Reach::new(problem, &unit, chunk, sums), sink, &mut buffers);
     });
 }
@@ -67,7 +40,7 @@ fn compute<T: Real>(
     sink: Sink<'_, T>,
     buffers: &mut Buffers<'_, T>,
 ) {
-    let Buffers { q, q_shifts, o, sums, tile, keys, weights, map } = buffers;
+    let Buffers { rows: RowBlock { q, q_shifts, d: o, c: sums }, tile, keys, weights, map, .. } = buffers;
     let (head_width, value_width) = (problem.head_width, problem.value_width);
     let (head, rows, line) = (chunk.head, &chunk.rows, shared.line(chunk.head));
     problem.load_queries((unit, head), (rows.start, rows.len()), (q, q_shifts), map);

@@ -5,20 +5,20 @@
 
 use std::ops::Range;
 
-use super::backward::{Backward, Pass, RowBlock, Sizes};
-use super::chunks::all_chunks;
-use super::far::{FarSum, FarSums, ROWS, near_keys, near_rows, sides};
+use super::backward::{Backward, Pass, Sizes};
+use super::chunks::{RowBlock, all_chunks};
+use super::far::{FarSum, FarSums, ROWS, near_keys, near_rows};
 use super::key_pass::{self, KeyPass};
 use super::left::all_units;
 use super::problem::{Problem, TILE, Unit};
 use super::state::EXPONENT;
 use super::tile::KeyBlock;
 use super::{forward, query_pass};
-use crate::call::{Arena, Scratch, SharedRows, Sink};
+use crate::call::{Arena, Scratch, Sink};
 use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
 use crate::simd::block::{add_column_sums, add_scaled, scale_by};
-use crate::threads::{self, parallel};
+use crate::threads;
 
 fn keys_of<T: Real>(unit: &Unit<'_, T>, chunk: usize) -> Range<isize> {
     let (first, end) = (unit.begin() + (chunk * ROWS) as isize, unit.sequence.keys as isize);
@@ -70,18 +70,12 @@ fn key_sums_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 }
 
 /// Sums the keys before and after each chunk of rows.
-fn key_sums<'s, T: Real>(
-    problem: &Problem<'_, T>,
-    numbers: &'s mut [T],
-    (scratch, per_worker): (&mut [T], usize),
-) -> FarSums<'s, T> {
-    let (len, sides, chunks) = (FarSum::len(problem), sides(problem), chunks_of_rows(problem));
-    let places = SharedRows::new(&mut *numbers, [len, 0, 0]);
-    parallel(problem.units() * sides * chunks, scratch, per_worker, |task, scratch| {
-        let (unit, side, chunk) = (problem.unit(task / chunks / sides), task / chunks % sides, task % chunks);
+fn key_sums<'s, T: Real>(problem: &Problem<'_, T>, numbers: &'s mut [T], workers: (&mut [T], usize)) -> FarSums<'s, T> {
+    let sizes = (problem.units(), chunks_of_rows(problem));
+    // What lies before a chunk is all that lies before the one above it, and more.
+    FarSums::new(problem, numbers, sizes, true, workers, |[unit, side, chunk], sum, scratch| {
+        let unit = problem.unit(unit);
         let queries = unit.sequence.queries;
-        // SAFETY: each sum is one task's own.
-        let mut sum = FarSum::empty(problem, unsafe { places.row(task, 0, 0, len) });
         if chunk * ROWS >= queries {
             return;
         }
@@ -93,17 +87,12 @@ fn key_sums<'s, T: Real>(
             _ => (near(chunk).1, unit.sequence.keys as isize),
         };
         if side == 0 && chunk == 0 {
-            add_past(problem, &unit, &mut sum);
+            add_past(problem, &unit, sum);
         }
         let mut arena = Arena::new(scratch);
         let mut keys = KeyBlock::new(problem, false, &mut arena);
         let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
-        add_keys(problem, &unit, own, (&mut keys, &mut map), &mut sum);
-    });
-    FarSums::accumulate(problem, numbers, (problem.units(), chunks), |side, n| match side {
-        // What lies before a chunk is all that lies before the one above it, and more.
-        0 => (n, n - 1),
-        _ => (chunks - 1 - n, chunks - n),
+        add_keys(problem, &unit, own, (&mut keys, &mut map), sum);
     })
 }
 
@@ -168,24 +157,16 @@ fn row_sums_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 }
 
 /// Sums the rows that each chunk of keys is far from: chunk `n` of keys finds them in chunk `n + 1`.
-fn row_sums<'s, T: Real>(
-    pass: &Pass<'_, '_, T>,
-    numbers: &'s mut [T],
-    (scratch, per_worker): (&mut [T], usize),
-) -> FarSums<'s, T> {
+fn row_sums<'s, T: Real>(pass: &Pass<'_, '_, T>, numbers: &'s mut [T], workers: (&mut [T], usize)) -> FarSums<'s, T> {
     let problem = pass.call.problem;
-    let (len, sides, chunks, group) = (FarSum::len(problem), sides(problem), row_chunks(problem), problem.dims.group());
-    let owners = problem.units() * group;
-    let places = SharedRows::new(&mut *numbers, [len, 0, 0]);
-    parallel(owners * sides * chunks, scratch, per_worker, |task, scratch| {
-        let (owner, side, chunk) = (task / chunks / sides, task / chunks % sides, task % chunks);
+    let group = problem.dims.group();
+    let sizes = (problem.units() * group, row_chunks(problem));
+    FarSums::new(problem, numbers, sizes, false, workers, |[owner, side, chunk], sum, scratch| {
         let unit = problem.unit(owner / group);
         let near = |chunk: usize| match chunk {
             0 => 0..0,
             _ => near_rows(problem, &unit, &keys_of(&unit, chunk - 1)),
         };
-        // SAFETY: each sum is one task's own.
-        let mut sum = FarSum::empty(problem, unsafe { places.row(task, 0, 0, len) });
         // Chunks beyond the last key are no one's.
         let used = (unit.sequence.keys as isize - unit.begin()) as usize;
         let used = used.div_ceil(ROWS) + 1;
@@ -198,11 +179,7 @@ fn row_sums<'s, T: Real>(
         };
         let head = unit.kv_head * group + owner % group;
         let mut buffers = row_buffers(problem, &mut Arena::new(scratch));
-        add_rows(pass, (&unit, head), own, &mut buffers, &mut sum);
-    });
-    FarSums::accumulate(problem, numbers, (owners, chunks), |side, n| match side {
-        0 => (chunks - 1 - n, chunks - n),
-        _ => (n, n - 1),
+        add_rows(pass, (&unit, head), own, &mut buffers, sum);
     })
 }
 

@@ -1,44 +1,18 @@
 //! The pass over rows that writes the gradients of queries.
 
-use super::backward::{Backward, Pass, RowBlock};
-use super::chunks::{Reach, RowChunk};
+use super::backward::{Backward, Pass};
+use super::chunks::{Buffers, Reach, RowBlock, RowChunk};
 use super::far::FarSums;
-use super::problem::{CHUNK, Problem, TILE, Unit};
-use super::tile::{KeyBlock, Weights, each_tile};
+use super::problem::{Problem, TILE, Unit};
+use super::tile::each_tile;
 use crate::call::Arena;
-use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
 use crate::simd::rows::pieces;
 use crate::threads::parallel;
 
-struct Buffers<'s, T> {
-    rows: RowBlock<'s, T>,
-    dq: &'s mut [T],
-    tile: &'s mut [T],
-    keys: KeyBlock<'s, T>,
-    weights: Weights<'s, T>,
-    /// A transposed sum of far keys.
-    turned: &'s mut [T],
-    map: MapBuffers<'s, T>,
-}
-
-impl<'s, T: Real> Buffers<'s, T> {
-    fn new(problem: &Problem<'_, T>, far: bool, arena: &mut Arena<'s, T>) -> Self {
-        Self {
-            rows: RowBlock::new(problem, CHUNK, arena),
-            dq: arena.take(CHUNK * problem.head_width),
-            tile: arena.take(TILE * TILE.max(problem.head_width)),
-            keys: KeyBlock::new(problem, true, arena),
-            weights: Weights::new(problem, arena),
-            turned: arena.take(if far { problem.head_width * problem.value_width } else { 0 }),
-            map: MapBuffers::new(&problem.mapping, TILE, arena),
-        }
-    }
-}
-
 /// Numbers of working memory of a worker; `far` says whether chunks meet sums.
 pub(super) fn worker_len<T: Real>(problem: &Problem<'_, T>, far: bool) -> usize {
-    Arena::measure(|arena| Buffers::new(problem, far, arena))
+    Arena::measure(|arena| Buffers::new(problem, true, far, arena))
 }
 
 /// Computes the gradients of the queries of some chunks, which meet far keys as `far` if these sums are given.
@@ -54,7 +28,7 @@ pub(super) fn run<T: Real>(
     chunks.sort_by_key(lane);
     let runs: Vec<&[RowChunk]> = chunks.chunk_by(|a, b| lane(a) == lane(b)).collect();
     parallel(runs.len(), scratch, per_worker, |run, scratch| {
-        let mut buffers = Buffers::new(problem, far.is_some(), &mut Arena::new(scratch));
+        let mut buffers = Buffers::new(problem, true, far.is_some(), &mut Arena::new(scratch));
         for chunk in runs[run] {
             let unit = problem.unit(chunk.unit);
             // SAFETY: each lane of a head's rows is one run's own.

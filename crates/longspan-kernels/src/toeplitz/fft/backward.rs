@@ -152,7 +152,7 @@ impl<T: Real> Whole<'_, '_, T> {
         let mut failing = vec![false; line.keys.count];
         let distances: Option<Vec<Vec<bool>>> =
             heads.iter().map(|columns| self.certify(&keys, columns, &mut failing, &mut sums, &mut work)).collect();
-        let left = distances.map(|distances| Left::new(&failing, &distances));
+        let left = distances.map(|distances| Left { keys: failing, distances });
         // What is left of an image would be scattered over its tiles; under `exp` a key that fails may have lost, beside the
         // largest, what it brings to distances that do not.
         let whole = problem.is_grid() || problem.mapping.exponential;
