@@ -6,7 +6,6 @@ use super::field::{Work, clear, header, join};
 use super::geometry::{Edges, Geometry};
 use super::sources::{KeySource, RowSource, kernel};
 use super::walk::{add_tap_gradients, walk};
-use super::window::ExpAll;
 use crate::aft::chunks::{CHUNK, Chunks, Window, Workers};
 use crate::aft::gradients::{BLOCK_NUMBERS, Backward, GROUPS};
 use crate::aft::kernel as reparametrized;
@@ -14,7 +13,7 @@ use crate::aft::options::Variant;
 use crate::aft::outputs::{PullBackRows, PullBackSums, TokenGradients};
 use crate::aft::problem::{Bias, Block, Problem};
 use crate::call::{Arena, Scratch, SharedRows};
-use crate::simd::block::{floor, scale_by};
+use crate::simd::block::{Exp, floor, scale_by};
 use crate::simd::rows::{Ahead, Columns, Rows};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
@@ -211,7 +210,7 @@ fn block<T: Real>(
             }
             // Relative to one exponent for many rows, that of a row may be above its key's.
             factors.iter_mut().for_each(|factor| *factor -= largest);
-            dispatch(ExpAll { block: factors });
+            dispatch(Exp { to: factors });
             if largest > T::ZERO {
                 scale_by(factors, largest.exp());
             }

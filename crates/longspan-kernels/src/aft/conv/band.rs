@@ -4,10 +4,10 @@
 
 use super::convolution::{AddTapGradients, BandWeights, Convolution, Convolve, ScaleRows, TapGradients};
 use super::field::{Field, REACH, Source, Work, header, split};
-use super::window::{ExpAll, FindReachMax, ReachMax, ReachWeights};
+use super::window::{FindReachMax, ReachMax, ReachWeights};
 use crate::aft::chunks::CHUNK;
 use crate::aft::tokens::DEEPEST;
-use crate::simd::block::scale_by;
+use crate::simd::block::{Exp, scale_by};
 use crate::simd::rows::Ahead;
 use crate::simd::{Real, dispatch};
 
@@ -94,7 +94,7 @@ pub(super) fn walk<T: Real>(
     let factors = &mut late.share[..taps.next_multiple_of(header::<T>())];
     factors[taps..].fill(T::ZERO);
     factors.iter_mut().zip(*kernel).for_each(|(to, &tap)| *to = tap - most);
-    dispatch(ExpAll { block: factors });
+    dispatch(Exp { to: factors });
     let outside = (-most).exp();
     let (item_weights, products) = (&mut *early.keep, &mut *early.enter);
     dispatch(ReachWeights { line: split(items), max, weights: item_weights, products });

@@ -5,9 +5,9 @@ use super::band;
 use super::convolution::{Convolution, Convolve};
 use super::field::{Field, Piece, REACH, Running, Source, Work, header, present, split};
 use super::geometry::beyond;
-use super::window::{Entering, ExpAll, Line, RunRows, WindowDots, WindowMax, WindowWeights};
+use super::window::{Entering, Line, RunRows, WindowDots, WindowMax, WindowWeights};
 use crate::aft::chunks::CHUNK;
-use crate::simd::block::{Transpose, add_scaled, all_finite, dot, floor};
+use crate::simd::block::{Exp, Transpose, add_scaled, all_finite, dot, floor};
 use crate::simd::rows::{Ahead, Rows};
 use crate::simd::{Real, dispatch};
 
@@ -26,8 +26,8 @@ fn run<T: Real>(items: Line<'_, T>, edge: &[T], first: usize, count: usize, back
         }
     }
     let whole = count.next_multiple_of(header::<T>());
-    dispatch(ExpAll { block: &mut to.keep[..whole] });
-    dispatch(ExpAll { block: &mut to.enter[..whole] });
+    dispatch(Exp { to: &mut to.keep[..whole] });
+    dispatch(Exp { to: &mut to.enter[..whole] });
     for n in (0..count).map(order) {
         to.d[n] = d;
         d = d * to.keep[n] + to.enter[n] * items.d[first + n];
@@ -108,7 +108,7 @@ pub(super) fn walk<T: Real>(
         for n in 0..CHUNK {
             side.share[n] = if n < count { (side.x[n] - work.x[n]) + (side.b[n] - work.b[n]) } else { T::NEG_INFINITY };
         }
-        dispatch(ExpAll { block: &mut side.share[..CHUNK] });
+        dispatch(Exp { to: &mut side.share[..CHUNK] });
         for n in 0..count {
             work.d[n] += side.share[n] * side.d[n];
         }

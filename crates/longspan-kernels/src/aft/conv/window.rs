@@ -250,15 +250,3 @@ operation!(SumRows, |weights: &'a [T], rows: &'a [T], to: &'a mut [T]| {
         })
     };
 });
-
-// Every number's exponential, for numbers that are not positive.
-operation!(ExpAll, |block: &'a mut [T]| {
-    assert!(block.len().is_multiple_of(V::LANES));
-    for lane in (0..block.len()).step_by(V::LANES) {
-        // SAFETY: the block is a whole number of registers.
-        unsafe {
-            let at = block.as_mut_ptr().add(lane);
-            V::load(at).exp_nonpositive().store(at);
-        }
-    }
-});
