@@ -14,7 +14,7 @@ use crate::aft::outputs::{PullBackRows, PullBackSums, TokenGradients};
 use crate::aft::problem::{Bias, Block, Problem};
 use crate::call::{Arena, Scratch, SharedRows};
 use crate::simd::block::{Exp, floor, scale_by};
-use crate::simd::rows::{Ahead, Columns, Rows};
+use crate::simd::rows::{Columns, Rows};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
@@ -188,12 +188,6 @@ fn block<T: Real>(
         let place = |n: usize| (geometry.start(line) + from + n) as isize - lent;
         // Keys that have no more than the gradients of this call's rows.
         let tokens = if links.any() { None } else { items.tokens(place(0), to - from) };
-        let next = sequence.key_start + geometry.start(line) + to;
-        let end = window.outputs.min(to + CHUNK) - to;
-        let ahead = [
-            items.ahead(place(to - from), place(to - from + end)),
-            call.dv.ahead(sequence.batch, kv_head, next, end, dims.head_dim),
-        ];
         for local in dims.heads_of(own_head) {
             let head = block.heads.start * dims.group() + local;
             let first = local == dims.heads_of(own_head).start;
@@ -201,7 +195,7 @@ fn block<T: Real>(
             let field = turned.field(*window, line % geometry.lines, kernel);
             let mut work = Work::new(&mut *work, geometry.most(), width);
             let edges = edges.of(window, line, local, chunk);
-            let one = walk(&source(index, local), &field, chunk, edges, &mut work, &ahead);
+            let one = walk(&source(index, local), &field, chunk, edges, &mut work);
             let mut largest = T::ZERO;
             for (n, factor) in factors.iter_mut().enumerate().take(to - from) {
                 let k = items.token(place(n)).map_or(T::NEG_INFINITY, |(key, _)| key[0]);
@@ -298,7 +292,7 @@ fn query_side<T: Real>(
             let (window, items) = (&queries[line], source(index, own_head));
             let field = geometry.field(*window, y, kernel);
             let mut work = Work::new(&mut *work, geometry.most(), width);
-            let one = walk(&items, &field, chunk, edges.of(window, line, own_head, chunk), &mut work, &[]);
+            let one = walk(&items, &field, chunk, edges.of(window, line, own_head, chunk), &mut work);
             let (from, to) = window.chunk(chunk);
             let start = geometry.start(line);
             let (count, at) = (to - from, starts[index] + local * sequence.queries + start + from);
@@ -324,21 +318,8 @@ fn query_side<T: Real>(
             d.copy_from_slice(&c[..count]);
             let d_taps = &mut d_taps[(kernel.len() - field.kernel.len()).min(taps)..];
             if one {
-                // What the next chunk of the line reads and writes.
-                let next = window.outputs.min(to + CHUNK) - to;
-                let ahead_of = |rows: Rows<'_, T>| {
-                    Ahead::new(rows, count as isize, (count + next) as isize, count + next, dims.head_dim)
-                };
-                let q = problem.call.q.rows(sequence.batch, head).skip(token);
-                let ahead = [
-                    ahead_of(q),
-                    ahead_of(output_rows.d_out),
-                    ahead_of(output_rows.out),
-                    call.dq.ahead(sequence.batch, head, token + count, next, dims.head_dim),
-                    items.ahead(&field, chunk + 1),
-                ];
                 let base = from as isize + window.shift - window.back;
-                band::add_tap_gradients(&items, &field, base, own, c, width, &mut work, d_taps, &ahead);
+                band::add_tap_gradients(&items, &field, base, own, c, width, &mut work, d_taps);
                 continue;
             }
             let (row_items, rest) = work.sums[..CHUNK * width].split_at_mut(count * width);

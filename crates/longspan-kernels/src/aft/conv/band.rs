@@ -8,7 +8,6 @@ use super::window::{FindReachMax, ReachMax, ReachWeights};
 use crate::aft::chunks::CHUNK;
 use crate::aft::tokens::DEEPEST;
 use crate::simd::block::{Exp, scale_by};
-use crate::simd::rows::Ahead;
 use crate::simd::{Real, dispatch};
 
 /// What comes before the windows of a chunk and what after, if they count.
@@ -84,7 +83,6 @@ pub(super) fn walk<T: Real>(
     width: usize,
     chunk: &Chunk<'_, T>,
     work: &mut Work<'_, T>,
-    ahead: &[Ahead<T>],
 ) {
     let Chunk { max, kernel, count, sides, end } = chunk;
     let Work { items, rows: memory, weights, running, x, b, d, sums, turned, .. } = work;
@@ -149,7 +147,7 @@ pub(super) fn walk<T: Real>(
         after: sides[1].map(|_| *end),
         add: false,
     };
-    dispatch(Convolve { c: &convolution, before: &mut early.sum[..width], after, to: sums, ahead });
+    dispatch(Convolve { c: &convolution, before: &mut early.sum[..width], after, to: sums });
 }
 
 /// Adds the gradients of the taps, `Σ_n p_n·(row_n·item_{n+p} − c_n)`, for the chunk that [`walk`] has just gone through without rows;
@@ -164,7 +162,6 @@ pub(super) fn add_tap_gradients<T: Real>(
     width: usize,
     work: &mut Work<'_, T>,
     d_taps: &mut [T],
-    ahead: &[Ahead<T>],
 ) {
     let count = outputs.len() / width.max(1);
     let reach = count + field.taps - 1;
@@ -175,5 +172,5 @@ pub(super) fn add_tap_gradients<T: Real>(
     dispatch(ScaleRows { weights: &items[..reach], rows, width, to: scaled });
     let kernel = &late.share[..field.taps];
     let gradients = TapGradients { outputs, c, count, items, rows: scaled, width, kernel };
-    dispatch(AddTapGradients { g: &gradients, to: d_taps, ahead });
+    dispatch(AddTapGradients { g: &gradients, to: d_taps });
 }

@@ -1,7 +1,6 @@
 //! Sums over windows whose weights are all relative to one exponent: the weight of a pair is that of its item times that of its tap.
 
 use crate::simd::product::{BLOCK_ROWS, by_whole_registers};
-use crate::simd::rows::{Ahead, Fetching};
 use crate::simd::{Real, Vector, operation};
 
 // Writes a line of weights `kernel[p]·items[n + p]` for each tap, and adds up `Σ_p kernel[p]·products[n + p]`.
@@ -54,11 +53,7 @@ pub(super) struct Convolution<'a, T> {
 
 // Writes `to_n = before_n + Σ_p weights_p(n)·row_{n+p} + after_n`. `before` is what comes before the first output's window, and
 // then the last one's; `after` what comes after all items, and has room for a row for each block of outputs behind it.
-operation!(Convolve, |c: &'a Convolution<'a, T>,
-                      before: &'a mut [T],
-                      after: &'a mut [T],
-                      to: &'a mut [T],
-                      ahead: &'a [Ahead<T>]| {
+operation!(Convolve, |c: &'a Convolution<'a, T>, before: &'a mut [T], after: &'a mut [T], to: &'a mut [T]| {
     let (width, blocks) = (c.row_length, c.outputs.div_ceil(BLOCK_ROWS));
     let (whole, behind) = (blocks * BLOCK_ROWS, c.taps - 1);
     assert!(width.is_multiple_of(V::LANES) && c.taps > 0 && whole <= c.lanes && to.len() >= whole * width);
@@ -68,8 +63,6 @@ operation!(Convolve, |c: &'a Convolution<'a, T>,
     let items = behind + c.after.unwrap_or(whole).max(whole);
     assert!(c.rows.len() >= items * width && ((!c.before && c.after.is_none()) || c.items.len() >= items));
     assert!(c.after.is_none() || after.len() >= (blocks + 1) * width);
-    let strides = (c.taps.saturating_sub(MARGIN)).div_ceil(STRIDE);
-    let mut fetching = Fetching::new(ahead, blocks * strides);
     // SAFETY: rows are whole registers, and rows and lines are as many as the assertions say.
     unsafe {
         by_whole_registers!(0, width, V::BLOCK_COLUMNS, N, |column| {
@@ -77,14 +70,11 @@ operation!(Convolve, |c: &'a Convolution<'a, T>,
                 after_blocks::<V, N>(c, end, column, after);
             }
             for block in 0..blocks {
-                convolution_tile::<V, N>(c, block, column, before, after, to, &mut fetching);
+                convolution_tile::<V, N>(c, block, column, before, after, to);
             }
         })
     }
 });
-
-/// Rows that are multiplied between two times that memory is asked for a few lines: more at a time would wait for it.
-const STRIDE: usize = 8;
 
 /// What comes after the last output of each block, behind the sum of what comes after all.
 #[allow(clippy::needless_range_loop)]
@@ -119,7 +109,7 @@ unsafe fn after_blocks<V: Vector, const N: usize>(
 
 /// `BLOCK_ROWS` outputs and `N` registers. No output meets a row that its window does not hold: what stands there may be no
 /// number.
-#[allow(clippy::needless_range_loop, clippy::too_many_arguments)]
+#[allow(clippy::needless_range_loop)]
 #[inline(always)]
 unsafe fn convolution_tile<V: Vector, const N: usize>(
     c: &Convolution<'_, V::Element>,
@@ -128,7 +118,6 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
     before: &mut [V::Element],
     after: &[V::Element],
     to: &mut [V::Element],
-    fetching: &mut Fetching<'_, V::Element>,
 ) {
     let (output, length) = (block * BLOCK_ROWS, c.row_length);
     // SAFETY: the caller checked that all these rows and lines are there.
@@ -195,11 +184,8 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
         }
         const { assert!(MARGIN == 3, "the lists below") };
         first!(0 1 2);
-        for stride in 0..c.taps.saturating_sub(MARGIN).div_ceil(STRIDE) {
-            fetching.next::<V>();
-            for j in MARGIN + stride * STRIDE..(MARGIN + (stride + 1) * STRIDE).min(c.taps) {
-                meet!(j, |_r| true);
-            }
+        for j in MARGIN..c.taps {
+            meet!(j, |_r| true);
         }
         last!(0 1 2);
         for r in 0..BLOCK_ROWS {
@@ -236,7 +222,7 @@ pub(super) struct TapGradients<'a, T> {
 }
 
 // `to[p] += kernel[p]·Σ_n (output_n·row_{n+p} − items[n+p]·c_n)`.
-operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, to: &'a mut [T], ahead: &'a [Ahead<T>]| {
+operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, to: &'a mut [T]| {
     /// Taps at once: each has one sum, and so many of them hide the latency of the fused products.
     const TAPS: usize = 12;
     let (taps, lanes) = (g.kernel.len(), g.c.len());
@@ -244,7 +230,6 @@ operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, to: &'a mut [T], ahead:
     assert!(g.outputs.len() >= g.count * g.width && g.count <= lanes && g.items.len() + 1 >= lanes + taps);
     assert!(g.rows.len() >= (g.count + taps).saturating_sub(1) * g.width);
     let groups = taps.div_ceil(TAPS);
-    let mut fetching = Fetching::new(ahead, groups * g.count);
     for group in 0..groups {
         let (first, last) = (group * taps / groups, (group + 1) * taps / groups);
         let mut dots = [T::ZERO; TAPS];
@@ -253,8 +238,8 @@ operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, to: &'a mut [T], ahead:
             macro_rules! some {
                 ($($n:literal)*) => {
                     match last - first {
-                        $($n => tap_products::<V, $n>(g, first, &mut dots, &mut fetching),)*
-                        _ => tap_products::<V, TAPS>(g, first, &mut dots, &mut fetching),
+                        $($n => tap_products::<V, $n>(g, first, &mut dots),)*
+                        _ => tap_products::<V, TAPS>(g, first, &mut dots),
                     }
                 };
             }
@@ -282,13 +267,11 @@ unsafe fn tap_products<V: Vector, const P: usize>(
     g: &TapGradients<'_, V::Element>,
     first: usize,
     dots: &mut [V::Element],
-    fetching: &mut Fetching<'_, V::Element>,
 ) {
     // SAFETY: the caller checked that all these rows are there.
     unsafe {
         let mut sums = [V::splat(V::Element::ZERO); P];
         for n in 0..g.count {
-            fetching.next::<V>();
             let output = g.outputs.as_ptr().add(n * g.width);
             let row = g.rows.as_ptr().add((n + first) * g.width);
             for column in (0..g.width).step_by(V::LANES) {

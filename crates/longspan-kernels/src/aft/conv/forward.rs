@@ -4,11 +4,10 @@ use super::field::{Work, header};
 use super::geometry::{Before, Edges, Geometry};
 use super::sources::{KeySource, kernel};
 use super::walk::walk;
-use crate::aft::chunks::{CHUNK, Chunks, Window, Workers};
+use crate::aft::chunks::{Chunks, Window, Workers};
 use crate::aft::outputs::GatedRows;
 use crate::aft::problem::{Block, Problem};
 use crate::call::{Arena, Scratch, SharedRows};
-use crate::simd::rows::Ahead;
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
@@ -37,22 +36,14 @@ pub(in crate::aft) fn forward<T: Real>(
         let mut work = Work::new(work, geometry.most(), width);
         let (from, to) = window.chunk(chunk);
         let (start, rows) = (geometry.start(line), to - from);
-        let (first, end) = (sequence.query_start + start, window.outputs.min(to + CHUNK));
-        let queries = problem.call.q.rows(sequence.batch, head).skip(first);
-        let source = source(index, kv_head);
-        // What the next chunk reads and writes, if it is one of this line.
-        let ahead = [
-            Ahead::new(queries, to as isize, end as isize, window.outputs, dims.head_dim),
-            out.ahead(sequence.batch, head, first + to, end - to, dims.head_dim),
-            source.ahead(&field, chunk + 1),
-        ];
-        walk(&source, &field, chunk, edges, &mut work, &ahead);
+        let first = sequence.query_start + start + from;
+        walk(&source(index, kv_head), &field, chunk, edges, &mut work);
         let factors = &mut work.d[..rows];
         // A row that sees nothing gives 0; a weight that is NaN shows.
         factors.iter_mut().filter(|d| **d != T::ZERO).for_each(|d| *d = T::ONE / *d);
         // SAFETY: every row belongs to one chunk of one head, and the columns end here.
-        let to = unsafe { out.columns([sequence.batch, head, first + from], rows, 0..dims.head_dim) };
-        let queries = problem.aft.gate.then(|| queries.skip(from));
+        let to = unsafe { out.columns([sequence.batch, head, first], rows, 0..dims.head_dim) };
+        let queries = problem.aft.gate.then(|| problem.call.q.rows(sequence.batch, head).skip(first));
         dispatch(GatedRows { sums: &work.sums[..rows * width], factors, queries, to });
     };
 

@@ -8,7 +8,7 @@ use super::geometry::beyond;
 use super::window::{Entering, Line, RunRows, WindowDots, WindowMax, WindowWeights};
 use crate::aft::chunks::CHUNK;
 use crate::simd::block::{Exp, Transpose, add_scaled, all_finite, dot, floor};
-use crate::simd::rows::{Ahead, Rows};
+use crate::simd::rows::Rows;
 use crate::simd::{Real, dispatch};
 
 /// Records what every output reads of a sum that starts as `edge`, and what turns it into the next one's. Output `n` is
@@ -35,14 +35,13 @@ fn run<T: Real>(items: Line<'_, T>, edge: &[T], first: usize, count: usize, back
 }
 
 /// Forms exponents and weights of the outputs of a chunk, and their sums of rows, in `work`. Returns whether all weights are
-/// relative to one exponent. Rows of `ahead` are asked for meanwhile.
+/// relative to one exponent.
 pub(super) fn walk<T: Real>(
     source: &impl Source<T>,
     field: &Field<'_, T>,
     chunk: usize,
     [before, after]: [&[T]; 2],
     work: &mut Work<'_, T>,
-    ahead: &[Ahead<T>],
 ) -> bool {
     let window = &field.window;
     let width = before.len() - header::<T>();
@@ -69,7 +68,7 @@ pub(super) fn walk<T: Real>(
         let kernel = &field.kernel[..field.taps];
         if let Some(max) = band::common_max(kernel, count, present(window, span), sides, work.items) {
             let chunk = band::Chunk { max, kernel, count, sides, end: end.max(count) };
-            band::walk(source, field, span, width, &chunk, work, ahead);
+            band::walk(source, field, span, width, &chunk, work);
             return true;
         }
     }
@@ -164,7 +163,7 @@ pub(super) fn walk<T: Real>(
                 after: None,
                 add: true,
             };
-            dispatch(Convolve { c: &convolution, before: &mut [], after: &mut [], to: work.sums, ahead: &[] });
+            dispatch(Convolve { c: &convolution, before: &mut [], after: &mut [], to: work.sums });
             continue;
         }
         // 0 times what an output does not see would be no number.
