@@ -31,10 +31,9 @@ mod keys;
 mod final_state;
 mod walk;
 
-mod state_gradient;
+mod gradients;
 mod tiles;
 
-mod gradients;
 mod means;
 
 mod backward;
@@ -47,11 +46,10 @@ mod cost;
 mod reference;
 
 use forward::KEPT;
-use gradients::Backward;
+use gradients::{Backward, last_items};
 pub use options::{Aft, Variant};
 use problem::Problem;
 use smallvec::smallvec;
-use state_gradient::Links;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
@@ -175,8 +173,8 @@ impl Compute for Aft {
             parameters.iter_mut().for_each(|d| d.fill(T::ZERO));
             return Ok(());
         }
-        let links = Links::new(&problem, cotangent.final_state, first);
-        let call = Backward { problem: &problem, cotangent, dq, dk, dv, links };
+        let last = cotangent.final_state.map(|state| (state, last_items(&problem, state)));
+        let call = Backward { problem: &problem, cotangent, dq, dk, dv, last, first };
         match conv::Geometry::new(self, problem.causal) {
             Some(geometry) => conv::backward(&call, geometry, parameters, scratch),
             None if matches!(self.variant, Variant::Simple) => simple::backward(&call, scratch),

@@ -200,7 +200,7 @@ pub(super) fn backward<T: Real>(call: &Backward<'_, T>, scratch: &mut Scratch<T>
 /// Writes the gradients of one task: forward through the keys for the means of rows, of which denominators are all that counts; and
 /// back through rows and keys at once, with the sum of the rows from each on.
 fn gradients<T: Real>(call: &Backward<'_, T>, task: &Task, work: &mut [T]) {
-    let (problem, links) = (call.problem, &call.links);
+    let problem = call.problem;
     let sequence = &problem.sequences[task.sequence];
     let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
     let sight = Sight::new(problem, sequence);
@@ -270,7 +270,7 @@ fn gradients<T: Real>(call: &Backward<'_, T>, task: &Task, work: &mut [T]) {
             }
         };
         clear(after);
-        if let Some(last) = links.last_item(sequence, task.kv_head).filter(|_| index == 0) {
+        if let Some(last) = call.last_item(sequence, task.kv_head).filter(|_| index == 0) {
             for (to, from) in after.chunks_exact_mut(width).zip(last.chunks_exact(problem.width)) {
                 to.copy_from_slice(&from[channels.start..][..width]);
             }
@@ -312,7 +312,7 @@ fn gradients<T: Real>(call: &Backward<'_, T>, task: &Task, work: &mut [T]) {
 
     // The initial state's mean is a key without a value that every row sees.
     // SAFETY: these channels of a head have one task.
-    let to = unsafe { links.far_gradient(sequence, task.kv_head, channels.clone()) };
+    let to = unsafe { call.far_gradient(sequence, task.kv_head, channels.clone()) };
     if let Some((head, numerator, denominator)) = to {
         let zeros = &mut item[..channels.len()];
         zeros.fill(T::ZERO);

@@ -125,7 +125,7 @@ fn block<T: Real>(
     memory: &mut [T],
     workers: &mut Workers<'_, T>,
 ) {
-    let (problem, links) = (call.problem, &call.links);
+    let problem = call.problem;
     let (dims, width) = (&problem.dims, problem.width);
     let Sides { block, keys, starts, .. } = sides;
     let (sequences, kv_heads) = (block.sequences(problem), block.heads.len());
@@ -145,7 +145,7 @@ fn block<T: Real>(
     let edges = Edges::new(&turned, of_keys, source, |_, _, _| (), key_edges, workers);
 
     // The initial state's mean is a key without a value that every row sees.
-    let far = if links.lends() { sequences.len() * kv_heads } else { 0 };
+    let far = if problem.lend { sequences.len() * kv_heads } else { 0 };
     let len = header::<T>() + width;
     workers.run(far, |task, work| {
         let (index, own_head) = (task / kv_heads, task % kv_heads);
@@ -159,7 +159,7 @@ fn block<T: Real>(
             turned.field(keys[index], 0, &[]).sum(&source(index, local), range, &mut work, own);
             join(all, own);
         }
-        if let Some(last) = links.last_item(sequence, kv_head) {
+        if let Some(last) = call.last_item(sequence, kv_head) {
             // A mean with an exponent for each channel, all the same.
             own[..header::<T>()].fill(T::ZERO);
             (own[0], own[2]) = (last[0].max(floor()), last[3 * width]);
@@ -167,7 +167,7 @@ fn block<T: Real>(
             join(all, own);
         }
         // SAFETY: every head of every sequence has one task.
-        let far = unsafe { links.far_gradient(sequence, kv_head, 0..dims.head_dim) };
+        let far = unsafe { call.far_gradient(sequence, kv_head, 0..dims.head_dim) };
         let Some((head, numerator, denominator)) = far else { return };
         let factor = ((head.exponent[0] + all[0]) + all[1]).exp();
         for (to, &d) in numerator.iter_mut().zip(&all[header::<T>()..]) {
@@ -187,7 +187,7 @@ fn block<T: Real>(
         let (from, to) = window.chunk(chunk);
         let place = |n: usize| (geometry.start(line) + from + n) as isize - lent;
         // Keys that have no more than the gradients of this call's rows.
-        let tokens = if links.any() { None } else { items.tokens(place(0), to - from) };
+        let tokens = if call.last.is_some() || problem.lend { None } else { items.tokens(place(0), to - from) };
         for local in dims.heads_of(own_head) {
             let head = block.heads.start * dims.group() + local;
             let first = local == dims.heads_of(own_head).start;
@@ -235,7 +235,7 @@ fn block<T: Real>(
                     if work.x[n] - floor() > T::ZERO {
                         add(&work.sums[n * width..][..width], factor, &work.d[n]);
                     }
-                    if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
+                    if let Some(last) = call.leaving(sequence, kv_head, key).filter(|_| first) {
                         add(&last[2 * width..3 * width], &(own_key[0] + last[0]).exp(), &last[3 * width]);
                     }
                 };

@@ -3,7 +3,7 @@
 
 use super::band;
 use super::convolution::{Convolution, Convolve};
-use super::field::{Field, Piece, REACH, Running, Source, Work, header, present, split};
+use super::field::{Field, Piece, REACH, Running, Source, Work, header, split};
 use super::geometry::beyond;
 use super::window::{Entering, Line, RunRows, WindowDots, WindowMax, WindowWeights};
 use crate::aft::chunks::CHUNK;
@@ -65,10 +65,7 @@ pub(super) fn walk<T: Real>(
     if single && pieces == 1 {
         let sides = [window.before.then_some(before), window.after.then_some(after)];
         let span = (base, if window.after { behind_all } else { count + field.taps - 1 });
-        let kernel = &field.kernel[..field.taps];
-        if let Some(max) = band::common_max(kernel, count, present(window, span), sides, work.items) {
-            let chunk = band::Chunk { max, kernel, count, sides, end: end.max(count) };
-            band::walk(source, field, span, width, &chunk, work);
+        if band::walk(source, field, span, width, (count, end.max(count), sides), work) {
             return true;
         }
     }
