@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use super::problem::{Problem, Unit};
+use super::state::{Head, raise};
 use crate::call::SharedRows;
 use crate::simd::Real;
 use crate::simd::block::{add_scaled, dot, scale_by, transpose};
@@ -132,15 +133,19 @@ impl<'s, T: Real> FarSum<'s, T> {
 
     /// Brings it to an exponent if that is above its own; returns its exponent.
     pub fn raise(&mut self, to: T) -> T {
-        let old = *self.exponent;
-        if old < to {
-            if old > T::NEG_INFINITY {
-                scale_by(self.outer, (old - to).exp());
-                scale_by(self.features, (old - to).exp());
-            }
-            *self.exponent = to;
-        }
+        raise(self.exponent, [&mut *self.outer, &mut *self.features], to);
         *self.exponent
+    }
+
+    /// Adds the sums of a state, or of the gradient of one, under an exponent.
+    pub fn add_state(&mut self, problem: &Problem<'_, T>, head: &Head<&[T]>, exponent: T) {
+        let (value_dim, value_width) = (problem.dims.value_dim, problem.value_width);
+        let factor = (exponent - self.raise(exponent)).exp();
+        for (feature, &number) in head.keys.iter().enumerate() {
+            let row = &head.sum[feature * value_dim..][..value_dim];
+            add_scaled(&mut self.outer[feature * value_width..][..value_dim], factor, row);
+            self.features[feature] += factor * number;
+        }
     }
 
     pub fn add_outer(&mut self, problem: &Problem<'_, T>, x: &[T], y: &[T], count: usize) {

@@ -50,14 +50,7 @@ pub(super) fn add_keys<T: Real>(
 /// Adds the tokens beyond the ring of an initial state.
 pub(super) fn add_past<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, sum: &mut FarSum<'_, T>) {
     let Some(past) = unit.past.filter(|past| past.head.marks[EXPONENT] > T::NEG_INFINITY) else { return };
-    let (value_dim, value_width) = (problem.dims.value_dim, problem.value_width);
-    let exponent = sum.raise(past.head.marks[EXPONENT]);
-    let factor = (past.head.marks[EXPONENT] - exponent).exp();
-    for (feature, &number) in past.head.keys.iter().enumerate() {
-        let row = &past.head.sum[feature * value_dim..][..value_dim];
-        add_scaled(&mut sum.outer[feature * value_width..][..value_dim], factor, row);
-        sum.features[feature] += factor * number;
-    }
+    sum.add_state(problem, &past.head, past.head.marks[EXPONENT]);
 }
 
 /// Chunks of rows of the longest sequence, each with its sums of keys.

@@ -205,14 +205,19 @@ impl<'a, T: Real> Writer<'a, T> {
 
     /// Brings the far sums to `exponent` if that is above theirs; returns the factor of what is relative to it.
     fn raise_far(&mut self, exponent: T) -> T {
-        let old = self.head.marks[EXPONENT];
-        if exponent > old {
-            if old > T::NEG_INFINITY {
-                scale_by(self.head.sum, (old - exponent).exp());
-                scale_by(self.head.keys, (old - exponent).exp());
-            }
-            self.head.marks[EXPONENT] = exponent;
+        let Head { sum, keys, marks, .. } = &mut self.head;
+        let own = &mut marks[EXPONENT];
+        raise(own, [&mut **sum, &mut **keys], exponent);
+        if exponent < *own { (exponent - *own).exp() } else { T::ONE }
+    }
+}
+
+/// Brings sums that are relative to an exponent to another one, if that is above their own; −∞ is that of nothing.
+pub(super) fn raise<T: Real>(own: &mut T, sums: [&mut [T]; 2], to: T) {
+    if *own < to {
+        if *own > T::NEG_INFINITY {
+            sums.into_iter().for_each(|sum| scale_by(sum, (*own - to).exp()));
         }
-        if exponent < old { (exponent - old).exp() } else { T::ONE }
+        *own = to;
     }
 }

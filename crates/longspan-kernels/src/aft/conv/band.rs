@@ -129,17 +129,16 @@ pub(super) fn walk<T: Real>(
     }
     let convolution = Convolution {
         weights,
-        lanes: CHUNK,
         taps,
         items: outside_weights,
         rows,
         row_length: width,
         outputs: count,
-        before: sides[0].is_some(),
         after: sides[1].map(|_| end),
         add: false,
     };
-    dispatch(Convolve { c: &convolution, before: &mut early.sum[..width], after, to: sums });
+    let before = if sides[0].is_some() { &mut early.sum[..width] } else { &mut [] };
+    dispatch(Convolve { c: &convolution, before, after, to: sums });
     true
 }
 

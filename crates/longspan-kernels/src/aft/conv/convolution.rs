@@ -1,5 +1,6 @@
 //! Sums over windows whose weights are all relative to one exponent: the weight of a pair is that of its item times that of its tap.
 
+use crate::aft::chunks::CHUNK;
 use crate::simd::product::{BLOCK_ROWS, by_whole_registers};
 use crate::simd::{Real, Vector, operation};
 
@@ -33,9 +34,8 @@ const MARGIN: usize = BLOCK_ROWS - 1;
 /// The sums of rows of a chunk whose weights are all relative to one exponent: windows, what comes before them and what after.
 #[derive(Clone, Copy)]
 pub(super) struct Convolution<'a, T> {
-    /// A line of `lanes` outputs for each tap.
+    /// A line of [`CHUNK`] outputs for each tap.
     pub weights: &'a [T],
-    pub lanes: usize,
     pub taps: usize,
     /// What items weigh outside of windows.
     pub items: &'a [T],
@@ -43,8 +43,6 @@ pub(super) struct Convolution<'a, T> {
     pub rows: &'a [T],
     pub row_length: usize,
     pub outputs: usize,
-    /// Whether what comes before windows counts.
-    pub before: bool,
     /// How many items behind the first output's window enter what comes after, if that counts.
     pub after: Option<usize>,
     /// Whether this is added to what stands there; windows alone are.
@@ -56,12 +54,13 @@ pub(super) struct Convolution<'a, T> {
 operation!(Convolve, |c: &'a Convolution<'a, T>, before: &'a mut [T], after: &'a mut [T], to: &'a mut [T]| {
     let (width, blocks) = (c.row_length, c.outputs.div_ceil(BLOCK_ROWS));
     let (whole, behind) = (blocks * BLOCK_ROWS, c.taps - 1);
-    assert!(width.is_multiple_of(V::LANES) && c.taps > 0 && whole <= c.lanes && to.len() >= whole * width);
-    assert!(c.weights.len() >= c.taps * c.lanes && (!c.before || before.len() >= width));
-    assert!(!c.add || (!c.before && c.after.is_none()));
+    assert!(width.is_multiple_of(V::LANES) && c.taps > 0 && whole <= CHUNK && to.len() >= whole * width);
+    assert!(c.weights.len() >= c.taps * CHUNK && (before.is_empty() || before.len() >= width));
+    let alone = before.is_empty() && c.after.is_none();
+    assert!(!c.add || alone);
     // As many items are read.
     let items = behind + c.after.unwrap_or(whole).max(whole);
-    assert!(c.rows.len() >= items * width && ((!c.before && c.after.is_none()) || c.items.len() >= items));
+    assert!(c.rows.len() >= items * width && (alone || c.items.len() >= items));
     assert!(c.after.is_none() || after.len() >= (blocks + 1) * width);
     // SAFETY: rows are whole registers, and rows and lines are as many as the assertions say.
     unsafe {
@@ -135,7 +134,7 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
                 }
             }
         }
-        if c.before {
+        if !before.is_empty() {
             let place = before.as_mut_ptr().add(column);
             let mut sum: [V; N] = std::array::from_fn(|n| V::load(place.add(n * V::LANES)));
             for r in 0..BLOCK_ROWS {
@@ -168,7 +167,7 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
                 let (j, row) = ($j, row(output + $j));
                 for $r in 0..BLOCK_ROWS {
                     if $meets {
-                        let weight = V::splat(*weights.add((j - $r) * c.lanes + $r));
+                        let weight = V::splat(*weights.add((j - $r) * CHUNK + $r));
                         for n in 0..N {
                             sums[$r][n] = weight.mul_add(row[n], sums[$r][n]);
                         }

@@ -5,7 +5,7 @@ use super::band;
 use super::convolution::{Convolution, Convolve};
 use super::field::{Field, Piece, REACH, Running, Source, Work, header, split};
 use super::geometry::beyond;
-use super::window::{Entering, Line, RunRows, WindowDots, WindowMax, WindowWeights};
+use super::window::{Line, RunRows, WindowDots, WindowMax, WindowWeights};
 use crate::aft::chunks::CHUNK;
 use crate::simd::block::{Exp, Transpose, add_scaled, all_finite, dot, floor};
 use crate::simd::rows::Rows;
@@ -116,11 +116,10 @@ pub(super) fn walk<T: Real>(
         sum.copy_from_slice(&edge[header::<T>()..]);
         if outputs > count {
             let (keep, enter) = (&side.keep[count..outputs], &side.enter[count..outputs]);
-            let own = Entering { keep, enter, rows: &rows[count * width..] };
-            dispatch(RunRows { sum, run: own, share: &[], backwards, to: &mut [] });
+            dispatch(RunRows { sum, keep, enter, rows: &rows[count * width..], share: &[], backwards, to: &mut [] });
         }
-        let own = Entering { keep: &side.keep[..count], enter: &side.enter[..count], rows };
-        dispatch(RunRows { sum, run: own, share: &side.share[..count], backwards, to: sums });
+        let [keep, enter, share] = [&*side.keep, &*side.enter, &*side.share].map(|all| &all[..count]);
+        dispatch(RunRows { sum, keep, enter, rows, share, backwards, to: sums });
     };
     if !single && width > 0 {
         for (side, span) in columns.into_iter().enumerate() {
@@ -150,13 +149,11 @@ pub(super) fn walk<T: Real>(
         if all_finite(Rows { data: rows, stride: width }, count + taps.len() - 1, width) {
             let convolution = Convolution {
                 weights,
-                lanes: CHUNK,
                 taps: taps.len(),
                 items: &[],
                 rows,
                 row_length: width,
                 outputs: count,
-                before: false,
                 after: None,
                 add: true,
             };

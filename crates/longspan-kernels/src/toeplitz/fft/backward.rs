@@ -191,7 +191,7 @@ impl<T: Real> Whole<'_, '_, T> {
         }
         let allowed = allowed::<T>(line);
         let (of_keys, of_rows) = (&*keys.norms.products, &*columns.norms.products);
-        line.sum_queries(&columns.kernel, of_rows, sums.keys, work);
+        line.sum(&columns.kernel, true, of_rows, sums.keys, work);
         let bound = lost(line, &columns.kernel) * norm(of_rows);
         let of_distances = line.rounding() * norm(of_keys) * norm(of_rows);
         if !bound.is_finite() || !of_distances.is_finite() {
@@ -378,7 +378,7 @@ impl<T: Real> Whole<'_, '_, T> {
         let bound = |feature| lost * norm_of(keys.k.column(feature), keys.norms.second);
         dq.clear(bound, columns.norms.second);
         let scales = &mut *sums.queries;
-        line.sum_keys(&columns.kernel, keys.norms.products, scales, work);
+        line.sum(&columns.kernel, false, keys.norms.products, scales, work);
         let bound = lost * norm(keys.norms.products) / allowed::<T>(line);
 
         let width = problem.head_width;
