@@ -182,8 +182,4 @@ impl Compute for Aft {
         }
         Ok(())
     }
-
-    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
-    }
 }

@@ -349,7 +349,7 @@ impl<M: Kernel<f32> + Kernel<f64>> AnyKernel for M {}
 
 /// [`Kernel`] as the mechanisms of this crate write it, once for any number type. [`kernels!`] makes the two of it: not generic,
 /// they are compiled here and not once more in every crate that calls them.
-pub(crate) trait Compute: Stateful {
+pub(crate) trait Compute: Step {
     fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error>;
     fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error>;
     fn backward<T: Real>(
@@ -359,6 +359,10 @@ pub(crate) trait Compute: Stateful {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error>;
+}
+
+/// How a mechanism takes a token, the same way; each says so in its `step.rs`.
+pub(crate) trait Step: Stateful {
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
 }
 
@@ -435,7 +439,7 @@ macro_rules! kernels {
             }
 
             fn step(&self, token: &Token<'_, $t>, state: &mut State<$t>, out: &mut [$t]) -> Result<(), Error> {
-                $run(|| Compute::step(self, token, state, out))
+                $run(|| $crate::call::Step::step(self, token, state, out))
             }
 
             fn combine(

@@ -130,8 +130,4 @@ impl Compute for ShortConvolution {
         backward::backward(&problem, cotangent, sink, (parameters, initial_state), scratch);
         Ok(())
     }
-
-    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
-    }
 }

@@ -5,8 +5,8 @@ use super::reversed::Reversed;
 use super::{Gate, GatedAttention, cost, state, step};
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Lines, Mask, Mechanism, Order, Output, Parameter,
-    Parameters, Reference, Scratch, State, StateShape, Stateful, Token, View, ViewMut, check_call, check_gradients,
-    check_initial_state, check_output, check_reference, check_sizes, kernels, step_rows,
+    Parameters, Reference, Scratch, State, StateShape, Stateful, Step, Token, View, ViewMut, check_call,
+    check_gradients, check_initial_state, check_output, check_reference, check_sizes, kernels, step_rows,
 };
 use crate::convolution::ShortConvolution;
 use crate::error::{Error, expect, refuse};
@@ -401,7 +401,9 @@ impl Compute for LearnedGates {
         }
         Ok(())
     }
+}
 
+impl Step for LearnedGates {
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         let StateShape { batch, kv_heads, .. } = state.shape();
         let delta = usize::from(self.attention.is_delta());

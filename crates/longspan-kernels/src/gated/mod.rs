@@ -26,7 +26,7 @@ use problem::{Problem, check_gates};
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Order, Output, Parameter, Parameters, Reference,
-    Scratch, Sequence, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, fingerprint,
+    Scratch, Sequence, Sink, State, StateShape, Step, Token, check_gradients, check_output, check_sizes, fingerprint,
     kernels,
 };
 use crate::error::{Error, expect, refuse};
@@ -193,7 +193,9 @@ impl Compute for GatedAttention {
         backward::backward(&problem, cotangent, gradients, scratch);
         Ok(())
     }
+}
 
+impl Step for GatedAttention {
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         let StateShape { batch, kv_heads, .. } = state.shape();
         let head_dim = token.k.len() / (batch * kv_heads).max(1);

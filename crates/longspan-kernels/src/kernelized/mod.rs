@@ -330,8 +330,4 @@ impl Compute for KernelizedAttention {
             }
         })
     }
-
-    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
-    }
 }

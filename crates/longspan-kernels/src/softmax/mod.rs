@@ -147,8 +147,4 @@ impl Compute for SoftmaxAttention {
         backward::backward(&problem, cotangent, sink, initial_state, scratch);
         Ok(())
     }
-
-    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
-    }
 }

@@ -1,7 +1,7 @@
 //! Outputs of AFT-conv.
 
-use super::field::{Work, header};
-use super::geometry::{Before, Edges, Geometry};
+use super::field::{Work, clear, header, join};
+use super::geometry::{Edges, Geometry, block};
 use super::sources::{KeySource, kernel};
 use super::walk::walk;
 use crate::aft::chunks::{Chunks, Window, Workers};
@@ -51,10 +51,10 @@ pub(in crate::aft) fn forward<T: Real>(
     // edges have read of a head is near when its windows read it again. The numbers are the same.
     let (threads, heads) = (threads::count(), problem.sequences.len() * dims.heads);
     if dims.group() == 1 && (heads.is_multiple_of(threads) || heads >= 16 * threads) {
+        let len = header::<T>() + width;
         let of = |sequence: usize| &windows[sequence * geometry.lines..][..geometry.lines];
         let alone = |own: &[Window]| matches!(own, [window] if !window.after);
-        let sums =
-            |own| if alone(own) { Before::<T>::len(width) } else { Edges::<T>::memory(&geometry, own, 1, width) };
+        let sums = |own| if alone(own) { 2 * len } else { Edges::<T>::memory(&geometry, own, 1, width) };
         let longest = (0..problem.sequences.len()).map(|index| sums(of(index))).max().unwrap_or(0);
         let each = work_len + longest;
         Workers::in_scratch(heads, each, scratch).run(heads, |task, memory| {
@@ -62,12 +62,15 @@ pub(in crate::aft) fn forward<T: Real>(
             let (work, memory) = memory.split_at_mut(work_len);
             let (own, source) = (of(index), |_, _| source(index, head));
             if alone(own) {
-                let mut before = Before::new(width, |sum| initial(index, head, sum), memory);
+                let (sum, item) = memory.split_at_mut(len);
+                clear(sum);
+                initial(index, head, sum);
                 let field = geometry.field(own[0], 0, &[]);
                 for chunk in 0..own[0].chunks() {
                     let mut own_work = Work::new(work, geometry.most(), width);
-                    let before = before.next(&source(0, 0), &field, chunk, &mut own_work);
-                    one(index, head, chunk, [before, &[]], work);
+                    field.sum(&source(0, 0), block(&own[0], chunk), &mut own_work, &mut item[..len]);
+                    join(sum, &item[..len]);
+                    one(index, head, chunk, [&*sum, &[]], work);
                 }
                 return;
             }
