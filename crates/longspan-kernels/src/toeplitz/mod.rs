@@ -40,7 +40,6 @@ mod state;
 mod state_gradient;
 mod step;
 mod tile;
-mod tiled;
 mod weigh;
 
 pub use bias::{Beyond, Bias};
@@ -157,8 +156,7 @@ impl Compute for Toeplitz {
         let sink = Sink::new(&mut out, denominators, self.denominators(&dims));
         match self.chosen(call, purpose, false) {
             Algorithm::Fft => fft::forward(&problem, sink, scratch),
-            Algorithm::Piecewise => piecewise::forward(&problem, sink, scratch),
-            _ => tiled::forward(&problem, sink, scratch),
+            other => piecewise::forward(&problem, other == Algorithm::Piecewise, sink, scratch),
         }
         if let Some(state) = final_state {
             final_state::final_state(&problem, state, scratch);
@@ -186,8 +184,7 @@ impl Compute for Toeplitz {
             let backward = Backward { problem: &problem, cotangent, sink, states };
             match algorithm {
                 Algorithm::Fft => fft::backward(backward, parameters, scratch),
-                Algorithm::Piecewise => piecewise::backward(backward, parameters, scratch),
-                _ => tiled::backward(backward, parameters, scratch),
+                other => piecewise::backward(backward, other == Algorithm::Piecewise, parameters, scratch),
             }
         })
     }

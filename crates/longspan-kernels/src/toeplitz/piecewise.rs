@@ -1,7 +1,9 @@
-//! Tables that end in one weight for all farther keys, in linear time: those keys enter as one sum `Σ k̄_j v⁺_jᵀ` a chunk
-//! of rows, the nearer ones by tiles. Rows leave one sum `Σ q̄_i dN⁺_iᵀ` for each chunk of keys that they lie so far from.
+//! Keys by tiles of scores, weighed by distance: all of them, in O(queries · keys) work at the rate of the matrix product and
+//! O(tile²) memory for each thread; or, where tables end in one weight for all farther keys, the nearer ones, in linear time.
 //!
-//! Sums run forward over what lies before and backward over what lies after; nothing is ever taken away from a sum.
+//! The farther ones then enter as one sum `Σ k̄_j v⁺_jᵀ` a chunk of rows, and rows leave one sum `Σ q̄_i dN⁺_iᵀ` for each chunk of keys
+//! that they lie so far from. Sums run forward over what lies before and backward over what lies after; nothing is ever taken away from
+//! a sum.
 
 use std::ops::Range;
 
@@ -10,10 +12,10 @@ use super::chunks::{RowBlock, all_chunks};
 use super::far::{FarSum, FarSums, ROWS, near_keys, near_rows};
 use super::key_pass::{self, KeyPass};
 use super::left::all_units;
-use super::problem::{Problem, TILE, Unit};
+use super::problem::{CHUNK, Problem, TILE, Unit};
 use super::state::EXPONENT;
 use super::tile::KeyBlock;
-use super::{forward, query_pass};
+use super::{forward, one_pass, query_pass};
 use crate::call::{Arena, Scratch, Sink};
 use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
@@ -89,13 +91,15 @@ fn key_sums<'s, T: Real>(problem: &Problem<'_, T>, numbers: &'s mut [T], workers
     })
 }
 
-pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
-    let (per_worker, sums_len) = (forward::worker_len(problem), key_sums_len(problem));
+/// Computes outputs, from sums of far keys if `by_sums`.
+pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, by_sums: bool, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
+    let per_worker = forward::worker_len(problem);
+    let (sums_len, rows) = if by_sums { (key_sums_len(problem), ROWS) } else { (0, CHUNK) };
     let mut arena = Arena::new(scratch.take(problem.shared_len() + sums_len + threads::count() * per_worker));
     let shared = problem.shared(&mut arena);
     let (sums, rest) = (arena.take(sums_len), arena.rest());
-    let sums = key_sums(problem, sums, (&mut *rest, per_worker));
-    forward::run(problem, &shared, &all_chunks(problem, ROWS), Some(&sums), sink, (rest, per_worker));
+    let sums = by_sums.then(|| key_sums(problem, sums, (&mut *rest, per_worker)));
+    forward::run(problem, &shared, &all_chunks(problem, rows), sums.as_ref(), sink, (rest, per_worker));
 }
 
 fn row_buffers<'s, T: Real>(
@@ -176,18 +180,29 @@ fn row_sums<'s, T: Real>(pass: &Pass<'_, '_, T>, numbers: &'s mut [T], workers: 
     })
 }
 
-pub(super) fn backward<T: Real>(call: Backward<'_, '_, T>, parameters: &mut [&mut [T]], scratch: &mut Scratch<T>) {
+/// Computes every gradient, from sums of far keys and rows if `by_sums`. Passes over rows and over keys both form the weights anew.
+pub(super) fn backward<T: Real>(
+    call: Backward<'_, '_, T>,
+    by_sums: bool,
+    parameters: &mut [&mut [T]],
+    scratch: &mut Scratch<T>,
+) {
     let problem = call.problem;
-    let per_worker = query_pass::worker_len(problem, true)
-        .max(key_pass::worker_len(problem, true))
-        .max(Arena::measure(|arena| row_buffers(problem, arena)));
-    // Sums over keys are done with before those over rows begin.
-    let own = key_sums_len(problem).max(row_sums_len(problem));
+    if !by_sums && one_pass::takes(&call) {
+        return one_pass::backward(call, parameters, scratch);
+    }
+    let mut per_worker = query_pass::worker_len(problem, by_sums).max(key_pass::worker_len(problem, by_sums));
+    let (mut own, mut rows) = (0, CHUNK);
+    if by_sums {
+        per_worker = per_worker.max(Arena::measure(|arena| row_buffers(problem, arena)));
+        // Sums over keys are done with before those over rows begin.
+        (own, rows) = (key_sums_len(problem).max(row_sums_len(problem)), ROWS);
+    }
     call.run(parameters, Sizes { per_worker, own, own_f64: 0 }, scratch, |pass, mut memory| {
         let numbers = std::mem::take(&mut memory.own);
-        let sums = key_sums(problem, &mut *numbers, (&mut *memory.workers, per_worker));
-        query_pass::run(pass, all_chunks(problem, ROWS), Some(&sums), (&mut *memory.workers, per_worker));
-        let sums = row_sums(pass, numbers, (&mut *memory.workers, per_worker));
-        KeyPass { pass, rows: Some(&sums) }.run(&all_units(problem), memory);
+        let sums = by_sums.then(|| key_sums(problem, &mut *numbers, (&mut *memory.workers, per_worker)));
+        query_pass::run(pass, all_chunks(problem, rows), sums.as_ref(), (&mut *memory.workers, per_worker));
+        let sums = by_sums.then(|| row_sums(pass, numbers, (&mut *memory.workers, per_worker)));
+        KeyPass { pass, rows: sums.as_ref() }.run(&all_units(problem), memory);
     });
 }

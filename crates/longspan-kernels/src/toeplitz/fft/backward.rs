@@ -6,9 +6,10 @@ use realfft::num_complex::Complex;
 use super::super::backward::{Backward, Pass, Sizes};
 use super::super::bias_gradient::{line_len, unit_lines};
 use super::super::chunks::{RowChunk, push_chunks, push_unit};
+use super::super::key_pass::{self, KeyPass};
 use super::super::left::Left;
 use super::super::problem::{CHUNK, Problem, TILE, Unit};
-use super::super::tiled;
+use super::super::query_pass;
 use super::columns::{Columns, Keys, Norms, block, load_queries};
 use super::line::{Kernel, Line, Work, complex, lines, most};
 use super::spectrum::AddConjugateProducts;
@@ -34,7 +35,8 @@ pub(in super::super) fn backward<T: Real>(
     let unit_len = most(&lines, |line, arena| Buffers::new(problem, line, arena));
     let per_transform = most(&lines, |line, arena| (line.work(arena), line.work(arena)));
     let own_f64 = unit_len + threads::count() * per_transform;
-    let sizes = Sizes { per_worker: tiled::worker_len(problem), own: 0, own_f64 };
+    let per_worker = query_pass::worker_len(problem, false).max(key_pass::worker_len(problem, false));
+    let sizes = Sizes { per_worker, own: 0, own_f64 };
     call.run(parameters, sizes, scratch, |pass, mut memory| {
         let (mut chunks, mut units) = (Vec::new(), Vec::new());
         for unit in (0..problem.units()).map(|index| problem.unit(index)) {
@@ -54,7 +56,8 @@ pub(in super::super) fn backward<T: Real>(
             }
         }
         memory.own_f64 = &mut [];
-        tiled::two_passes(pass, chunks, &units, memory);
+        query_pass::run(pass, chunks, None, (&mut *memory.workers, per_worker));
+        KeyPass { pass, rows: None }.run(&units, memory);
     });
 }
 
