@@ -3,7 +3,7 @@
 use super::backward::{Backward, Pass};
 use super::chunks::{Buffers, Reach, RowBlock, RowChunk};
 use super::far::FarSums;
-use super::problem::{Problem, TILE, Unit};
+use super::problem::{Problem, TILE};
 use super::tile::each_tile;
 use crate::call::Arena;
 use crate::simd::Real;
@@ -22,7 +22,7 @@ pub(super) fn run<T: Real>(
     far: Option<&FarSums<'_, T>>,
     (scratch, per_worker): (&mut [T], usize),
 ) {
-    let problem = pass.call.problem;
+    let (Backward { problem, sink, .. }, shared) = (pass.call, &pass.shared);
     // Chunks of one lane add to one sum, one after the other.
     let lane = |chunk: &RowChunk| (chunk.unit, chunk.head, pass.map_sums.lane(chunk.index));
     chunks.sort_by_key(lane);
@@ -33,44 +33,33 @@ pub(super) fn run<T: Real>(
             let unit = problem.unit(chunk.unit);
             // SAFETY: each lane of a head's rows is one run's own.
             let sums = unsafe { pass.map_sums.of_queries(chunk.unit, chunk.head, chunk.index) };
-            compute(pass, &unit, chunk, Reach::new(problem, &unit, chunk, far), sums, &mut buffers);
+            let reach = Reach::new(problem, &unit, chunk, far);
+            let Buffers { rows: block_rows, dq, tile, keys, weights, turned, map } = &mut buffers;
+            let (head, rows, line) = (chunk.head, &chunk.rows, shared.line(chunk.head));
+            let (head_width, value_width) = (problem.head_width, problem.value_width);
+            pass.load_rows((&unit, head), rows.clone(), block_rows, map);
+            let RowBlock { q, d, c, .. } = block_rows;
+            dq[..rows.len() * head_width].fill(T::ZERO);
+            each_tile(problem, shared, (&unit, head), rows, reach.keys, keys, map, |at, piece, keys, seen| {
+                keys.value_products(problem, &d[at * value_width..], &c[at..], seen, tile);
+                let factors = weights.form(problem, &unit, line, piece, (keys, seen));
+                seen.weigh(tile, factors, &mut [T::ZERO; TILE]);
+                seen.add_keys(tile, (keys.k, head_width), &mut dq[at * head_width..]);
+            });
+            for far in reach.fars.iter().flatten() {
+                shared.pieces(problem, &unit, head, rows.clone(), |piece| {
+                    let weight = ((far.exponent - piece.level) + far.bias).exp();
+                    let at = piece.row - rows.start;
+                    let features = (&q[at * head_width..], &mut dq[at * head_width..]);
+                    let d = (&d[at * value_width..], Some(&c[at..]), piece.rows);
+                    far.add_features(problem, weight, d, features, (&mut *turned, &mut *tile));
+                });
+            }
+            for (first, count) in pieces(rows.clone(), TILE) {
+                let at = (first - rows.start) * head_width;
+                let features = (&mut q[at..], &mut dq[at..]);
+                problem.write_queries((&unit, head), (first, count), features, sums, map, sink);
+            }
         }
     });
-}
-
-fn compute<T: Real>(
-    pass: &Pass<'_, '_, T>,
-    unit: &Unit<'_, T>,
-    chunk: &RowChunk,
-    reach: Reach<'_, T>,
-    sums: &mut [T],
-    buffers: &mut Buffers<'_, T>,
-) {
-    let (Backward { problem, sink, .. }, shared) = (pass.call, &pass.shared);
-    let Buffers { rows: block_rows, dq, tile, keys, weights, turned, map } = buffers;
-    let (head, rows, line) = (chunk.head, &chunk.rows, shared.line(chunk.head));
-    let (head_width, value_width) = (problem.head_width, problem.value_width);
-    pass.load_rows((unit, head), rows.clone(), block_rows, map);
-    let RowBlock { q, d, c, .. } = block_rows;
-    dq[..rows.len() * head_width].fill(T::ZERO);
-    each_tile(problem, shared, (unit, head), rows, reach.keys, keys, map, |at, piece, keys, seen| {
-        keys.value_products(problem, &d[at * value_width..], &c[at..], seen, tile);
-        let factors = weights.form(problem, unit, line, piece, (keys, seen));
-        seen.weigh(tile, factors, &mut [T::ZERO; TILE]);
-        seen.add_keys(tile, (keys.k, head_width), &mut dq[at * head_width..]);
-    });
-    for far in reach.fars.iter().flatten() {
-        shared.pieces(problem, unit, head, rows.clone(), |piece| {
-            let weight = ((far.exponent - piece.level) + far.bias).exp();
-            let at = piece.row - rows.start;
-            let features = (&q[at * head_width..], &mut dq[at * head_width..]);
-            let d = (&d[at * value_width..], Some(&c[at..]), piece.rows);
-            far.add_features(problem, weight, d, features, (&mut *turned, &mut *tile));
-        });
-    }
-    for (first, count) in pieces(rows.clone(), TILE) {
-        let at = (first - rows.start) * head_width;
-        let features = (&mut q[at..], &mut dq[at..]);
-        problem.write_queries((unit, head), (first, count), features, sums, map, sink);
-    }
 }

@@ -2,7 +2,7 @@
 //! that a chunk takes one exponential for each item and tap, sums outside of windows are plain, and no maximum runs along.
 //! [`common_max`] says where that keeps every sum; other chunks are walked with an exponent for each output.
 
-use super::convolution::{AddTapGradients, BandWeights, Convolution, Convolve, ScaleRows, TapGradients};
+use super::convolution::{AddTapGradients, BandWeights, Convolution, Convolve, TapGradients};
 use super::field::{Field, REACH, Source, Work, header, present, split};
 use super::window::{FindReachMax, ReachMax, ReachWeights};
 use crate::aft::chunks::CHUNK;
@@ -160,9 +160,7 @@ pub(super) fn add_tap_gradients<T: Real>(
     let Work { rows: memory, running: [early, late], turned, .. } = work;
     let items = &*early.keep;
     let rows = field.rows(source, field.first_line, (base, reach), width, count == CHUNK, memory);
-    let scaled = &mut *turned[0];
-    dispatch(ScaleRows { weights: &items[..reach], rows, width, to: scaled });
     let kernel = &late.share[..field.taps];
-    let gradients = TapGradients { outputs, c, count, items, rows: scaled, width, kernel };
-    dispatch(AddTapGradients { g: &gradients, to: d_taps });
+    let gradients = TapGradients { outputs, c, count, items, rows, width, kernel };
+    dispatch(AddTapGradients { g: &gradients, scaled: turned[0], to: d_taps });
 }

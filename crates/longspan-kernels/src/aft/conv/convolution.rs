@@ -195,17 +195,6 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
     }
 }
 
-// `to_j = weights[j]·row_j`.
-operation!(ScaleRows, |weights: &'a [T], rows: &'a [T], width: usize, to: &'a mut [T]| {
-    assert!(width.is_multiple_of(V::LANES) && rows.len().min(to.len()) >= weights.len() * width);
-    for (j, &weight) in weights.iter().enumerate() {
-        for at in (j * width..(j + 1) * width).step_by(V::LANES) {
-            // SAFETY: both blocks have a register there by the assertion above.
-            unsafe { V::splat(weight).mul(V::load(rows.as_ptr().add(at))).store(to.as_mut_ptr().add(at)) };
-        }
-    }
-});
-
 /// Gradients of the taps of a chunk whose weights are all relative to one exponent.
 #[derive(Clone, Copy)]
 pub(super) struct TapGradients<'a, T> {
@@ -213,21 +202,28 @@ pub(super) struct TapGradients<'a, T> {
     pub outputs: &'a [T],
     pub c: &'a [T],
     pub count: usize,
-    /// Weights of items, and their rows times these.
+    /// Weights of items, and their rows.
     pub items: &'a [T],
     pub rows: &'a [T],
     pub width: usize,
     pub kernel: &'a [T],
 }
 
-// `to[p] += kernel[p]·Σ_n (output_n·row_{n+p} − items[n+p]·c_n)`.
-operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, to: &'a mut [T]| {
+// `to[p] += kernel[p]·Σ_n items[n+p]·(output_n·row_{n+p} − c_n)`; rows times their weights stand in `scaled` meanwhile.
+operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, scaled: &'a mut [T], to: &'a mut [T]| {
     /// Taps at once: each has one sum, and so many of them hide the latency of the fused products.
     const TAPS: usize = 12;
     let (taps, lanes) = (g.kernel.len(), g.c.len());
     assert!(g.width.is_multiple_of(V::LANES) && lanes.is_multiple_of(V::LANES) && to.len() >= taps);
     assert!(g.outputs.len() >= g.count * g.width && g.count <= lanes && g.items.len() + 1 >= lanes + taps);
-    assert!(g.rows.len() >= (g.count + taps).saturating_sub(1) * g.width);
+    let reach = (g.count + taps).saturating_sub(1);
+    assert!(g.rows.len().min(scaled.len()) >= reach * g.width);
+    for (j, &weight) in g.items[..reach].iter().enumerate() {
+        for at in (j * g.width..(j + 1) * g.width).step_by(V::LANES) {
+            // SAFETY: both blocks have a register there by the assertion above.
+            unsafe { V::splat(weight).mul(V::load(g.rows.as_ptr().add(at))).store(scaled.as_mut_ptr().add(at)) };
+        }
+    }
     let groups = taps.div_ceil(TAPS);
     for group in 0..groups {
         let (first, last) = (group * taps / groups, (group + 1) * taps / groups);
@@ -237,8 +233,8 @@ operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, to: &'a mut [T]| {
             macro_rules! some {
                 ($($n:literal)*) => {
                     match last - first {
-                        $($n => tap_products::<V, $n>(g, first, &mut dots),)*
-                        _ => tap_products::<V, TAPS>(g, first, &mut dots),
+                        $($n => tap_products::<V, $n>(g, scaled, first, &mut dots),)*
+                        _ => tap_products::<V, TAPS>(g, scaled, first, &mut dots),
                     }
                 };
             }
@@ -264,6 +260,7 @@ operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, to: &'a mut [T]| {
 #[inline(always)]
 unsafe fn tap_products<V: Vector, const P: usize>(
     g: &TapGradients<'_, V::Element>,
+    scaled: &[V::Element],
     first: usize,
     dots: &mut [V::Element],
 ) {
@@ -272,7 +269,7 @@ unsafe fn tap_products<V: Vector, const P: usize>(
         let mut sums = [V::splat(V::Element::ZERO); P];
         for n in 0..g.count {
             let output = g.outputs.as_ptr().add(n * g.width);
-            let row = g.rows.as_ptr().add((n + first) * g.width);
+            let row = scaled.as_ptr().add((n + first) * g.width);
             for column in (0..g.width).step_by(V::LANES) {
                 let own = V::load(output.add(column));
                 for p in 0..P {
