@@ -65,40 +65,6 @@ impl<T> Ahead<T> {
     }
 }
 
-/// Rows of which a few are asked for at a time: counts and no divisions, for loops of a hundred cycles.
-pub struct Fetching<'a, T> {
-    /// What is left of the list under way.
-    own: Ahead<T>,
-    rest: &'a [Ahead<T>],
-    quota: usize,
-}
-
-impl<'a, T: Copy> Fetching<'a, T> {
-    /// All rows of a list, in so many times.
-    pub fn new(rest: &'a [Ahead<T>], times: usize) -> Self {
-        let rows = rest.iter().map(|ahead| ahead.count).sum::<usize>();
-        let own = Ahead::starting_at(std::ptr::null(), 0, 0, 0);
-        Self { own, rest, quota: rows.div_ceil(times.max(1)) }
-    }
-
-    /// Asks for the next rows.
-    #[inline(always)]
-    pub unsafe fn next<V: Vector<Element = T>>(&mut self) {
-        for _ in 0..self.quota {
-            while self.own.count == 0 {
-                let [first, rest @ ..] = self.rest else { return };
-                (self.own, self.rest) = (*first, rest);
-            }
-            for column in (0..self.own.width).step_by(line::<T>()) {
-                // SAFETY: the caller has the instructions.
-                unsafe { V::fetch(self.own.start.wrapping_add(column)) };
-            }
-            self.own.start = self.own.start.wrapping_add(self.own.stride);
-            self.own.count -= 1;
-        }
-    }
-}
-
 /// A register from a row of any width; missing numbers are 0.
 #[inline(always)]
 pub unsafe fn load_part<V: Vector>(row: &[V::Element], column: usize) -> V {

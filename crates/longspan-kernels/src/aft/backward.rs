@@ -9,7 +9,7 @@ use super::gradients::{BLOCK_NUMBERS, Backward, GROUPS};
 use super::items::{BlockTable, Blocks, Items, REACH, join_all};
 use super::keys::KeyItems;
 use super::log_sum::{BiasGradient, clear, join};
-use super::means::{HeadGroups, KeyBiases, KeySide, QueryBiases, bias_tiles_len, work_len};
+use super::means::{HeadGroups, KeySide, bias_tiles_len, work_len};
 use super::outputs::{PullBackMean, PullBackTokens, TokenGradients};
 use super::problem::{Bias, Block, Problem};
 use super::tiles::{self, BiasTiles};
@@ -221,7 +221,7 @@ fn block<T: Real>(
     memory: &mut [T],
     workers: &mut Workers<'_, T>,
 ) {
-    let (problem, links) = (call.problem, &call.links);
+    let problem = call.problem;
     let (dims, mean) = (&problem.dims, problem.mean());
     let Sides { block, by_key, keys_by_query, keys_by_key, starts, .. } = sides;
     let mut arena = Arena::new(memory);
@@ -243,7 +243,7 @@ fn block<T: Real>(
     let edges = Edges::new(keys_by_query, items, mean, &mut arena, workers);
 
     // The initial state's mean is a key without a value that every row sees.
-    let far = if links.lends() { sequences.len() * block.heads.len() } else { 0 };
+    let far = if problem.lend { sequences.len() * block.heads.len() } else { 0 };
     workers.run(far, |task, work| {
         let (index, kv_head) = (task / block.heads.len(), task % block.heads.len());
         let (sequence, own_head) = (&sequences[index], block.heads.start + kv_head);
@@ -254,11 +254,11 @@ fn block<T: Real>(
         for local in dims.heads_of(kv_head) {
             join_all(&items(index, local), 0, sequence.queries as isize, sum, work);
         }
-        if let Some(last) = links.last_item(sequence, own_head) {
+        if let Some(last) = call.last_item(sequence, own_head) {
             join(sum, last, T::ZERO);
         }
         // SAFETY: every head of every sequence has one task.
-        let far = unsafe { links.far_gradient(sequence, own_head, 0..dims.head_dim) };
+        let far = unsafe { call.far_gradient(sequence, own_head, 0..dims.head_dim) };
         let Some((head, numerator, denominator)) = far else { return };
         add_token((head.exponent, &zeros[..dims.head_dim]), sum, denominator, numerator, false);
     });
@@ -274,7 +274,7 @@ fn block<T: Real>(
             let items = RowItems { blocks: table.of(blocks, index, local), ..items(index, local) };
             let outputs = Outputs {
                 items: &items,
-                biases: KeyBiases { queries: QueryBiases { problem, sequence }, lent },
+                biases: Biases { problem, sequence, lent: Some(lent) },
                 window: &keys_by_key.windows[index],
                 chunk,
                 edges: edges.of(keys_by_query.index(index, local, chunk)),
@@ -282,7 +282,7 @@ fn block<T: Real>(
             tiles::means(&outputs, true, bias_tiles.as_deref_mut(), work, |j, sum, _, _| {
                 let mut sum: &[T] = sum;
                 let key = j as isize - lent;
-                if let Some(last) = links.leaving(sequence, own_head, key).filter(|_| first) {
+                if let Some(last) = call.leaving(sequence, own_head, key).filter(|_| first) {
                     joined.copy_from_slice(sum);
                     join(joined, last, T::ZERO);
                     sum = joined;
@@ -361,7 +361,7 @@ fn query_side<T: Real>(
                 continue;
             }
             let sequence = &block.sequences(problem)[index];
-            let biases = QueryBiases { problem, sequence };
+            let biases = Biases { problem, sequence, lent: None };
             let (from, to) = window.chunk(chunk);
             let mut bias_tiles =
                 if problem.full() { None } else { BiasTiles::new(bias_tiles_memory, window.chunk_len) };

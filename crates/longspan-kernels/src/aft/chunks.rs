@@ -138,8 +138,8 @@ impl<'w, T: Real> Workers<'w, T> {
         parallel(tasks, self.memory, self.each, body);
     }
 
-    /// The same for chunks, on each thread some one after the other, so that what the next one reads can be asked for meanwhile: so
-    /// many that few have no next one, and so few that no thread waits long for the last of another.
+    /// The same for chunks of a few microseconds, on each thread some one after the other: so many that threads seldom wait for each other
+    /// to be given some, and so few that none waits long for the last of another.
     pub fn run_chunks(&mut self, chunks: usize, body: impl Fn(usize, &mut [T]) + Sync) {
         let run = (chunks / (8 * threads::count())).clamp(1, 16);
         self.run(chunks.div_ceil(run), |task, work| {

@@ -8,7 +8,7 @@ use super::problem::Problem;
 use super::state::Head;
 use super::tokens::{FactorTokens, SumTokens, Tokens};
 use crate::call::{Sequence, View};
-use crate::simd::rows::{Ahead, padded};
+use crate::simd::rows::padded;
 use crate::simd::{Real, dispatch};
 
 /// The keys of one head of a sequence; those before 0 stand in the initial state's ring. There may be places after the last.
@@ -54,11 +54,6 @@ impl<'a, T: Real> KeyItems<'a, T> {
         let plain = self.ignored.is_none_or(|all| !all[first..][..count].contains(&true));
         let (keys, values) = (self.all.keys.skip(first), self.all.values.skip(first));
         plain.then_some(Tokens { keys, values, count, ..self.all })
-    }
-
-    /// The values of the keys `from..to`, as far as they are there, to be read soon.
-    pub fn ahead(&self, from: isize, to: isize) -> Ahead<T> {
-        Ahead::new(self.all.values, from, to, self.all.count, self.all.head_dim)
     }
 
     /// The mean of `count` keys from `from` on, whose numerator may be 0 if `numerators` are not wanted.

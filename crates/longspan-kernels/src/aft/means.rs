@@ -1,17 +1,13 @@
 //! The means of all outputs of some heads, whose tasks are chunks.
 
-use std::ops::Range;
-
 use super::chunks::{CHUNK, Chunks, Window, Workers};
 use super::items::BlockTable;
 use super::keys::KeyItems;
 use super::problem::{Block, Problem};
 use super::tiles::{self, BiasTiles};
 use super::walk::{Biases, Edges, Outputs, walk_len};
-use crate::call::{Arena, Sequence};
-use crate::simd::block::Transpose;
-use crate::simd::rows::padded;
-use crate::simd::{Real, dispatch};
+use crate::call::Arena;
+use crate::simd::Real;
 use crate::threads;
 
 /// The working memory of one task, behind its tiles of biases.
@@ -128,53 +124,14 @@ impl<'a, 's, T: Real> KeySide<'a, 's, T> {
         index: usize,
         kv_head: usize,
         chunk: usize,
-    ) -> Outputs<'o, T, KeyItems<'o, T>, QueryBiases<'o, T>> {
+    ) -> Outputs<'o, T, KeyItems<'o, T>> {
+        let sequence = &self.block.sequences(self.problem)[index];
         Outputs {
             items,
-            biases: QueryBiases { problem: self.problem, sequence: &self.block.sequences(self.problem)[index] },
+            biases: Biases { problem: self.problem, sequence, lent: None },
             window: &self.chunks.windows[index],
             chunk,
             edges: self.edges.of(self.chunks.index(index, kv_head, chunk)),
         }
-    }
-}
-
-/// The biases of queries and the keys that they see.
-#[derive(Clone, Copy)]
-pub(super) struct QueryBiases<'a, T: 'static> {
-    pub problem: &'a Problem<'a, T>,
-    pub sequence: &'a Sequence<'a>,
-}
-
-impl<T: Real> Biases<T> for QueryBiases<'_, T> {
-    fn pair(&self, query: usize, key: isize) -> T {
-        let mut bias = [T::ZERO];
-        self.problem.biases_of(self.sequence, query, key, &mut bias);
-        bias[0]
-    }
-
-    fn tile(&self, queries: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, _: &mut [T]) {
-        self.problem.tile(self.sequence, queries, from, (to - from) as usize, tile, row);
-    }
-}
-
-/// The same of keys and the queries that see them; so many keys before key 0 count too.
-#[derive(Clone, Copy)]
-pub(super) struct KeyBiases<'a, T: 'static> {
-    pub queries: QueryBiases<'a, T>,
-    pub lent: isize,
-}
-
-impl<T: Real> Biases<T> for KeyBiases<'_, T> {
-    fn pair(&self, key: usize, query: isize) -> T {
-        self.queries.pair(query as usize, key as isize - self.lent)
-    }
-
-    fn tile(&self, keys: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, spare: &mut [T]) {
-        let first = keys.start as isize - self.lent;
-        let (rows, columns) = ((to - from) as usize, keys.len());
-        let from_row = padded::<T>(columns);
-        self.queries.tile(from as usize..to as usize, first, first + columns as isize, spare, from_row, &mut []);
-        dispatch(Transpose { from: spare, from_row, rows, columns, to: tile, to_row: row });
     }
 }

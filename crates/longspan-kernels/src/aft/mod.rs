@@ -31,10 +31,9 @@ mod keys;
 mod final_state;
 mod walk;
 
-mod state_gradient;
+mod gradients;
 mod tiles;
 
-mod gradients;
 mod means;
 
 mod backward;
@@ -47,15 +46,14 @@ mod cost;
 mod reference;
 
 use forward::KEPT;
-use gradients::Backward;
+use gradients::{Backward, last_items};
 pub use options::{Aft, Variant};
 use problem::Problem;
 use smallvec::smallvec;
-use state_gradient::Links;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    State, StateShape, StateSink, Token, ViewMut, check_gradients, check_output, check_sizes, clear_absent, kernels,
+    State, StateSink, Token, ViewMut, check_gradients, check_output, check_sizes, clear_absent, kernels,
 };
 use crate::error::Error;
 use crate::plan::{Algorithm, Plan};
@@ -175,34 +173,13 @@ impl Compute for Aft {
             parameters.iter_mut().for_each(|d| d.fill(T::ZERO));
             return Ok(());
         }
-        let links = Links::new(&problem, cotangent.final_state, first);
-        let call = Backward { problem: &problem, cotangent, dq, dk, dv, links };
+        let last = cotangent.final_state.map(|state| (state, last_items(&problem, state)));
+        let call = Backward { problem: &problem, cotangent, dq, dk, dv, last, first };
         match conv::Geometry::new(self, problem.causal) {
             Some(geometry) => conv::backward(&call, geometry, parameters, scratch),
             None if matches!(self.variant, Variant::Simple) => simple::backward(&call, scratch),
             None => backward::backward(&call, parameters, scratch),
         }
         Ok(())
-    }
-
-    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        state::shape(self, dims)
-    }
-
-    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state::check_marks(self, state, argument)
-    }
-
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(self.name())?;
-        state::empty(self, dims)
-    }
-
-    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
-    }
-
-    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
     }
 }

@@ -57,10 +57,30 @@ pub(super) struct OutputRows<'a, T> {
     pub count: usize,
 }
 
-impl<T: Copy> OutputRows<'_, T> {
+impl<T: Real> OutputRows<'_, T> {
     pub fn are_there(&self, width: usize) -> bool {
         let gated = self.q.is_none_or(|q| covers(&q, self.count, width));
         gated && covers(&self.d_out, self.count, width) && covers(&self.out, self.count, width)
+    }
+
+    /// A register of a row's `g = G ⊙ σ(q)`, of `G·Y` and of `dq`, 0 without a gate.
+    ///
+    /// # Safety
+    /// There is such a row, with so many channels from the column on.
+    #[inline(always)]
+    unsafe fn pull_back_gate<V: Vector<Element = T>, const WHOLE: bool>(
+        &self,
+        (row, column, left): (usize, usize, usize),
+    ) -> [V; 3] {
+        // SAFETY: forwarded to the caller.
+        unsafe {
+            let load = |rows: &Rows<'_, T>| rows.register::<V, WHOLE>(row, column, left);
+            let g = load(&self.d_out);
+            let product = g.mul(load(&self.out));
+            let Some(q) = &self.q else { return [g, product, V::splat(T::ZERO)] };
+            let (gate, rest) = sigmoid(load(q));
+            [g.mul(gate), product, product.mul(rest)]
+        }
     }
 }
 
@@ -79,14 +99,9 @@ operation!(PullBackMean, |mean: &'a [T], rows: OutputRows<'a, T>, item: &'a mut 
             for row in 0..rows.count {
                 for n in 0..N {
                     let at = column + n * V::LANES;
-                    let load = |rows: &Rows<'_, T>| rows.register::<V, WHOLE>(row, at, left);
-                    let mut g = load(&rows.d_out);
-                    let product = g.mul(load(&rows.out));
-                    let mut d_query = zero;
-                    if let Some(q) = &rows.q {
-                        let (gate, rest) = sigmoid(load(q));
-                        g = g.mul(gate);
-                        d_query = denominator[n].if_positive(product.mul(rest), denominator[n]);
+                    let [g, product, mut d_query] = rows.pull_back_gate::<V, WHOLE>((row, at, left));
+                    if rows.q.is_some() {
+                        d_query = denominator[n].if_positive(d_query, denominator[n]);
                     }
                     put::<V, WHOLE>(d_query, dq.at(row, at), left);
                     (gates[n], products[n]) = (gates[n].add(g), products[n].add(product));
@@ -221,16 +236,8 @@ operation!(PullBackRows, |rows: OutputRows<'a, T>,
             let factor = V::splat(factor);
             let mut sum = V::splat(T::ZERO);
             by_registers!(head_dim, 1, N, WHOLE, |column, left| {
-                let load = |rows: &Rows<'_, T>| rows.register::<V, WHOLE>(row, column, left);
-                let mut g = load(&rows.d_out);
-                let product = g.mul(load(&rows.out));
-                let mut slope = V::splat(T::ZERO);
-                if let Some(q) = &rows.q {
-                    let (gate, rest) = sigmoid(load(q));
-                    g = g.mul(gate);
-                    slope = product.mul(rest);
-                }
-                put::<V, WHOLE>(slope, dq.at(row, column), left);
+                let [g, product, d_query] = rows.pull_back_gate::<V, WHOLE>((row, column, left));
+                put::<V, WHOLE>(d_query, dq.at(row, column), left);
                 g.mul(factor).store(item.as_mut_ptr().add(column));
                 sum = sum.add(product);
             });

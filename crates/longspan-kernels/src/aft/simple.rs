@@ -59,39 +59,23 @@ struct Task {
     channels: Range<usize>,
 }
 
-/// All tasks of a call: heads, cut into parts if there are not enough of them for all threads.
-struct Tasks {
-    heads: usize,
-    parts: usize,
-    count: usize,
-}
-
-impl Tasks {
-    fn new<T: Real>(problem: &Problem<'_, T>) -> Self {
-        let (heads, lines) = (problem.dims.kv_heads, problem.width / line::<T>());
-        let all = problem.sequences.len() * heads;
-        let parts = (2 * threads::count()).div_ceil(all.max(1)).clamp(1, lines.max(1));
-        Self { heads, parts, count: all * parts }
-    }
-
-    fn get<T: Real>(&self, problem: &Problem<'_, T>, index: usize) -> Task {
-        let (head, part) = (index / self.parts, index % self.parts);
-        let lines = problem.width / line::<T>();
-        let bound = |part: usize| (part * lines / self.parts * line::<T>()).min(problem.dims.head_dim);
-        Task { sequence: head / self.heads, kv_head: head % self.heads, channels: bound(part)..bound(part + 1) }
-    }
-
-    /// Calls `body` for every task, with `each` numbers of memory.
-    fn run<T: Real>(
-        &self,
-        problem: &Problem<'_, T>,
-        each: usize,
-        scratch: &mut Scratch<T>,
-        body: impl Fn(&Task, &mut [T]) + Sync,
-    ) {
-        let mut workers = Workers::in_scratch(self.count, each, scratch);
-        workers.run(self.count, |task, work| body(&self.get(problem, task), work));
-    }
+/// Calls `body` for every task of a call, with `each` numbers of memory: heads, cut into parts if there are not enough of them for all
+/// threads.
+fn for_each_task<T: Real>(
+    problem: &Problem<'_, T>,
+    each: usize,
+    scratch: &mut Scratch<T>,
+    body: impl Fn(&Task, &mut [T]) + Sync,
+) {
+    let (kv_heads, lines) = (problem.dims.kv_heads, problem.width / line::<T>());
+    let heads = problem.sequences.len() * kv_heads;
+    let parts = (2 * threads::count()).div_ceil(heads.max(1)).clamp(1, lines.max(1));
+    let bound = |part: usize| (part * lines / parts * line::<T>()).min(problem.dims.head_dim);
+    Workers::in_scratch(heads * parts, each, scratch).run(heads * parts, |task, work| {
+        let (head, part) = (task / parts, task % parts);
+        let channels = bound(part)..bound(part + 1);
+        body(&Task { sequence: head / kv_heads, kv_head: head % kv_heads, channels }, work);
+    });
 }
 
 /// Memory for the forward pass of one task: three means, largest keys, and items of a chunk and one more.
@@ -113,7 +97,7 @@ pub(super) fn forward<T: Real>(
         SharedRows::new(state.numbers_mut(), [0, 0, len])
     });
     let each = Arena::measure(|arena| means_memory::<T>(arena, problem.width));
-    Tasks::new(problem).run(problem, each, scratch, |task, work| {
+    for_each_task(problem, each, scratch, |task, work| {
         let sum = means(problem, task, out, state.is_some(), work);
         let Some(state) = state else { return };
         let (width, Range { start, end }) = (sum.len() / PARTS, task.channels.clone());
@@ -210,13 +194,13 @@ pub(super) fn backward<T: Real>(call: &Backward<'_, T>, scratch: &mut Scratch<T>
     let problem = call.problem;
     let blocks = problem.sequences.iter().map(|sequence| Sight::new(problem, sequence).blocks().len()).max();
     let each = Arena::measure(|arena| gradients_memory::<T>(arena, problem.width, blocks.unwrap_or(0)));
-    Tasks::new(problem).run(problem, each, scratch, |task, work| gradients(call, task, work));
+    for_each_task(problem, each, scratch, |task, work| gradients(call, task, work));
 }
 
 /// Writes the gradients of one task: forward through the keys for the means of rows, of which denominators are all that counts; and
 /// back through rows and keys at once, with the sum of the rows from each on.
 fn gradients<T: Real>(call: &Backward<'_, T>, task: &Task, work: &mut [T]) {
-    let (problem, links) = (call.problem, &call.links);
+    let problem = call.problem;
     let sequence = &problem.sequences[task.sequence];
     let items = KeyItems::new(problem, sequence, task.kv_head).columns(task.channels.clone());
     let sight = Sight::new(problem, sequence);
@@ -286,7 +270,7 @@ fn gradients<T: Real>(call: &Backward<'_, T>, task: &Task, work: &mut [T]) {
             }
         };
         clear(after);
-        if let Some(last) = links.last_item(sequence, task.kv_head).filter(|_| index == 0) {
+        if let Some(last) = call.last_item(sequence, task.kv_head).filter(|_| index == 0) {
             for (to, from) in after.chunks_exact_mut(width).zip(last.chunks_exact(problem.width)) {
                 to.copy_from_slice(&from[channels.start..][..width]);
             }
@@ -328,7 +312,7 @@ fn gradients<T: Real>(call: &Backward<'_, T>, task: &Task, work: &mut [T]) {
 
     // The initial state's mean is a key without a value that every row sees.
     // SAFETY: these channels of a head have one task.
-    let to = unsafe { links.far_gradient(sequence, task.kv_head, channels.clone()) };
+    let to = unsafe { call.far_gradient(sequence, task.kv_head, channels.clone()) };
     if let Some((head, numerator, denominator)) = to {
         let zeros = &mut item[..channels.len()];
         zeros.fill(T::ZERO);

@@ -4,7 +4,7 @@ use std::ops::{Deref, Range};
 
 use super::log_sum::{PARTS as MEAN_PARTS, clear, join, write_item};
 use super::options::{Aft, Variant};
-use crate::call::{Dims, Mechanism, PARTS, State, StateShape, check_state, fingerprint, is_count};
+use crate::call::{Dims, Mechanism, PARTS, State, StateShape, Stateful, check_state, fingerprint, is_count};
 use crate::error::{Error, expect, refuse};
 use crate::simd::Real;
 use crate::simd::block::floor;
@@ -94,48 +94,6 @@ impl<T: Real> Head<&mut [T]> {
     }
 }
 
-/// The sizes of the state of `aft` for calls of these sizes, if it has states.
-pub(super) fn shape(aft: &Aft, dims: &Dims) -> Result<StateShape, Error> {
-    aft.check_options(dims)?;
-    let operation = aft.name();
-    let combination = "a state with biases that belong to one call";
-    let help = "give the table of biases a length, so that its rows are positions";
-    refuse(matches!(aft.variant, Variant::Local { length: None, .. }), operation, combination, help)?;
-    let combination = "a state of an image, whose places look both ways";
-    let help = "give the call the whole image";
-    refuse(matches!(aft.variant, Variant::Conv2d { .. }), operation, combination, help)?;
-    let ring = aft.ring();
-    let (width, key_dim) = (dims.head_dim, aft.key_dim(dims));
-    let parts = [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS];
-    Ok(StateShape::new(aft.name(), fingerprint(aft.variant.state_id()), dims, parts).in_lines(MARKS_PART))
-}
-
-pub(super) fn empty<T: Real>(aft: &Aft, dims: &Dims) -> Result<State<T>, Error> {
-    let shape = shape(aft, dims)?;
-    let fits = shape.batch.checked_mul(shape.kv_heads).and_then(|n| n.checked_mul(shape.head_len()));
-    let fits = fits.is_some_and(|n| n < isize::MAX as usize / size_of::<T>());
-    expect(fits, aft.name(), "state", || "a size that fits the address space".into(), || format!("{shape:?}"))?;
-    let mut state = State::zeros(shape)?;
-    for head in state.heads_mut().map(Head::from) {
-        head.exponent.fill(floor());
-        head.ring_keys.fill(T::NEG_INFINITY);
-    }
-    Ok(state)
-}
-
-pub(super) fn check_marks<T: Real>(aft: &Aft, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-    let rows = aft.ring().max(1);
-    for marks in state.each(MARKS_PART) {
-        let fits =
-            is_count(marks[OLDEST], rows) && is_count(marks[FILLED], rows + 1) && is_count(marks[POSITION], 1 << 24);
-        let expected = || {
-            format!("a whole number below {rows} as the index of the ring's oldest row, and its length and position")
-        };
-        expect(fits, aft.name(), argument, expected, || format!("{:?}", &marks[..MARKS]))?;
-    }
-    Ok(())
-}
-
 /// Tokens before a state's next one, where there is a table of biases.
 pub(super) fn position<T: Real>(state: &State<T>, batch: usize) -> usize {
     if state.shape().kv_heads == 0 || batch >= state.shape().batch {
@@ -152,49 +110,92 @@ pub(super) fn advance<T: Real>(aft: &Aft, marks: &[T], tokens: usize) -> [T; MAR
     [(oldest + tokens) % ring.max(1), (filled + tokens).min(ring), position].map(|n| T::from_f64(n as f64))
 }
 
-/// The state of two ranges of tokens, one after the other.
-pub(super) fn combine<T: Real>(aft: &Aft, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-    let width = earlier.shape().parts[0];
-    let dims = earlier.shape().dims(width, width);
-    check_state(aft, &dims, earlier, "earlier state")?;
-    check_state(aft, &dims, later, "later state")?;
-    let key_dim = aft.key_dim(&dims);
-    let ring = aft.ring();
-    let padded = padded::<T>(width);
-    let mut work = vec![T::ZERO; 2 * MEAN_PARTS * padded];
-    let (sum, item) = work.split_at_mut(MEAN_PARTS * padded);
-    let mut combined = earlier.try_clone()?;
-    for (index, mut head) in combined.heads_mut().map(Head::from).enumerate() {
-        let later = Head::from(later.head(0, index));
-        let tokens = later.marks[FILLED].to_f64() as usize;
-        let oldest = head.marks[OLDEST].to_f64() as usize;
-        clear(sum);
-        head.read(sum);
-        // The earlier sight's oldest tokens leave the reach of windows, and the later one's take their places.
-        for n in 0..tokens {
-            let row = (oldest + n) % ring;
-            let key = &mut head.ring_keys[row * key_dim..][..key_dim];
-            let value = &mut head.ring_values[row * width..][..width];
-            write_item(Some((&*key, &*value)), padded, item);
-            join(sum, item, T::ZERO);
-        }
-        clear(item);
-        later.read(item);
-        join(sum, item, T::ZERO);
-        head.write(sum);
-        let [own, added] = [&*head.marks, later.marks].map(|marks| marks[POSITION].to_f64() as usize);
-        let mut marks = advance(aft, head.marks, later.marks[OLDEST].to_f64() as usize);
-        marks[FILLED] = T::from_f64((head.marks[FILLED].to_f64() as usize + tokens).min(ring) as f64);
-        if let Some(length) = aft.table_length() {
-            marks[POSITION] = T::from_f64((own + added).min(length) as f64);
-        }
-        head.marks[..MARKS].copy_from_slice(&marks);
-        for back in 1..=tokens {
-            let Some((key, value)) = later.ring_row(back, key_dim, width) else { continue };
-            let row = ring_place(marks[OLDEST], ring, back);
-            head.ring_keys[row * key_dim..][..key_dim].copy_from_slice(key);
-            head.ring_values[row * width..][..width].copy_from_slice(value);
-        }
+impl Stateful for Aft {
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        self.check_options(dims)?;
+        let operation = self.name();
+        let combination = "a state with biases that belong to one call";
+        let help = "give the table of biases a length, so that its rows are positions";
+        refuse(matches!(self.variant, Variant::Local { length: None, .. }), operation, combination, help)?;
+        let combination = "a state of an image, whose places look both ways";
+        let help = "give the call the whole image";
+        refuse(matches!(self.variant, Variant::Conv2d { .. }), operation, combination, help)?;
+        let ring = self.ring();
+        let (width, key_dim) = (dims.head_dim, self.key_dim(dims));
+        let parts = [width, key_dim, key_dim, ring * key_dim, ring * width, MARKS];
+        Ok(StateShape::new(self.name(), fingerprint(self.variant.state_id()), dims, parts).in_lines(MARKS_PART))
     }
-    Ok(combined)
+
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(self.name())?;
+        let mut state = State::zeros(self.state_shape::<T>(dims)?)?;
+        for head in state.heads_mut().map(Head::from) {
+            head.exponent.fill(floor());
+            head.ring_keys.fill(T::NEG_INFINITY);
+        }
+        Ok(state)
+    }
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        let rows = self.ring().max(1);
+        for marks in state.each(MARKS_PART) {
+            let fits = is_count(marks[OLDEST], rows)
+                && is_count(marks[FILLED], rows + 1)
+                && is_count(marks[POSITION], 1 << 24);
+            let expected = || {
+                format!(
+                    "a whole number below {rows} as the index of the ring's oldest row, and its length and position"
+                )
+            };
+            expect(fits, self.name(), argument, expected, || format!("{:?}", &marks[..MARKS]))?;
+        }
+        Ok(())
+    }
+
+    /// The state of two ranges of tokens, one after the other.
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _: &[&[T]]) -> Result<State<T>, Error> {
+        let width = earlier.shape().parts[0];
+        let dims = earlier.shape().dims(width, width);
+        check_state(self, &dims, earlier, "earlier state")?;
+        check_state(self, &dims, later, "later state")?;
+        let key_dim = self.key_dim(&dims);
+        let ring = self.ring();
+        let padded = padded::<T>(width);
+        let mut work = vec![T::ZERO; 2 * MEAN_PARTS * padded];
+        let (sum, item) = work.split_at_mut(MEAN_PARTS * padded);
+        let mut combined = earlier.try_clone()?;
+        for (index, mut head) in combined.heads_mut().map(Head::from).enumerate() {
+            let later = Head::from(later.head(0, index));
+            let tokens = later.marks[FILLED].to_f64() as usize;
+            let oldest = head.marks[OLDEST].to_f64() as usize;
+            clear(sum);
+            head.read(sum);
+            // The earlier sight's oldest tokens leave the reach of windows, and the later one's take their places.
+            for n in 0..tokens {
+                let row = (oldest + n) % ring;
+                let key = &mut head.ring_keys[row * key_dim..][..key_dim];
+                let value = &mut head.ring_values[row * width..][..width];
+                write_item(Some((&*key, &*value)), padded, item);
+                join(sum, item, T::ZERO);
+            }
+            clear(item);
+            later.read(item);
+            join(sum, item, T::ZERO);
+            head.write(sum);
+            let [own, added] = [&*head.marks, later.marks].map(|marks| marks[POSITION].to_f64() as usize);
+            let mut marks = advance(self, head.marks, later.marks[OLDEST].to_f64() as usize);
+            marks[FILLED] = T::from_f64((head.marks[FILLED].to_f64() as usize + tokens).min(ring) as f64);
+            if let Some(length) = self.table_length() {
+                marks[POSITION] = T::from_f64((own + added).min(length) as f64);
+            }
+            head.marks[..MARKS].copy_from_slice(&marks);
+            for back in 1..=tokens {
+                let Some((key, value)) = later.ring_row(back, key_dim, width) else { continue };
+                let row = ring_place(marks[OLDEST], ring, back);
+                head.ring_keys[row * key_dim..][..key_dim].copy_from_slice(key);
+                head.ring_values[row * width..][..width].copy_from_slice(value);
+            }
+        }
+        Ok(combined)
+    }
 }

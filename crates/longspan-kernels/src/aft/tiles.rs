@@ -221,7 +221,7 @@ struct BiasTile<'a, T> {
 
 /// One of the chunk's tiles, which begins so many items after its first, if it is whole; or formed in the task's own memory.
 fn bias_tile<'a, T: Real>(
-    biases: &impl Biases<T>,
+    biases: &Biases<'_, T>,
     (outputs, from, to): (Range<usize>, isize, isize),
     kept: Option<(&'a mut BiasTiles<'_, T>, usize)>,
     (weights, running_max): (&'a mut [T], &'a mut [T]),
@@ -315,7 +315,7 @@ fn cover(
 /// Forms the mean of every output and hands it to `visit`, as [`walk`] does: in tiles if there are `bias_tiles`, and then without the
 /// window's items. They must be of nothing yet, or of the same outputs and biases. Numerators are only formed `with_numerators`.
 pub(super) fn means<T: Real>(
-    outputs: &Outputs<'_, T, impl Items<T>, impl Biases<T>>,
+    outputs: &Outputs<'_, T, impl Items<T>>,
     with_numerators: bool,
     bias_tiles: Option<&mut BiasTiles<'_, T>>,
     work: &mut [T],
@@ -422,7 +422,7 @@ impl<T: Real> PairGradients<'_, T> {
 /// from the `share`-th on.
 pub(super) fn bias_gradients<'r, T: Real, I: Items<T>>(
     (window, chunk, (share, shares)): (&Window, usize, (usize, usize)),
-    biases: &impl Biases<T>,
+    biases: &Biases<'_, T>,
     (heads, of): (usize, impl Fn(usize) -> (I, &'r [T])),
     mut bias_tiles: Option<&mut BiasTiles<'_, T>>,
     work: &mut [T],

@@ -6,8 +6,11 @@ use std::ops::Range;
 use super::chunks::{Chunks, Window, Workers};
 use super::items::{Items, join_all};
 use super::log_sum::{clear, join};
-use crate::call::{Arena, SharedRows};
-use crate::simd::Real;
+use super::problem::Problem;
+use crate::call::{Arena, Sequence, SharedRows};
+use crate::simd::block::Transpose;
+use crate::simd::rows::padded;
+use crate::simd::{Real, dispatch};
 use crate::threads::share;
 
 /// The means of all items before and of all after the windows of each chunk of outputs, of every sequence and head.
@@ -94,20 +97,42 @@ pub(super) fn walk_len(window: &Window, mean: usize) -> usize {
     (range + chunk + 3) * mean
 }
 
-/// Biases of the pairs of outputs and items.
-pub(super) trait Biases<T> {
+/// Biases of the pairs of outputs and items: of queries and the keys that they see, or of keys and the queries that see them.
+#[derive(Clone, Copy)]
+pub(super) struct Biases<'a, T: 'static> {
+    pub problem: &'a Problem<'a, T>,
+    pub sequence: &'a Sequence<'a>,
+    /// Where outputs are keys, how many stand before key 0.
+    pub lent: Option<isize>,
+}
+
+impl<T: Real> Biases<'_, T> {
     /// The bias of one pair in a window.
-    fn pair(&self, output: usize, item: isize) -> T;
+    pub fn pair(&self, output: usize, item: isize) -> T {
+        let mut bias = [T::ZERO];
+        let (query, key) = self.lent.map_or((output, item), |lent| (item as usize, output as isize - lent));
+        self.problem.biases_of(self.sequence, query, key, &mut bias);
+        bias[0]
+    }
 
     /// Those of some outputs and the items `from..to`, in rows of `row`; `spare` has room for as many.
-    fn tile(&self, outputs: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, spare: &mut [T]);
+    pub fn tile(&self, outputs: Range<usize>, from: isize, to: isize, tile: &mut [T], row: usize, spare: &mut [T]) {
+        let items = (to - from) as usize;
+        let Some(lent) = self.lent else {
+            return self.problem.tile(self.sequence, outputs, from, items, tile, row);
+        };
+        let (first, columns) = (outputs.start as isize - lent, outputs.len());
+        let from_row = padded::<T>(columns);
+        self.problem.tile(self.sequence, from as usize..to as usize, first, columns, spare, from_row);
+        dispatch(Transpose { from: spare, from_row, rows: items, columns, to: tile, to_row: row });
+    }
 }
 
 /// The outputs of a chunk, and what they see.
 #[derive(Clone, Copy)]
-pub(super) struct Outputs<'a, T, I, B> {
+pub(super) struct Outputs<'a, T: 'static, I> {
     pub items: &'a I,
-    pub biases: B,
+    pub biases: Biases<'a, T>,
     pub window: &'a Window,
     pub chunk: usize,
     /// The means before and after all of their windows.
@@ -116,7 +141,7 @@ pub(super) struct Outputs<'a, T, I, B> {
 
 /// Forms the mean of every output and hands it to `visit`, with the first item of its window and those there are.
 pub(super) fn walk<T: Real>(
-    outputs: &Outputs<'_, T, impl Items<T>, impl Biases<T>>,
+    outputs: &Outputs<'_, T, impl Items<T>>,
     work: &mut [T],
     mut visit: impl FnMut(usize, &[T], isize, &[T]),
 ) {

@@ -1,12 +1,14 @@
 //! The one way in which the conformance suite, the benchmarks, the Burn layer and the bindings see a mechanism.
 
 use std::fmt::Debug;
+use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::{Dims, Mask, Order, Scratch, State, StateShape, View, ViewMut};
+use super::{Dims, Mask, Order, Scratch, Sequence, State, StateShape, View, ViewMut};
 use crate::error::{Error, expect, refuse};
 use crate::plan::{Algorithm, Plan, Purpose};
+use crate::simd::block::{dot, scale_by};
 use crate::simd::{InstructionSet, Real};
 
 /// A learned tensor that a mechanism takes beside q, k and v, such as a table of relative positions. Row-major.
@@ -148,6 +150,35 @@ pub struct Cotangent<'a, T> {
     /// The gradient of the loss with respect to [`Output::final_state`], as [`Gradients::initial_state`] gives it; none
     /// stands for 0.
     pub final_state: Option<&'a State<T>>,
+}
+
+impl<T: Real> Cotangent<'_, T> {
+    /// Makes of `G` of some rows of a head, which stand in a block, `G/D`, and writes `−G·A/D` beside it; without a division `G` times
+    /// a factor, and 0. `gain(row, D)` is that factor, or `1/D`; none for a row that gave 0 whatever the inputs were.
+    pub(crate) fn weigh_rows(
+        &self,
+        dims: &Dims,
+        (sequence, head, rows): (&Sequence<'_>, usize, Range<usize>),
+        divides: bool,
+        gain: impl Fn(usize, T) -> Option<T>,
+        (d, width): (&mut [T], usize),
+        c: &mut [T],
+    ) {
+        let out = self.out.rows(sequence.batch, head).skip(sequence.query_start);
+        let place = (sequence.batch * dims.heads + head) * dims.queries + sequence.query_start;
+        for (at, row) in rows.enumerate() {
+            let d = &mut d[at * width..][..width];
+            c[at] = T::ZERO;
+            let Some(gain) = gain(row, self.denominators[place + row]) else {
+                d.fill(T::ZERO);
+                continue;
+            };
+            scale_by(d, gain);
+            if divides {
+                c[at] = -dot(out.row(row, dims.value_dim), d);
+            }
+        }
+    }
 }
 
 /// Where a backward call writes; every element is overwritten.
@@ -318,7 +349,7 @@ impl<M: Kernel<f32> + Kernel<f64>> AnyKernel for M {}
 
 /// [`Kernel`] as the mechanisms of this crate write it, once for any number type. [`kernels!`] makes the two of it: not generic,
 /// they are compiled here and not once more in every crate that calls them.
-pub(crate) trait Compute: Mechanism {
+pub(crate) trait Compute: Step {
     fn check<T: Real>(&self, call: &Call<'_, T>) -> Result<(), Error>;
     fn forward<T: Real>(&self, call: &Call<'_, T>, to: Output<'_, T>, scratch: &mut Scratch<T>) -> Result<(), Error>;
     fn backward<T: Real>(
@@ -328,6 +359,15 @@ pub(crate) trait Compute: Mechanism {
         gradients: Gradients<'_, '_, T>,
         scratch: &mut Scratch<T>,
     ) -> Result<(), Error>;
+}
+
+/// How a mechanism takes a token, the same way; each says so in its `step.rs`.
+pub(crate) trait Step: Stateful {
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
+}
+
+/// What a mechanism's states are, the same way; each says so in its `state.rs`.
+pub(crate) trait Stateful: Mechanism {
     /// The sizes of a state for calls of these sizes.
     fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error>;
     /// Refuses marks that make no sense in a state of the right sizes: its numbers may come from anywhere.
@@ -336,7 +376,6 @@ pub(crate) trait Compute: Mechanism {
         dims.check(self.name())?;
         State::zeros(self.state_shape::<T>(dims)?)
     }
-    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error>;
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error>;
     fn combine_backward<T: Real>(
         &self,
@@ -396,11 +435,11 @@ macro_rules! kernels {
             }
 
             fn empty_state(&self, dims: &Dims) -> Result<State<$t>, Error> {
-                $run(|| Compute::empty_state(self, dims))
+                $run(|| $crate::call::Stateful::empty_state(self, dims))
             }
 
             fn step(&self, token: &Token<'_, $t>, state: &mut State<$t>, out: &mut [$t]) -> Result<(), Error> {
-                $run(|| Compute::step(self, token, state, out))
+                $run(|| $crate::call::Step::step(self, token, state, out))
             }
 
             fn combine(
@@ -409,7 +448,7 @@ macro_rules! kernels {
                 later: &State<$t>,
                 parameters: &[&[$t]],
             ) -> Result<State<$t>, Error> {
-                $run(|| Compute::combine(self, earlier, later, parameters))
+                $run(|| $crate::call::Stateful::combine(self, earlier, later, parameters))
             }
 
             fn combine_backward(
@@ -419,7 +458,7 @@ macro_rules! kernels {
                 parameters: &[&[$t]],
                 d_combined: &State<$t>,
             ) -> Result<$crate::call::CombineGradients<$t>, Error> {
-                $run(|| Compute::combine_backward(self, earlier, later, parameters, d_combined))
+                $run(|| $crate::call::Stateful::combine_backward(self, earlier, later, parameters, d_combined))
             }
         }
     };
@@ -470,7 +509,7 @@ fn check_outside<T: Real>(mechanism: &dyn Mechanism, call: &Call<'_, T>) -> Resu
 
 /// Checks sizes and marks of a state that a caller gives.
 pub(crate) fn check_state<T: Real>(
-    mechanism: &impl Compute,
+    mechanism: &impl Stateful,
     dims: &Dims,
     state: &State<T>,
     argument: &'static str,
@@ -480,7 +519,7 @@ pub(crate) fn check_state<T: Real>(
 }
 
 /// Checks the state that a call goes on from, if there is one, and that its tokens stand right before key 0.
-pub(crate) fn check_initial_state<T: Real>(mechanism: &impl Compute, call: &Call<'_, T>) -> Result<(), Error> {
+pub(crate) fn check_initial_state<T: Real>(mechanism: &impl Stateful, call: &Call<'_, T>) -> Result<(), Error> {
     let Some(initial) = call.initial_state else { return Ok(()) };
     check_state(mechanism, &call.dims, initial, "initial_state")?;
     let refused = call.mask.order != Order::Causal || call.mask.offset < 0;
@@ -491,7 +530,7 @@ pub(crate) fn check_initial_state<T: Real>(mechanism: &impl Compute, call: &Call
 
 /// Checks the sizes of a final state or of the gradient of one, and refuses it where no single sequence has an end to go on from.
 fn check_final_state<T: Real>(
-    mechanism: &impl Compute,
+    mechanism: &impl Stateful,
     call: &Call<'_, T>,
     state: &State<T>,
     argument: &'static str,
@@ -505,7 +544,7 @@ fn check_final_state<T: Real>(
 
 /// Checks the sizes of the gradient of an initial state, and refuses that of one that the call has not, or that several sequences
 /// share.
-fn check_initial_gradient<T: Real>(mechanism: &impl Compute, call: &Call<'_, T>, to: &State<T>) -> Result<(), Error> {
+fn check_initial_gradient<T: Real>(mechanism: &impl Stateful, call: &Call<'_, T>, to: &State<T>) -> Result<(), Error> {
     to.check(mechanism.name(), "gradient of the initial state", mechanism.state_shape::<T>(&call.dims)?)?;
     let refused = call.initial_state.is_none() || call.mask.is_packed();
     let combination = "the gradient of the initial state without such a state, or with packed sequences";
@@ -515,7 +554,7 @@ fn check_initial_gradient<T: Real>(mechanism: &impl Compute, call: &Call<'_, T>,
 
 /// Checks the places that a forward call writes to.
 pub(crate) fn check_output<T: Real>(
-    mechanism: &impl Compute,
+    mechanism: &impl Stateful,
     call: &Call<'_, T>,
     output: &Output<'_, T>,
 ) -> Result<(), Error> {
@@ -528,7 +567,7 @@ pub(crate) fn check_output<T: Real>(
 
 /// Checks what a backward call starts from and where it writes to.
 pub(crate) fn check_gradients<T: Real>(
-    mechanism: &impl Compute,
+    mechanism: &impl Stateful,
     call: &Call<'_, T>,
     cotangent: &Cotangent<'_, T>,
     gradients: &Gradients<'_, '_, T>,
@@ -580,7 +619,7 @@ pub(crate) fn step_rows<T>(numbers: &mut [T], width: usize) -> impl Iterator<Ite
 
 /// Checks what every mechanism asks of a step of these sizes.
 pub(crate) fn check_token<T: Real>(
-    mechanism: &impl Compute,
+    mechanism: &impl Stateful,
     dims: &Dims,
     token: &Token<'_, T>,
     state: &State<T>,

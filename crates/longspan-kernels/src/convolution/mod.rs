@@ -17,9 +17,8 @@ use problem::Problem;
 pub(crate) use step::take_row;
 
 use crate::call::{
-    Call, CombineGradients, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter,
-    Parameters, Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes,
-    kernels,
+    Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference,
+    Scratch, Sink, State, Token, check_gradients, check_output, check_sizes, kernels,
 };
 use crate::error::{Error, expect};
 use crate::plan::{Algorithm, Plan};
@@ -130,34 +129,5 @@ impl Compute for ShortConvolution {
         let sink = GradientSink { dq: dq.shared(), dk: dk.shared(), dv: dv.shared() };
         backward::backward(&problem, cotangent, sink, (parameters, initial_state), scratch);
         Ok(())
-    }
-
-    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        check_options(self, dims)?;
-        Ok(state::shape(self, dims))
-    }
-
-    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state::check_marks(self, state, argument)
-    }
-
-    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
-    }
-
-    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _: &[&[T]]) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
-    }
-
-    fn combine_backward<T: Real>(
-        &self,
-        earlier: &State<T>,
-        later: &State<T>,
-        parameters: &[&[T]],
-        d_combined: &State<T>,
-    ) -> Result<CombineGradients<T>, Error> {
-        let (earlier, later) = state::combine_backward(self, earlier, later, d_combined)?;
-        let parameters = parameters.iter().map(|taps| vec![T::ZERO; taps.len()]).collect();
-        Ok(CombineGradients { earlier, later, parameters })
     }
 }

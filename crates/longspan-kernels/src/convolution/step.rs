@@ -2,55 +2,51 @@
 
 use super::taps::{silu, through_gate};
 use super::{ShortConvolution, check_options};
-use crate::call::{Dims, Mechanism, PARTS, State, StepMemory, Token, check_token, step_rows, token_dims};
+use crate::call::{Dims, Mechanism, PARTS, State, Step, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
 use crate::simd::Real;
 use crate::simd::block::{add_products, add_scaled, set_products};
 use crate::simd::rows::padded;
 use crate::threads;
 
-/// Takes one token into `state` and writes its output.
-pub(super) fn step<T: Real>(
-    convolution: &ShortConvolution,
-    token: &Token<'_, T>,
-    state: &mut State<T>,
-    out: &mut [T],
-) -> Result<(), Error> {
-    let mut dims = token_dims(convolution, token, token.k, state)?;
-    if !convolution.gated {
-        // Queries of no width do not say how many heads there are.
-        dims.heads = out.len() / (dims.batch * dims.value_dim).max(1);
-        dims.check(convolution.name())?;
+impl Step for ShortConvolution {
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+        let mut dims = token_dims(self, token, token.k, state)?;
+        if !self.gated {
+            // Queries of no width do not say how many heads there are.
+            dims.heads = out.len() / (dims.batch * dims.value_dim).max(1);
+            dims.check(self.name())?;
+        }
+        let Dims { batch, kv_heads, head_dim, value_dim: channels, .. } = dims;
+        check_options(self, &dims)?;
+        check_token(self, &dims, token, state, out)?;
+        let (width, before, group) = (self.width, self.before(), dims.group());
+        let block = padded::<T>(channels);
+        let run = |(unit, ([products, _, tokens, ..], out)): (usize, ([&mut [T]; PARTS], &mut [T])),
+                   memory: &mut StepMemory<T>| {
+            let (own, sum) = memory.take(2 * block).split_at_mut(block);
+            let own = &mut own[..channels];
+            let taps = &token.parameters[0][unit % kv_heads * width * channels..][..width * channels];
+            through_gate(row(token.k, unit, head_dim), row(token.v, unit, channels), own);
+            weigh(own, products, taps, &mut sum[..channels]);
+            if self.bias {
+                add_scaled(&mut sum[..channels], T::ONE, row(token.parameters[1], unit % kv_heads, channels));
+            }
+            if self.silu {
+                silu(sum, None);
+            }
+            for n in 0..group {
+                through_gate(row(token.q, unit * group + n, head_dim), sum, &mut out[n * channels..][..channels]);
+            }
+            if before > 0 {
+                move_on(own, products);
+                tokens[0] = T::from_f64((tokens[0].to_f64() + 1.0).min(before as f64));
+            }
+        };
+        let heads = state.heads_mut().zip(step_rows(out, group * channels)).enumerate();
+        threads::share_many_with(batch * kv_heads * width * channels, heads, StepMemory::new, run);
+        Ok(())
     }
-    let Dims { batch, kv_heads, head_dim, value_dim: channels, .. } = dims;
-    check_options(convolution, &dims)?;
-    check_token(convolution, &dims, token, state, out)?;
-    let (width, before, group) = (convolution.width, convolution.before(), dims.group());
-    let block = padded::<T>(channels);
-    let run = |(unit, ([products, _, tokens, ..], out)): (usize, ([&mut [T]; PARTS], &mut [T])),
-               memory: &mut StepMemory<T>| {
-        let (own, sum) = memory.take(2 * block).split_at_mut(block);
-        let own = &mut own[..channels];
-        let taps = &token.parameters[0][unit % kv_heads * width * channels..][..width * channels];
-        through_gate(row(token.k, unit, head_dim), row(token.v, unit, channels), own);
-        weigh(own, products, taps, &mut sum[..channels]);
-        if convolution.bias {
-            add_scaled(&mut sum[..channels], T::ONE, row(token.parameters[1], unit % kv_heads, channels));
-        }
-        if convolution.silu {
-            silu(sum, None);
-        }
-        for n in 0..group {
-            through_gate(row(token.q, unit * group + n, head_dim), sum, &mut out[n * channels..][..channels]);
-        }
-        if before > 0 {
-            move_on(own, products);
-            tokens[0] = T::from_f64((tokens[0].to_f64() + 1.0).min(before as f64));
-        }
-    };
-    let heads = state.heads_mut().zip(step_rows(out, group * channels)).enumerate();
-    threads::share_many_with(batch * kv_heads * width * channels, heads, StepMemory::new, run);
-    Ok(())
 }
 
 /// Puts the SiLU of its convolution in the place of a row; `past` are those right before it, oldest first, which move on by one. `sum` has

@@ -3,8 +3,8 @@
 
 use super::LearnedGates;
 use crate::call::{
-    Call, Compute, Cotangent, Dims, Gradients, Lines, Mask, Mechanism, Order, Output, Reference, Scratch, State, View,
-    ViewMut,
+    Call, Compute, Cotangent, Dims, Gradients, Lines, Mask, Mechanism, Order, Output, Reference, Scratch, State,
+    Stateful, View, ViewMut,
 };
 use crate::convolution::ShortConvolution;
 use crate::error::Error;
@@ -60,8 +60,8 @@ impl LearnedGates {
 impl<T: Real> States<T> {
     pub fn empty(learned: &LearnedGates, dims: &Dims) -> Result<Self, Error> {
         let convolution = learned.short_convolution();
-        let part = |n| Compute::empty_state(&convolution, &LearnedGates::part(dims, n));
-        let attention = Compute::empty_state(&learned.without_convolution(), dims)?;
+        let part = |n| Stateful::empty_state(&convolution, &LearnedGates::part(dims, n));
+        let attention = Stateful::empty_state(&learned.without_convolution(), dims)?;
         Ok(Self { attention, parts: [part(0)?, part(1)?, part(2)?] })
     }
 

@@ -5,8 +5,8 @@ use super::reversed::Reversed;
 use super::{Gate, GatedAttention, cost, state, step};
 use crate::call::{
     Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Lines, Mask, Mechanism, Order, Output, Parameter,
-    Parameters, Reference, Scratch, State, StateShape, Token, View, ViewMut, check_call, check_gradients,
-    check_initial_state, check_output, check_reference, check_sizes, kernels, step_rows,
+    Parameters, Reference, Scratch, State, StateShape, Stateful, Step, Token, View, ViewMut, check_call,
+    check_gradients, check_initial_state, check_output, check_reference, check_sizes, kernels, step_rows,
 };
 use crate::convolution::ShortConvolution;
 use crate::error::{Error, expect, refuse};
@@ -401,16 +401,9 @@ impl Compute for LearnedGates {
         }
         Ok(())
     }
+}
 
-    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        self.check_learned()?;
-        Ok(state::shape(&self.attention, dims, self.convolution.map(|width| (width, self.past(dims)))))
-    }
-
-    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state::check_gates(&self.attention, state, argument)
-    }
-
+impl Step for LearnedGates {
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         let StateShape { batch, kv_heads, .. } = state.shape();
         let delta = usize::from(self.attention.is_delta());
@@ -435,10 +428,21 @@ impl Compute for LearnedGates {
         });
         step::step(self, &self.attention, head_dim, token, (gates, taps), state, out)
     }
+}
+
+impl Stateful for LearnedGates {
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        self.check_learned()?;
+        Ok(state::shape(&self.attention, dims, self.convolution.map(|width| (width, self.past(dims)))))
+    }
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        self.attention.check_marks(state, argument)
+    }
 
     fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
         self.check_sum()?;
-        Compute::combine(&self.attention, earlier, later, parameters)
+        Stateful::combine(&self.attention, earlier, later, parameters)
     }
 
     fn combine_backward<T: Real>(
@@ -449,6 +453,6 @@ impl Compute for LearnedGates {
         d_combined: &State<T>,
     ) -> Result<CombineGradients<T>, Error> {
         self.check_sum()?;
-        Compute::combine_backward(&self.attention, earlier, later, parameters, d_combined)
+        Stateful::combine_backward(&self.attention, earlier, later, parameters, d_combined)
     }
 }

@@ -25,9 +25,9 @@ pub use learned::LearnedGates;
 use problem::{Problem, check_gates};
 
 use crate::call::{
-    Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Order, Output, Parameter, Parameters,
-    Reference, Scratch, Sequence, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes,
-    fingerprint, kernels,
+    Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Order, Output, Parameter, Parameters, Reference,
+    Scratch, Sequence, Sink, State, StateShape, Step, Token, check_gradients, check_output, check_sizes, fingerprint,
+    kernels,
 };
 use crate::error::{Error, expect, refuse};
 use crate::plan::{Algorithm, Plan};
@@ -193,15 +193,9 @@ impl Compute for GatedAttention {
         backward::backward(&problem, cotangent, gradients, scratch);
         Ok(())
     }
+}
 
-    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        Ok(state::shape(self, dims, None))
-    }
-
-    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state::check_gates(self, state, argument)
-    }
-
+impl Step for GatedAttention {
     fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
         let StateShape { batch, kv_heads, .. } = state.shape();
         let head_dim = token.k.len() / (batch * kv_heads).max(1);
@@ -216,21 +210,5 @@ impl Compute for GatedAttention {
             beta.map(|beta| beta[unit])
         };
         step::step(self, self, head_dim, token, (gates, None), state, out)
-    }
-
-    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _: &[&[T]]) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
-    }
-
-    fn combine_backward<T: Real>(
-        &self,
-        earlier: &State<T>,
-        later: &State<T>,
-        parameters: &[&[T]],
-        d_combined: &State<T>,
-    ) -> Result<CombineGradients<T>, Error> {
-        let (earlier, later) = state::combine_backward(self, earlier, later, d_combined)?;
-        let parameters = parameters.iter().map(|numbers| vec![T::ZERO; numbers.len()]).collect();
-        Ok(CombineGradients { earlier, later, parameters })
     }
 }

@@ -42,9 +42,9 @@ use problem::Problem;
 use smallvec::smallvec;
 
 use crate::call::{
-    Call, CombineGradients, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters,
-    Reference, Scratch, Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, clear_absent,
-    downscaled, fingerprint, kernels, optional_id,
+    Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
+    Sink, State, Token, check_gradients, check_output, check_sizes, clear_absent, downscaled, fingerprint, kernels,
+    optional_id,
 };
 use crate::error::{Error, expect, refuse};
 use crate::feature_map::FeatureMap;
@@ -329,37 +329,5 @@ impl Compute for KernelizedAttention {
                 }
             }
         })
-    }
-
-    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        state::shape::<T>(self, dims)
-    }
-
-    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state::check_marks(self, state, argument)
-    }
-
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(self.name())?;
-        self.check_feature_map(dims)?;
-        state::empty(self, dims)
-    }
-
-    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later, parameters)
-    }
-
-    fn combine_backward<T: Real>(
-        &self,
-        earlier: &State<T>,
-        later: &State<T>,
-        parameters: &[&[T]],
-        d_combined: &State<T>,
-    ) -> Result<CombineGradients<T>, Error> {
-        state::combine_backward(self, earlier, later, parameters, d_combined)
-    }
-
-    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
     }
 }

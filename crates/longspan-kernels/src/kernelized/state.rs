@@ -3,7 +3,7 @@
 use super::KernelizedAttention;
 use super::layout::FeatureLayout;
 use crate::call::{
-    CombineGradients, Dims, Mechanism, PARTS, State, StateShape, check_count, check_log_decays_of, is_count,
+    CombineGradients, Dims, Mechanism, PARTS, State, StateShape, Stateful, check_count, check_log_decays_of, is_count,
 };
 use crate::error::{Error, expect};
 use crate::fourier::Positions;
@@ -87,13 +87,6 @@ impl<'a, T: Real> Head<&'a [T]> {
     }
 }
 
-/// The sizes of the state of `attention` for calls of these sizes.
-pub(super) fn shape<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> Result<StateShape, Error> {
-    let radius = attention.score.shaw().map_or(0, |shaw| shaw.radius);
-    check_count::<T>(attention.name(), "radius", radius)?;
-    Ok(mapped_shape::<T>(attention, dims, attention.feature_map.features(dims.head_dim)))
-}
-
 /// The same for a map of `mapped` features, whatever `dims` say.
 fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: usize) -> StateShape {
     let radius = attention.score.shaw().map(|shaw| shaw.radius);
@@ -105,10 +98,6 @@ fn mapped_shape<T: Real>(attention: &KernelizedAttention, dims: &Dims, mapped: u
     StateShape::new(attention.name(), attention.fingerprint(), dims, parts).in_lines(MARKS_PART)
 }
 
-pub(super) fn empty<T: Real>(attention: &KernelizedAttention, dims: &Dims) -> Result<State<T>, Error> {
-    empty_of(attention, shape::<T>(attention, dims)?)
-}
-
 fn empty_of<T: Real>(attention: &KernelizedAttention, shape: StateShape) -> Result<State<T>, Error> {
     let mut state = State::zeros(shape)?;
     if attention.feature_map.is_exponential() {
@@ -117,25 +106,6 @@ fn empty_of<T: Real>(attention: &KernelizedAttention, shape: StateShape) -> Resu
         }
     }
     Ok(state)
-}
-
-pub(super) fn check_marks<T: Real>(
-    attention: &KernelizedAttention,
-    state: &State<T>,
-    argument: &'static str,
-) -> Result<(), Error> {
-    let operation = attention.name();
-    let rows = attention.score.shaw().map_or(0, |shaw| shaw.radius).max(1);
-    for marks in state.each(MARKS_PART) {
-        let counts = &marks[TOKENS..MARKS];
-        let holds = counts.iter().all(|&n| is_count(n, TOKENS_CARRY as usize));
-        let expected = || format!("whole numbers below {TOKENS_CARRY} as the count of tokens");
-        expect(holds, operation, argument, expected, || format!("{counts:?}"))?;
-        let oldest = marks[OLDEST];
-        let expected = || format!("a whole number below {rows} as the index of the ring's oldest row");
-        expect(is_count(oldest, rows), operation, argument, expected, || oldest.to_string())?;
-    }
-    check_log_decays_of(operation, argument, state, PASSED_PART)
 }
 
 /// Two states of one mechanism, one after the other.
@@ -189,7 +159,7 @@ impl<'a, T: Real> Pair<'a, T> {
         let shape = mapped_shape::<T>(attention, &given.dims(mapped, value_dim), mapped);
         for (state, argument) in [(earlier, "earlier state"), (later, "later state")] {
             state.check(operation, argument, shape)?;
-            check_marks(attention, state, argument)?;
+            attention.check_marks(state, argument)?;
         }
         attention.check_decay(kv_heads)?;
         let counted = attention.score.fourier().filter(|fourier| fourier.positions == Positions::Counted);
@@ -229,141 +199,165 @@ impl<'a, T: Real> Pair<'a, T> {
     }
 }
 
-/// The state of the tokens of `earlier` and then those of `later`, which began with none before it.
-///
-/// With `n` later tokens, everything earlier has fallen by `γⁿ`, or by their gates: `S = γⁿ S₁ + S₂`, and `z` and the far sum likewise, each
-/// brought to the larger exponent. The later ring holds its last `min(n, R)` tokens; before them come the earlier
-/// ring's, and those that no longer fit become far. Under counted positions the later keys, which counted from 0, turn by
-/// the angles of as many steps as there are earlier tokens.
-pub(super) fn combine<T: Real>(
-    attention: &KernelizedAttention,
-    earlier: &State<T>,
-    later: &State<T>,
-    parameters: &[&[T]],
-) -> Result<State<T>, Error> {
-    let pair = Pair::new(attention, earlier, later, parameters)?;
-    let mut state = empty_of(attention, pair.shape)?;
-    for (index, mut to) in state.heads_mut().map(Head::from).enumerate() {
-        let [first, mut second] = [earlier, later].map(|state| Head::from(state.head(0, index)));
-        let weights = pair.weights(index, &first, &second);
-        let tokens = second.tokens();
-        let (mut sum, mut keys);
-        if let Some(turn) = &weights.turn {
-            (sum, keys) = (second.sum.to_vec(), second.keys.to_vec());
-            pair.turning(&mut sum, &mut keys).for_each(|(rows, width)| turn_rows(rows, width, turn));
-            (second.sum, second.keys) = (&sum, &keys);
-        }
-        add(to.sum, (weights.before, first.sum), (weights.since, second.sum));
-        add(to.keys, (weights.before, first.keys), (weights.since, second.keys));
-        add(to.far, (weights.decay(tokens), first.far), (T::ONE, second.far));
-        to.marks[SHIFT] = weights.shift;
-
-        let width = pair.value_dim + 1;
-        let rows = to.ring.len() / width;
-        for (slot, row) in to.ring.chunks_exact_mut(width).enumerate() {
-            let back = rows - slot;
-            let from = match (back as u64).checked_sub(tokens) {
-                Some(back) if back > 0 => first.ring_row(back as usize, width),
-                _ => second.ring_row(back, width),
-            };
-            row.copy_from_slice(from.unwrap_or_default());
-            if (back as u64) > tokens {
-                row[width - 1] *= weights.gates;
-            }
-        }
-        for back in (1..=rows).filter(|&back| back as u64 + tokens > rows as u64) {
-            add_row(to.far, weights.decay(back as u64 + tokens), first.ring_row(back, width).unwrap_or_default());
-        }
-        to.passed.iter_mut().zip(first.passed).zip(second.passed).for_each(|((to, &a), &b)| *to = a + b);
-        to.set_tokens(first.tokens() + tokens);
+impl Stateful for KernelizedAttention {
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        let radius = self.score.shaw().map_or(0, |shaw| shaw.radius);
+        check_count::<T>(self.name(), "radius", radius)?;
+        Ok(mapped_shape::<T>(self, dims, self.feature_map.features(dims.head_dim)))
     }
-    Ok(state)
-}
 
-/// The gradients of both states and of the parameters, from that of [`combine`]'s result: every step of it the other way round.
-pub(super) fn combine_backward<T: Real>(
-    attention: &KernelizedAttention,
-    earlier: &State<T>,
-    later: &State<T>,
-    parameters: &[&[T]],
-    d_combined: &State<T>,
-) -> Result<CombineGradients<T>, Error> {
-    let pair = Pair::new(attention, earlier, later, parameters)?;
-    d_combined.check(attention.name(), "gradient of the combined state", pair.shape)?;
-    let [mut d_earlier, mut d_later] = [State::zeros(pair.shape)?, State::zeros(pair.shape)?];
-    let mut d_parameters: Vec<Vec<T>> = parameters.iter().map(|given| vec![T::ZERO; given.len()]).collect();
-    let heads = d_earlier.heads_mut().map(Head::from).zip(d_later.heads_mut().map(Head::from));
-    for (index, (d_first, d_second)) in heads.enumerate() {
-        let [first, second, d] = [earlier, later, d_combined].map(|state| Head::from(state.head(0, index)));
-        let weights = pair.weights(index, &first, &second);
-        let tokens = second.tokens();
-        for (to, weight, d) in [
-            (&mut *d_first.sum, weights.before, d.sum),
-            (&mut *d_first.keys, weights.before, d.keys),
-            (&mut *d_second.sum, weights.since, d.sum),
-            (&mut *d_second.keys, weights.since, d.keys),
-            (&mut *d_first.far, weights.decay(tokens), d.far),
-            (&mut *d_second.far, T::ONE, d.far),
-        ] {
-            add_scaled(to, weight, d);
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(self.name())?;
+        self.check_feature_map(dims)?;
+        empty_of(self, self.state_shape::<T>(dims)?)
+    }
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        let operation = self.name();
+        let rows = self.score.shaw().map_or(0, |shaw| shaw.radius).max(1);
+        for marks in state.each(MARKS_PART) {
+            let counts = &marks[TOKENS..MARKS];
+            let holds = counts.iter().all(|&n| is_count(n, TOKENS_CARRY as usize));
+            let expected = || format!("whole numbers below {TOKENS_CARRY} as the count of tokens");
+            expect(holds, operation, argument, expected, || format!("{counts:?}"))?;
+            let oldest = marks[OLDEST];
+            let expected = || format!("a whole number below {rows} as the index of the ring's oldest row");
+            expect(is_count(oldest, rows), operation, argument, expected, || oldest.to_string())?;
         }
-        if let (Some([cos, sin]), Some((_, angles))) = (&weights.turn, pair.rates) {
-            let back = [cos.clone(), sin.iter().map(|&x| -x).collect()];
-            let rates = &mut d_parameters[0][index % pair.shape.kv_heads * angles..][..angles];
-            let turned = pair.turning(&mut *d_second.sum, &mut *d_second.keys);
-            for ((d, width), (rows, _)) in turned.zip(pair.turning(second.sum, second.keys)) {
-                turn_rows(d, width, &back);
-                // A turn by dθ takes (x, y) to (x − y·dθ, y + x·dθ), before as well as after the whole turn.
-                let (x, y) = rows.split_at(angles * width);
-                let (dx, dy) = d.split_at(angles * width);
-                for n in 0..angles * width {
-                    rates[n / width] += T::from_f64(first.tokens() as f64) * (x[n] * dy[n] - y[n] * dx[n]);
+        check_log_decays_of(operation, argument, state, PASSED_PART)
+    }
+
+    /// The state of the tokens of `earlier` and then those of `later`, which began with none before it.
+    ///
+    /// With `n` later tokens, everything earlier has fallen by `γⁿ`, or by their gates: `S = γⁿ S₁ + S₂`, and `z` and the far sum likewise, each
+    /// brought to the larger exponent. The later ring holds its last `min(n, R)` tokens; before them come the earlier
+    /// ring's, and those that no longer fit become far. Under counted positions the later keys, which counted from 0, turn by
+    /// the angles of as many steps as there are earlier tokens.
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, parameters: &[&[T]]) -> Result<State<T>, Error> {
+        let pair = Pair::new(self, earlier, later, parameters)?;
+        let mut state = empty_of(self, pair.shape)?;
+        for (index, mut to) in state.heads_mut().map(Head::from).enumerate() {
+            let [first, mut second] = [earlier, later].map(|state| Head::from(state.head(0, index)));
+            let weights = pair.weights(index, &first, &second);
+            let tokens = second.tokens();
+            let (mut sum, mut keys);
+            if let Some(turn) = &weights.turn {
+                (sum, keys) = (second.sum.to_vec(), second.keys.to_vec());
+                pair.turning(&mut sum, &mut keys).for_each(|(rows, width)| turn_rows(rows, width, turn));
+                (second.sum, second.keys) = (&sum, &keys);
+            }
+            add(to.sum, (weights.before, first.sum), (weights.since, second.sum));
+            add(to.keys, (weights.before, first.keys), (weights.since, second.keys));
+            add(to.far, (weights.decay(tokens), first.far), (T::ONE, second.far));
+            to.marks[SHIFT] = weights.shift;
+
+            let width = pair.value_dim + 1;
+            let rows = to.ring.len() / width;
+            for (slot, row) in to.ring.chunks_exact_mut(width).enumerate() {
+                let back = rows - slot;
+                let from = match (back as u64).checked_sub(tokens) {
+                    Some(back) if back > 0 => first.ring_row(back as usize, width),
+                    _ => second.ring_row(back, width),
+                };
+                row.copy_from_slice(from.unwrap_or_default());
+                if (back as u64) > tokens {
+                    row[width - 1] *= weights.gates;
                 }
             }
-        }
-
-        let width = pair.value_dim + 1;
-        let rows = d.ring.len() / width;
-        for (slot, row) in d.ring.chunks_exact(width).enumerate() {
-            let back = rows - slot;
-            let (to, place) = match (back as u64).checked_sub(tokens) {
-                Some(back) if back > 0 => (&mut *d_first.ring, first.ring_place(back as usize, width)),
-                _ => (&mut *d_second.ring, second.ring_place(back, width)),
-            };
-            let Some(place) = place else { continue };
-            to[place.clone()].copy_from_slice(row);
-            if (back as u64) > tokens {
-                to[place.end - 1] *= weights.gates;
+            for back in (1..=rows).filter(|&back| back as u64 + tokens > rows as u64) {
+                add_row(to.far, weights.decay(back as u64 + tokens), first.ring_row(back, width).unwrap_or_default());
             }
+            to.passed.iter_mut().zip(first.passed).zip(second.passed).for_each(|((to, &a), &b)| *to = a + b);
+            to.set_tokens(first.tokens() + tokens);
         }
-        for back in (1..=rows).filter(|&back| back as u64 + tokens > rows as u64) {
-            let Some(place) = first.ring_place(back, width) else { continue };
-            let (left, row, to) =
-                (weights.decay(back as u64 + tokens), &first.ring[place.clone()], &mut d_first.ring[place]);
-            if attention.gate {
-                let (v, weight) = row.split_at(width - 1);
-                add_scaled(&mut to[..width - 1], left * weight[0], d.far);
-                to[width - 1] += left * (dot(v, d.far) + d.far[width - 1]);
-            } else {
-                add_scaled(to, left, d.far);
-            }
-        }
-        if let (Some(to), [d_passed]) = (d_second.passed.first_mut(), d.passed) {
-            // All that is left of the earlier state falls with the later tokens.
-            let mut sum = d_passed.to_f64();
-            let mut weigh =
-                |x: &[T], d: &[T]| sum += x.iter().zip(d).map(|(x, d)| x.to_f64() * d.to_f64()).sum::<f64>();
-            weigh(first.sum, d_first.sum);
-            weigh(first.keys, d_first.keys);
-            weigh(first.far, d_first.far);
-            for n in (width - 1..first.ring.len()).step_by(width) {
-                weigh(&first.ring[n..=n], &d_first.ring[n..=n]);
-            }
-            *to = T::from_f64(sum);
-            d_first.passed[0] = *d_passed;
-        }
+        Ok(state)
     }
-    Ok(CombineGradients { earlier: d_earlier, later: d_later, parameters: d_parameters })
+
+    /// The gradients of both states and of the parameters, from that of [`combine`]'s result: every step of it the other way round.
+    fn combine_backward<T: Real>(
+        &self,
+        earlier: &State<T>,
+        later: &State<T>,
+        parameters: &[&[T]],
+        d_combined: &State<T>,
+    ) -> Result<CombineGradients<T>, Error> {
+        let pair = Pair::new(self, earlier, later, parameters)?;
+        d_combined.check(self.name(), "gradient of the combined state", pair.shape)?;
+        let [mut d_earlier, mut d_later] = [State::zeros(pair.shape)?, State::zeros(pair.shape)?];
+        let mut d_parameters: Vec<Vec<T>> = parameters.iter().map(|given| vec![T::ZERO; given.len()]).collect();
+        let heads = d_earlier.heads_mut().map(Head::from).zip(d_later.heads_mut().map(Head::from));
+        for (index, (d_first, d_second)) in heads.enumerate() {
+            let [first, second, d] = [earlier, later, d_combined].map(|state| Head::from(state.head(0, index)));
+            let weights = pair.weights(index, &first, &second);
+            let tokens = second.tokens();
+            for (to, weight, d) in [
+                (&mut *d_first.sum, weights.before, d.sum),
+                (&mut *d_first.keys, weights.before, d.keys),
+                (&mut *d_second.sum, weights.since, d.sum),
+                (&mut *d_second.keys, weights.since, d.keys),
+                (&mut *d_first.far, weights.decay(tokens), d.far),
+                (&mut *d_second.far, T::ONE, d.far),
+            ] {
+                add_scaled(to, weight, d);
+            }
+            if let (Some([cos, sin]), Some((_, angles))) = (&weights.turn, pair.rates) {
+                let back = [cos.clone(), sin.iter().map(|&x| -x).collect()];
+                let rates = &mut d_parameters[0][index % pair.shape.kv_heads * angles..][..angles];
+                let turned = pair.turning(&mut *d_second.sum, &mut *d_second.keys);
+                for ((d, width), (rows, _)) in turned.zip(pair.turning(second.sum, second.keys)) {
+                    turn_rows(d, width, &back);
+                    // A turn by dθ takes (x, y) to (x − y·dθ, y + x·dθ), before as well as after the whole turn.
+                    let (x, y) = rows.split_at(angles * width);
+                    let (dx, dy) = d.split_at(angles * width);
+                    for n in 0..angles * width {
+                        rates[n / width] += T::from_f64(first.tokens() as f64) * (x[n] * dy[n] - y[n] * dx[n]);
+                    }
+                }
+            }
+
+            let width = pair.value_dim + 1;
+            let rows = d.ring.len() / width;
+            for (slot, row) in d.ring.chunks_exact(width).enumerate() {
+                let back = rows - slot;
+                let (to, place) = match (back as u64).checked_sub(tokens) {
+                    Some(back) if back > 0 => (&mut *d_first.ring, first.ring_place(back as usize, width)),
+                    _ => (&mut *d_second.ring, second.ring_place(back, width)),
+                };
+                let Some(place) = place else { continue };
+                to[place.clone()].copy_from_slice(row);
+                if (back as u64) > tokens {
+                    to[place.end - 1] *= weights.gates;
+                }
+            }
+            for back in (1..=rows).filter(|&back| back as u64 + tokens > rows as u64) {
+                let Some(place) = first.ring_place(back, width) else { continue };
+                let (left, row, to) =
+                    (weights.decay(back as u64 + tokens), &first.ring[place.clone()], &mut d_first.ring[place]);
+                if self.gate {
+                    let (v, weight) = row.split_at(width - 1);
+                    add_scaled(&mut to[..width - 1], left * weight[0], d.far);
+                    to[width - 1] += left * (dot(v, d.far) + d.far[width - 1]);
+                } else {
+                    add_scaled(to, left, d.far);
+                }
+            }
+            if let (Some(to), [d_passed]) = (d_second.passed.first_mut(), d.passed) {
+                // All that is left of the earlier state falls with the later tokens.
+                let mut sum = d_passed.to_f64();
+                let mut weigh =
+                    |x: &[T], d: &[T]| sum += x.iter().zip(d).map(|(x, d)| x.to_f64() * d.to_f64()).sum::<f64>();
+                weigh(first.sum, d_first.sum);
+                weigh(first.keys, d_first.keys);
+                weigh(first.far, d_first.far);
+                for n in (width - 1..first.ring.len()).step_by(width) {
+                    weigh(&first.ring[n..=n], &d_first.ring[n..=n]);
+                }
+                *to = T::from_f64(sum);
+                d_first.passed[0] = *d_passed;
+            }
+        }
+        Ok(CombineGradients { earlier: d_earlier, later: d_later, parameters: d_parameters })
+    }
 }
 
 /// Adds a row of the ring, a value and what is left of its weight, to a far sum.

@@ -5,7 +5,7 @@ use super::problem::LostRows;
 use super::state::{Head, OLDEST, SHIFT, add_row};
 use super::{KernelizedAttention, Score};
 use crate::call::{
-    Arena, Dims, Mechanism, State, StepMemory, Token, check_log_decay, check_token, step_rows, token_dims,
+    Arena, Dims, Mechanism, State, Step, StepMemory, Token, check_log_decay, check_token, step_rows, token_dims,
 };
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
@@ -20,62 +20,58 @@ use crate::simd::token::{AddWeighedValues, ReadToken};
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
-/// Takes one token into `state` and writes its output.
-pub(super) fn step<'p, T: Real>(
-    attention: &KernelizedAttention,
-    token: &Token<'p, T>,
-    state: &mut State<T>,
-    out: &mut [T],
-) -> Result<(), Error> {
-    let operation = attention.name();
-    let dims = token_dims(attention, token, token.k, state)?;
-    let Dims { kv_heads, head_dim, value_dim, .. } = dims;
-    check_token(attention, &dims, token, state, out)?;
-    attention.check_options(&dims)?;
+impl Step for KernelizedAttention {
+    fn step<'p, T: Real>(&self, token: &Token<'p, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+        let operation = self.name();
+        let dims = token_dims(self, token, token.k, state)?;
+        let Dims { kv_heads, head_dim, value_dim, .. } = dims;
+        check_token(self, &dims, token, state, out)?;
+        self.check_options(&dims)?;
 
-    let map = attention.feature_map;
-    let (parameters, log_decay) = attention.split_gate(token.parameters);
-    if let Some(log_decay) = log_decay {
-        check_log_decay(operation, log_decay)?;
-    }
-    // The map's own parameters come after those of positions.
-    let (parameters, of_map) = parameters.split_at(parameters.len() - map.parameters(&dims).len());
-    let row_map = RowMap::new(map, &dims, of_map);
-    let layout = FeatureLayout::new::<T>(map.features(head_dim), &attention.score);
-    if let Score::Fourier(fourier) = attention.score {
-        rotation::check_positions(&fourier, operation, &dims, parameters, |_, _| false)?;
-    }
-    let lost = LostRows::new(attention);
-    let group = dims.group();
-    let numbers = state.numbers().len();
-    let memory = || Memory {
-        numbers: StepMemory::new(),
-        rotations: attention.score.fourier().map(|fourier| {
-            let of_head = Dims { heads: group, kv_heads: 1, ..dims };
-            Rotations::empty(fourier, of_head, layout.mapped)
-        }),
-    };
-    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T])), memory: &mut Memory<'p, T>| {
-        let token = HeadToken {
-            attention,
-            layout,
-            row_map: row_map.as_ref(),
-            lost: &lost,
-            dims: &dims,
-            batch: index / kv_heads,
-            kv_head: index % kv_heads,
-            q: &token.q[index * group * head_dim..][..group * head_dim],
-            k: &token.k[index * head_dim..][..head_dim],
-            v: &token.v[index * value_dim..][..value_dim],
-            parameters,
-            log_decay: log_decay.map(|log_decay| log_decay[index]),
-            gamma: attention.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]),
+        let map = self.feature_map;
+        let (parameters, log_decay) = self.split_gate(token.parameters);
+        if let Some(log_decay) = log_decay {
+            check_log_decay(operation, log_decay)?;
+        }
+        // The map's own parameters come after those of positions.
+        let (parameters, of_map) = parameters.split_at(parameters.len() - map.parameters(&dims).len());
+        let row_map = RowMap::new(map, &dims, of_map);
+        let layout = FeatureLayout::new::<T>(map.features(head_dim), &self.score);
+        if let Score::Fourier(fourier) = self.score {
+            rotation::check_positions(&fourier, operation, &dims, parameters, |_, _| false)?;
+        }
+        let lost = LostRows::new(self);
+        let group = dims.group();
+        let numbers = state.numbers().len();
+        let memory = || Memory {
+            numbers: StepMemory::new(),
+            rotations: self.score.fourier().map(|fourier| {
+                let of_head = Dims { heads: group, kv_heads: 1, ..dims };
+                Rotations::empty(fourier, of_head, layout.mapped)
+            }),
         };
-        token.step(head, out, memory);
-    };
-    let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
-    threads::share_many_with(numbers, heads, memory, run);
-    lost.report(operation, &dims)
+        let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T])), memory: &mut Memory<'p, T>| {
+            let token = HeadToken {
+                attention: self,
+                layout,
+                row_map: row_map.as_ref(),
+                lost: &lost,
+                dims: &dims,
+                batch: index / kv_heads,
+                kv_head: index % kv_heads,
+                q: &token.q[index * group * head_dim..][..group * head_dim],
+                k: &token.k[index * head_dim..][..head_dim],
+                v: &token.v[index * value_dim..][..value_dim],
+                parameters,
+                log_decay: log_decay.map(|log_decay| log_decay[index]),
+                gamma: self.decay.as_ref().map_or(1.0, |decay| decay[index % kv_heads]),
+            };
+            token.step(head, out, memory);
+        };
+        let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
+        threads::share_many_with(numbers, heads, memory, run);
+        lost.report(operation, &dims)
+    }
 }
 
 /// What heads that come one after the other work with.

@@ -27,7 +27,7 @@ use problem::Problem;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, GradientSink, Gradients, Mask, Mechanism, Output, Parameters, Reference, Scratch,
-    Sink, State, StateShape, Token, check_gradients, check_output, check_sizes, clear_absent, kernels,
+    Sink, State, Token, check_gradients, check_output, check_sizes, clear_absent, kernels,
 };
 use crate::error::{Error, expect};
 use crate::plan::{Algorithm, Plan};
@@ -146,21 +146,5 @@ impl Compute for SoftmaxAttention {
         clear_absent(self, &problem.dims, &problem.sequences, [sink.dk, sink.dv]);
         backward::backward(&problem, cotangent, sink, initial_state, scratch);
         Ok(())
-    }
-
-    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        state::shape::<T>(self, dims)
-    }
-
-    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state::check_marks(self, state, argument)
-    }
-
-    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
-    }
-
-    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
     }
 }

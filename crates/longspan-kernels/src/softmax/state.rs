@@ -4,32 +4,11 @@
 use std::ops::Range;
 
 use super::{SoftmaxAttention, check_options};
-use crate::call::{Dims, Mechanism, Sequence, State, StateShape, check_count, check_state, fingerprint, is_count};
+use crate::call::{
+    Dims, Mechanism, Sequence, State, StateShape, Stateful, check_count, check_state, fingerprint, is_count,
+};
 use crate::error::{Error, expect};
 use crate::simd::Real;
-
-/// The sizes of the state of `attention` for calls of these sizes.
-pub(super) fn shape<T: Real>(attention: &SoftmaxAttention, dims: &Dims) -> Result<StateShape, Error> {
-    check_options(attention)?;
-    let rows = attention.rows();
-    if attention.window.is_none() {
-        check_count::<T>(attention.name(), "capacity", rows)?;
-    }
-    let present = attention.window.unwrap_or(0);
-    let numbers = |width: usize| rows.checked_mul(width);
-    let heads = dims.batch.checked_mul(dims.kv_heads);
-    let head = numbers(dims.head_dim)
-        .zip(numbers(dims.value_dim))
-        .and_then(|(k, v)| k.checked_add(v)?.checked_add(1 + present));
-    let bytes = head.zip(heads).and_then(|(head, heads)| head.checked_mul(heads)?.checked_mul(8));
-    let holds = bytes.is_some_and(|bytes| bytes < isize::MAX as usize);
-    let expected = || "a state that fits the address space".into();
-    let got = || rows.to_string();
-    expect(holds, attention.name(), if attention.window.is_some() { "window" } else { "capacity" }, expected, got)?;
-    let options = attention.window.map_or(0, |window| fingerprint([window as u64]));
-    let parts = [rows * dims.head_dim, rows * dims.value_dim, 1, present, 0, 0];
-    Ok(StateShape::new(attention.name(), options, dims, parts))
-}
 
 /// The part of a head's state that says of each row of a ring whether its token is there (1) or ignored (0).
 pub(super) const PRESENT: usize = 3;
@@ -88,62 +67,67 @@ impl Cache {
     }
 }
 
-/// Checks the counts of a state of the right sizes.
-pub(super) fn check_marks<T: Real>(
-    attention: &SoftmaxAttention,
-    state: &State<T>,
-    argument: &'static str,
-) -> Result<(), Error> {
-    let limit = attention.window.map_or(attention.capacity, |window| 2 * window - 1);
-    for held in state.each(2).map(|head| head[0]) {
-        let expected = || format!("a whole number up to {limit} as the number of tokens");
-        let holds = is_count(held, limit.saturating_add(1));
-        expect(holds, attention.name(), argument, expected, || held.to_string())?;
-    }
-    let marks = state.each(PRESENT).flatten();
-    let other = marks.copied().find(|&mark| mark != T::ZERO && mark != T::ONE);
-    let expected = || "0 or 1 for each token of a window".into();
-    expect(other.is_none(), attention.name(), argument, expected, || other.unwrap_or(T::ZERO).to_string())
-}
-
 /// Checks that a cache has room for so many tokens.
 pub(super) fn check_room(attention: &SoftmaxAttention, argument: &'static str, tokens: usize) -> Result<(), Error> {
     let expected = || format!("at most {} tokens; make the mechanism with a larger capacity", attention.capacity);
     expect(tokens <= attention.capacity, attention.name(), argument, expected, || tokens.to_string())
 }
 
-pub(super) fn combine<T: Real>(
-    attention: &SoftmaxAttention,
-    earlier: &State<T>,
-    later: &State<T>,
-) -> Result<State<T>, Error> {
-    let shape = earlier.shape();
-    later.check(attention.name(), "later state", shape)?;
-    let rows = attention.rows().max(1);
-    let [keys, values, ..] = shape.parts;
-    let dims = shape.dims(keys / rows, values / rows);
-    check_state(attention, &dims, earlier, "earlier state")?;
-    check_state(attention, &dims, later, "later state")?;
-    let mut sum = earlier.try_clone()?;
-    for (unit, [keys, values, held, present, ..]) in sum.heads_mut().enumerate() {
-        let (batch, kv_head) = (unit / shape.kv_heads, unit % shape.kv_heads);
-        let first = Cache::marked(attention, held[0]);
-        let second = Cache::of(attention, later, batch, kv_head);
-        let both = first.plus(second.count);
-        if attention.window.is_none() {
-            check_room(attention, "sum of two states", both.rows())?;
+impl Stateful for SoftmaxAttention {
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        check_options(self)?;
+        let rows = self.rows();
+        if self.window.is_none() {
+            check_count::<T>(self.name(), "capacity", rows)?;
         }
-        let [later_keys, later_values, _, later_present, ..] = later.head(batch, kv_head);
-        for row in 0..second.rows() {
-            // A later token's row is its position modulo the window, counted from the later state's first token.
-            let to = first.row(row, row);
-            let widths = [dims.head_dim, dims.value_dim, attention.window.map_or(0, |_| 1)];
-            let parts = [(&mut *keys, later_keys), (&mut *values, later_values), (&mut *present, later_present)];
-            for ((to_part, from), width) in parts.into_iter().zip(widths) {
-                to_part[to * width..][..width].copy_from_slice(&from[row * width..][..width]);
-            }
-        }
-        held[0] = both.mark();
+        let present = self.window.unwrap_or(0);
+        let options = self.window.map_or(0, |window| fingerprint([window as u64]));
+        let parts = [rows.saturating_mul(dims.head_dim), rows.saturating_mul(dims.value_dim), 1, present, 0, 0];
+        Ok(StateShape::new(self.name(), options, dims, parts))
     }
-    Ok(sum)
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        let limit = self.window.map_or(self.capacity, |window| 2 * window - 1);
+        for held in state.each(2).map(|head| head[0]) {
+            let expected = || format!("a whole number up to {limit} as the number of tokens");
+            let holds = is_count(held, limit.saturating_add(1));
+            expect(holds, self.name(), argument, expected, || held.to_string())?;
+        }
+        let marks = state.each(PRESENT).flatten();
+        let other = marks.copied().find(|&mark| mark != T::ZERO && mark != T::ONE);
+        let expected = || "0 or 1 for each token of a window".into();
+        expect(other.is_none(), self.name(), argument, expected, || other.unwrap_or(T::ZERO).to_string())
+    }
+
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _: &[&[T]]) -> Result<State<T>, Error> {
+        let shape = earlier.shape();
+        later.check(self.name(), "later state", shape)?;
+        let rows = self.rows().max(1);
+        let [keys, values, ..] = shape.parts;
+        let dims = shape.dims(keys / rows, values / rows);
+        check_state(self, &dims, earlier, "earlier state")?;
+        check_state(self, &dims, later, "later state")?;
+        let mut sum = earlier.try_clone()?;
+        for (unit, [keys, values, held, present, ..]) in sum.heads_mut().enumerate() {
+            let (batch, kv_head) = (unit / shape.kv_heads, unit % shape.kv_heads);
+            let first = Cache::marked(self, held[0]);
+            let second = Cache::of(self, later, batch, kv_head);
+            let both = first.plus(second.count);
+            if self.window.is_none() {
+                check_room(self, "sum of two states", both.rows())?;
+            }
+            let [later_keys, later_values, _, later_present, ..] = later.head(batch, kv_head);
+            for row in 0..second.rows() {
+                // A later token's row is its position modulo the window, counted from the later state's first token.
+                let to = first.row(row, row);
+                let widths = [dims.head_dim, dims.value_dim, self.window.map_or(0, |_| 1)];
+                let parts = [(&mut *keys, later_keys), (&mut *values, later_values), (&mut *present, later_present)];
+                for ((to_part, from), width) in parts.into_iter().zip(widths) {
+                    to_part[to * width..][..width].copy_from_slice(&from[row * width..][..width]);
+                }
+            }
+            held[0] = both.mark();
+        }
+        Ok(sum)
+    }
 }

@@ -3,7 +3,7 @@
 use super::SoftmaxAttention;
 use super::problem::KEYS;
 use super::state::{self, Cache};
-use crate::call::{Dims, PARTS, State, Token, check_token, step_rows, token_dims};
+use crate::call::{Dims, PARTS, State, Step, Token, check_token, step_rows, token_dims};
 use crate::error::Error;
 use crate::feature_map::elementwise::load_exponentials;
 use crate::simd::Real;
@@ -11,41 +11,37 @@ use crate::simd::block::{add_row_dots, add_scaled, scale_by};
 use crate::simd::rows::pieces;
 use crate::threads;
 
-/// Takes one token into `state` and writes its output.
-pub(super) fn step<T: Real>(
-    attention: &SoftmaxAttention,
-    token: &Token<'_, T>,
-    state: &mut State<T>,
-    out: &mut [T],
-) -> Result<(), Error> {
-    let dims = token_dims(attention, token, token.k, state)?;
-    let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
-    check_token(attention, &dims, token, state, out)?;
-    let rows = state.each(2).map(|held| Cache::marked(attention, held[0]).plus(1).rows());
-    let longest = rows.max().unwrap_or(0);
-    if attention.window.is_none() {
-        state::check_room(attention, "state", longest)?;
+impl Step for SoftmaxAttention {
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+        let dims = token_dims(self, token, token.k, state)?;
+        let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
+        check_token(self, &dims, token, state, out)?;
+        let rows = state.each(2).map(|held| Cache::marked(self, held[0]).plus(1).rows());
+        let longest = rows.max().unwrap_or(0);
+        if self.window.is_none() {
+            state::check_room(self, "state", longest)?;
+        }
+        let group = dims.group();
+        let scale = T::from_f64(self.scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt()));
+        let run = |(unit, ([keys, values, held, present, ..], out)): (usize, ([&mut [T]; PARTS], &mut [T]))| {
+            let before = Cache::marked(self, held[0]);
+            let (place, after) = (before.row(0, 0), before.plus(1));
+            keys[place * head_dim..][..head_dim].copy_from_slice(&token.k[unit * head_dim..][..head_dim]);
+            values[place * value_dim..][..value_dim].copy_from_slice(&token.v[unit * value_dim..][..value_dim]);
+            if let Some(present) = present.get_mut(place) {
+                *present = T::ONE;
+            }
+            held[0] = after.mark();
+            for n in 0..group {
+                let q = &token.q[(unit * group + n) * head_dim..][..head_dim];
+                let out = &mut out[n * value_dim..][..value_dim];
+                attend(q, scale, (keys, values, present), after.rows(), out);
+            }
+        };
+        let heads = state.heads_mut().zip(step_rows(out, group * value_dim)).enumerate();
+        threads::share_many(batch * kv_heads * longest * (head_dim + value_dim), heads, run);
+        Ok(())
     }
-    let group = dims.group();
-    let scale = T::from_f64(attention.scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt()));
-    let run = |(unit, ([keys, values, held, present, ..], out)): (usize, ([&mut [T]; PARTS], &mut [T]))| {
-        let before = Cache::marked(attention, held[0]);
-        let (place, after) = (before.row(0, 0), before.plus(1));
-        keys[place * head_dim..][..head_dim].copy_from_slice(&token.k[unit * head_dim..][..head_dim]);
-        values[place * value_dim..][..value_dim].copy_from_slice(&token.v[unit * value_dim..][..value_dim]);
-        if let Some(present) = present.get_mut(place) {
-            *present = T::ONE;
-        }
-        held[0] = after.mark();
-        for n in 0..group {
-            let q = &token.q[(unit * group + n) * head_dim..][..head_dim];
-            let out = &mut out[n * value_dim..][..value_dim];
-            attend(q, scale, (keys, values, present), after.rows(), out);
-        }
-    };
-    let heads = state.heads_mut().zip(step_rows(out, group * value_dim)).enumerate();
-    threads::share_many(batch * kv_heads * longest * (head_dim + value_dim), heads, run);
-    Ok(())
 }
 
 /// One row of queries against the first rows of a cache; `present` is empty where no key is ignored.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::bias_gradient;
+use super::chunks::RowBlock;
 use super::exponents::Shared;
 use super::map_sums::{self, MapSums};
 use super::problem::{Problem, Unit};
@@ -11,7 +12,6 @@ use crate::call::{Arena, Cotangent, GradientSink, Scratch};
 use crate::feature_map::elementwise::copy_rows;
 use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
-use crate::simd::block::{dot, scale_by};
 use crate::simd::rows::padded;
 use crate::threads;
 
@@ -74,27 +74,6 @@ impl<'x, 'a, T: Real> Backward<'x, 'a, T> {
     }
 }
 
-/// A block of rows and what their gradients start from.
-pub(super) struct RowBlock<'s, T> {
-    /// `φ(q)`, and the exponent subtracted from each row.
-    pub q: &'s mut [T],
-    pub q_shifts: &'s mut [T],
-    /// `d = G/D` (or `G` times the row's scale) and `c = −G·A/D`.
-    pub d: &'s mut [T],
-    pub c: &'s mut [T],
-}
-
-impl<'s, T: Real> RowBlock<'s, T> {
-    pub fn new(problem: &Problem<'_, T>, rows: usize, arena: &mut Arena<'s, T>) -> Self {
-        Self {
-            q: arena.take(rows * problem.head_width),
-            q_shifts: arena.take(rows),
-            d: arena.take(rows * problem.value_width),
-            c: arena.take(rows),
-        }
-    }
-}
-
 impl<T: Real> Pass<'_, '_, T> {
     pub fn load_rows(
         &self,
@@ -117,25 +96,15 @@ impl<T: Real> Pass<'_, '_, T> {
         (d, c): (&mut [T], &mut [T]),
     ) {
         let (Backward { problem, cotangent, .. }, shared) = (&self.call, &self.shared);
-        let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
-        let (batch, first) = (unit.sequence.batch, unit.sequence.query_start);
-        let [out, d_out] = [cotangent.out, cotangent.d_out].map(|view| view.rows(batch, head).skip(first));
-        copy_rows(d_out.skip(rows.start), (rows.len(), value_dim), None, (d, width));
-        let first = (batch * problem.dims.heads + head) * problem.dims.queries + first;
-        for (at, row) in rows.enumerate() {
-            let line = &mut d[at * width..][..width];
-            c[at] = T::ZERO;
-            if !problem.sees(unit, row) {
-                line.fill(T::ZERO);
-            } else if !problem.toeplitz.normalize {
-                scale_by(line, (shared.level(unit, head, row) + q_shifts[at]).exp());
-            } else if cotangent.denominators[first + row].vanishes() {
-                // The row gave 0 whatever the inputs were.
-                line.fill(T::ZERO);
-            } else {
-                scale_by(line, T::ONE / cotangent.denominators[first + row]);
-                c[at] = -dot(out.row(row, value_dim), line);
-            }
-        }
+        let (width, sequence) = (problem.value_width, &unit.sequence);
+        let from = cotangent.d_out.rows(sequence.batch, head).skip(sequence.query_start + rows.start);
+        copy_rows(from, (rows.len(), problem.dims.value_dim), None, (d, width));
+        let (first, normalizes) = (rows.start, problem.toeplitz.normalize);
+        let gain = |row: usize, denominator: T| match normalizes {
+            _ if !problem.sees(unit, row) => None,
+            false => Some((shared.level(unit, head, row) + q_shifts[row - first]).exp()),
+            true => (!denominator.vanishes()).then(|| T::ONE / denominator),
+        };
+        cotangent.weigh_rows(&problem.dims, (sequence, head, rows), normalizes, gain, (d, width), c);
     }
 }

@@ -18,19 +18,7 @@ const PART: usize = 4096;
 
 /// The largest exponents of a unit's keys from its first on, under an exponential map: of each key (−∞ where it does not
 /// count), of all before it, and of it and all after it.
-#[derive(Clone, Copy)]
-struct RunningMax<'s, T> {
-    own: &'s [T],
-    before: &'s [T],
-    after: &'s [T],
-}
-
-impl<'s, T> RunningMax<'s, T> {
-    fn new(numbers: &'s [T]) -> Self {
-        let len = numbers.len() / 3;
-        Self { own: &numbers[..len], before: &numbers[len..2 * len], after: &numbers[2 * len..] }
-    }
-}
+type RunningMax<'s, T> = [&'s [T]; 3];
 
 #[derive(Clone, Copy)]
 pub(super) struct Piece<T> {
@@ -127,7 +115,8 @@ impl<T: Real> Problem<'_, T> {
             let (levels, split) = unsafe {
                 (level_rows.row(index, 0, rows.start, rows.len()), &mut split_rows.row(index, piece, 0, 1)[0])
             };
-            let row_max = RunningMax::new(&row_max[index / group * row_max_len..][..row_max_len]);
+            let third = row_max_len / 3;
+            let row_max = [0, 1, 2].map(|n| &row_max[index / group * row_max_len + n * third..][..third]);
             *split = if self.levels(&unit, head, line, row_max, rows, levels) { T::ONE } else { T::ZERO };
         });
         Shared { lines, line_width, levels, splits, queries, group }
@@ -223,7 +212,7 @@ impl<T: Real> Problem<'_, T> {
         &self,
         unit: &Unit<'_, T>,
         line: &[T],
-        row_max: RunningMax<'_, T>,
+        [own, before, after]: RunningMax<'_, T>,
         end: isize,
         (first, last): (usize, usize),
     ) -> T {
@@ -234,23 +223,23 @@ impl<T: Real> Problem<'_, T> {
         if bias.far().is_some() {
             from = (self.stands(first) - bias.near() as isize + 1).clamp(begin, end);
             if from > begin {
-                level = row_max.before[place(from)] + line[self.bias_index(unit, from - 1, first)];
+                level = before[place(from)] + line[self.bias_index(unit, from - 1, first)];
             }
         }
         if let Some((distance, _)) = bias.after().filter(|_| !self.causal) {
             to = (self.stands(last) + distance).clamp(from, end);
             if to < end {
-                level = level.max(row_max.after[place(to)] + line[self.bias_index(unit, to, last)]);
+                level = level.max(after[place(to)] + line[self.bias_index(unit, to, last)]);
             }
         }
         if first == last {
-            let exponents = (from..to).map(|key| row_max.own[place(key)] + line[self.bias_index(unit, key, first)]);
+            let exponents = (from..to).map(|key| own[place(key)] + line[self.bias_index(unit, key, first)]);
             return exponents.fold(level, T::max);
         }
         let table_max = if self.is_grid() { top(line) } else { None };
         while from < to {
             let next = (from + TILE as isize).min(to);
-            let highest = row_max.own[place(from)..place(next)].iter().copied().fold(T::NEG_INFINITY, T::max);
+            let highest = own[place(from)..place(next)].iter().copied().fold(T::NEG_INFINITY, T::max);
             level = level.max(highest + table_max.unwrap_or_else(|| self.highest(line, from, next, first, last)));
             from = next;
         }

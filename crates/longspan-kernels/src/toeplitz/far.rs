@@ -4,12 +4,13 @@
 use std::ops::Range;
 
 use super::problem::{Problem, Unit};
+use super::state::{Head, raise};
 use crate::call::SharedRows;
 use crate::simd::Real;
 use crate::simd::block::{add_scaled, dot, scale_by, transpose};
 use crate::simd::product::Product;
 use crate::simd::rows::padded;
-use crate::threads;
+use crate::threads::{self, parallel};
 
 /// Rows or keys that share one sum. Two sums of 64 × 65 numbers for every 128 rows are as much memory as q, and a tile
 /// that is 128 keys wider than the table reaches costs about what reading the sums does.
@@ -132,15 +133,19 @@ impl<'s, T: Real> FarSum<'s, T> {
 
     /// Brings it to an exponent if that is above its own; returns its exponent.
     pub fn raise(&mut self, to: T) -> T {
-        let old = *self.exponent;
-        if old < to {
-            if old > T::NEG_INFINITY {
-                scale_by(self.outer, (old - to).exp());
-                scale_by(self.features, (old - to).exp());
-            }
-            *self.exponent = to;
-        }
+        raise(self.exponent, [&mut *self.outer, &mut *self.features], to);
         *self.exponent
+    }
+
+    /// Adds the sums of a state, or of the gradient of one, under an exponent.
+    pub fn add_state(&mut self, problem: &Problem<'_, T>, head: &Head<&[T]>, exponent: T) {
+        let (value_dim, value_width) = (problem.dims.value_dim, problem.value_width);
+        let factor = (exponent - self.raise(exponent)).exp();
+        for (feature, &number) in head.keys.iter().enumerate() {
+            let row = &head.sum[feature * value_dim..][..value_dim];
+            add_scaled(&mut self.outer[feature * value_width..][..value_dim], factor, row);
+            self.features[feature] += factor * number;
+        }
     }
 
     pub fn add_outer(&mut self, problem: &Problem<'_, T>, x: &[T], y: &[T], count: usize) {
@@ -166,16 +171,29 @@ impl<'s, T: Real> FarSums<'s, T> {
         owners * sides(problem) * chunks * FarSum::len(problem)
     }
 
-    /// From the sum of each chunk's own; `order(side, n)` says for `1 ≤ n < chunks` to which chunk in turn the sum of which
-    /// neighbour is added.
-    pub fn accumulate(
+    /// `add([owner, side, chunk], sum, scratch)` adds what is each chunk's own. Sums are carried from the first chunk to the last on side
+    /// 0, and on side 1 from the last to the first; the other way round if not `rising`.
+    pub fn new(
         problem: &Problem<'_, T>,
         numbers: &'s mut [T],
         (owners, chunks): (usize, usize),
-        order: impl Fn(usize, usize) -> (usize, usize) + Sync,
+        rising: bool,
+        (scratch, per_worker): (&mut [T], usize),
+        add: impl Fn([usize; 3], &mut FarSum<'_, T>, &mut [T]) + Sync,
     ) -> Self {
-        accumulate(problem, numbers, owners, chunks, order);
-        Self { numbers, sides: sides(problem), chunks, len: FarSum::len(problem) }
+        let (sides, len) = (sides(problem), FarSum::len(problem));
+        let places = SharedRows::new(&mut *numbers, [len, 0, 0]);
+        parallel(owners * sides * chunks, scratch, per_worker, |task, scratch| {
+            // SAFETY: each sum is one task's own.
+            let mut sum = FarSum::empty(problem, unsafe { places.row(task, 0, 0, len) });
+            add([task / chunks / sides, task / chunks % sides, task % chunks], &mut sum, scratch);
+        });
+        let order = |side: usize, n: usize| match rising == (side == 0) {
+            true => (n, n - 1),
+            false => (chunks - 1 - n, chunks - n),
+        };
+        accumulate(problem, numbers, (owners, chunks), order);
+        Self { numbers, sides, chunks, len }
     }
 
     /// One side's sum of a chunk, if there is anything in it, with the bias of a head.
@@ -200,11 +218,11 @@ impl<'s, T: Real> FarSums<'s, T> {
 /// Parts that the numbers of a sum are dealt to: a running sum has an order along the chunks and none across a sum.
 const PARTS: usize = 8;
 
+/// Carries the sums of chunks on; `order(side, n)` says for `1 ≤ n < chunks` to which chunk in turn the sum of which neighbour is added.
 fn accumulate<T: Real>(
     problem: &Problem<'_, T>,
     numbers: &mut [T],
-    owners: usize,
-    chunks: usize,
+    (owners, chunks): (usize, usize),
     order: impl Fn(usize, usize) -> (usize, usize) + Sync,
 ) {
     let (sides, len) = (sides(problem), FarSum::len(problem));

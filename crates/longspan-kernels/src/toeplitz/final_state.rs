@@ -3,9 +3,9 @@
 use super::far::FarSum;
 use super::piecewise;
 use super::problem::{Problem, TILE};
-use super::state::{self, EXPONENT, Head, Writer};
+use super::state::{EXPONENT, Head, Writer};
 use super::tile::KeyBlock;
-use crate::call::{Arena, Scratch, State};
+use crate::call::{Arena, Scratch, State, Stateful};
 use crate::feature_map::elementwise::Shift;
 use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
@@ -16,7 +16,7 @@ pub(super) fn final_state<T: Real>(problem: &Problem<'_, T>, state: &mut State<T
     let near = problem.toeplitz.bias.near();
     if let Some(initial) = problem.call.initial_state {
         *state = initial.clone();
-    } else if let Ok(empty) = state::empty(problem.toeplitz, &problem.dims) {
+    } else if let Ok(empty) = problem.toeplitz.empty_state(&problem.dims) {
         *state = empty;
     }
     let (width, features, value_dim) = (problem.head_width, problem.features, problem.dims.value_dim);

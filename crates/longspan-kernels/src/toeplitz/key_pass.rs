@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::backward::{Memory, Pass};
 use super::bias_gradient::line_len;
-use super::far::{self, Far, FarSums, near_rows};
+use super::far::{self, Far, FarSum, FarSums, near_rows};
 use super::key_tiles::{KeyGradients, TileBuffers, key_gradients};
 use super::left::{KeyUnit, Left};
 use super::problem::{CHUNK, Problem, TILE, Unit};
@@ -23,7 +23,7 @@ struct Buffers<'s, T> {
     /// The transpose of a sum, and its product with a block.
     turned: &'s mut [T],
     far_tile: &'s mut [T],
-    /// The gradient of the final state's sums, its rows filled up with 0.
+    /// The gradient of the final state's sums, as sums of rows are.
     last: &'s mut [T],
 }
 
@@ -34,7 +34,7 @@ impl<'s, T: Real> Buffers<'s, T> {
             tiles: TileBuffers::new(problem, false, arena),
             turned: arena.take(sums * head_width * value_width),
             far_tile: arena.take(sums * TILE * head_width.max(value_width)),
-            last: arena.take(sums * head_width * (value_width + 1)),
+            last: arena.take(sums * FarSum::len(problem)),
         }
     }
 }
@@ -92,8 +92,8 @@ impl<T: Real> KeyPass<'_, '_, T> {
             let mut blocks = key_gradients(problem, &mut arena);
             let mut buffers = Buffers::new(problem, self.rows.is_some(), &mut arena);
             let last = lasts[task / segments];
-            if let Some(last) = &last {
-                self.load_last(last, &mut buffers);
+            if let Some(last) = last.filter(|last| self.rows.is_some() && last.exponent > T::NEG_INFINITY) {
+                FarSum::empty(problem, buffers.last).add_state(problem, &last.head, -last.exponent);
             }
             let (begin, end) = (unit.begin(), unit.sequence.keys as isize);
             let mut chunk = Chunk { unit, left, index: 0, keys: 0..0, last, map_sums, lines };
@@ -113,23 +113,6 @@ impl<T: Real> KeyPass<'_, '_, T> {
                 self.past(&mut chunk);
             }
         });
-    }
-
-    /// Lays out the gradient of the final state's sums as sums of rows are.
-    fn load_last(&self, last: &Last<'_, T>, buffers: &mut Buffers<'_, T>) {
-        let (problem, value_dim) = (self.pass.call.problem, self.pass.call.problem.dims.value_dim);
-        let (outer, features) = match buffers.last.len() {
-            // A bias without a far end has no sums.
-            0 => return,
-            _ => buffers.last.split_at_mut(problem.head_width * problem.value_width),
-        };
-        outer.fill(T::ZERO);
-        features.fill(T::ZERO);
-        features[..last.head.keys.len()].copy_from_slice(last.head.keys);
-        for feature in 0..last.head.keys.len() {
-            outer[feature * problem.value_width..][..value_dim]
-                .copy_from_slice(&last.head.sum[feature * value_dim..][..value_dim]);
-        }
     }
 
     /// The sum of the rows far on one side of a chunk of keys (chunk 0 is what lies before all keys).

@@ -5,7 +5,8 @@
 
 use std::ops::Range;
 
-use super::backward::{Pass, RowBlock};
+use super::backward::Pass;
+use super::chunks::RowBlock;
 use super::exponents::Piece;
 use super::left::Left;
 use super::problem::{CHUNK, Problem, TILE, Unit};

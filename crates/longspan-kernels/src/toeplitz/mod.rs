@@ -40,7 +40,6 @@ mod state;
 mod state_gradient;
 mod step;
 mod tile;
-mod tiled;
 mod weigh;
 
 pub use bias::{Beyond, Bias};
@@ -52,8 +51,7 @@ use state_gradient::StateGradients;
 
 use crate::call::{
     Call, Compute, Cotangent, Dims, Gradients, Mask, Mechanism, Output, Parameter, Parameters, Reference, Scratch,
-    Sink, State, StateShape, StateSink, Token, check_gradients, check_output, check_sizes, clear_absent, downscaled,
-    kernels,
+    Sink, State, StateSink, Token, check_gradients, check_output, check_sizes, clear_absent, downscaled, kernels,
 };
 use crate::error::Error;
 use crate::feature_map::FeatureMap;
@@ -158,8 +156,7 @@ impl Compute for Toeplitz {
         let sink = Sink::new(&mut out, denominators, self.denominators(&dims));
         match self.chosen(call, purpose, false) {
             Algorithm::Fft => fft::forward(&problem, sink, scratch),
-            Algorithm::Piecewise => piecewise::forward(&problem, sink, scratch),
-            _ => tiled::forward(&problem, sink, scratch),
+            other => piecewise::forward(&problem, other == Algorithm::Piecewise, sink, scratch),
         }
         if let Some(state) = final_state {
             final_state::final_state(&problem, state, scratch);
@@ -187,31 +184,8 @@ impl Compute for Toeplitz {
             let backward = Backward { problem: &problem, cotangent, sink, states };
             match algorithm {
                 Algorithm::Fft => fft::backward(backward, parameters, scratch),
-                Algorithm::Piecewise => piecewise::backward(backward, parameters, scratch),
-                _ => tiled::backward(backward, parameters, scratch),
+                other => piecewise::backward(backward, other == Algorithm::Piecewise, parameters, scratch),
             }
         })
-    }
-
-    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
-        state::shape::<T>(self, dims)
-    }
-
-    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-        state::check_marks(self, state, argument)
-    }
-
-    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
-        dims.check(OPERATION)?;
-        self.check_feature_map(dims)?;
-        state::empty(self, dims)
-    }
-
-    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
-        step::step(self, token, state, out)
-    }
-
-    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _parameters: &[&[T]]) -> Result<State<T>, Error> {
-        state::combine(self, earlier, later)
     }
 }

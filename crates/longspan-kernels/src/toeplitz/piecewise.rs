@@ -1,24 +1,26 @@
-//! Tables that end in one weight for all farther keys, in linear time: those keys enter as one sum `Σ k̄_j v⁺_jᵀ` a chunk
-//! of rows, the nearer ones by tiles. Rows leave one sum `Σ q̄_i dN⁺_iᵀ` for each chunk of keys that they lie so far from.
+//! Keys by tiles of scores, weighed by distance: all of them, in O(queries · keys) work at the rate of the matrix product and
+//! O(tile²) memory for each thread; or, where tables end in one weight for all farther keys, the nearer ones, in linear time.
 //!
-//! Sums run forward over what lies before and backward over what lies after; nothing is ever taken away from a sum.
+//! The farther ones then enter as one sum `Σ k̄_j v⁺_jᵀ` a chunk of rows, and rows leave one sum `Σ q̄_i dN⁺_iᵀ` for each chunk of keys
+//! that they lie so far from. Sums run forward over what lies before and backward over what lies after; nothing is ever taken away from
+//! a sum.
 
 use std::ops::Range;
 
-use super::backward::{Backward, Pass, RowBlock, Sizes};
-use super::chunks::all_chunks;
-use super::far::{FarSum, FarSums, ROWS, near_keys, near_rows, sides};
+use super::backward::{Backward, Pass, Sizes};
+use super::chunks::{RowBlock, all_chunks};
+use super::far::{FarSum, FarSums, ROWS, near_keys, near_rows};
 use super::key_pass::{self, KeyPass};
 use super::left::all_units;
-use super::problem::{Problem, TILE, Unit};
+use super::problem::{CHUNK, Problem, TILE, Unit};
 use super::state::EXPONENT;
 use super::tile::KeyBlock;
-use super::{forward, query_pass};
-use crate::call::{Arena, Scratch, SharedRows, Sink};
+use super::{forward, one_pass, query_pass};
+use crate::call::{Arena, Scratch, Sink};
 use crate::feature_map::mapping::MapBuffers;
 use crate::simd::Real;
 use crate::simd::block::{add_column_sums, add_scaled, scale_by};
-use crate::threads::{self, parallel};
+use crate::threads;
 
 fn keys_of<T: Real>(unit: &Unit<'_, T>, chunk: usize) -> Range<isize> {
     let (first, end) = (unit.begin() + (chunk * ROWS) as isize, unit.sequence.keys as isize);
@@ -50,14 +52,7 @@ pub(super) fn add_keys<T: Real>(
 /// Adds the tokens beyond the ring of an initial state.
 pub(super) fn add_past<T: Real>(problem: &Problem<'_, T>, unit: &Unit<'_, T>, sum: &mut FarSum<'_, T>) {
     let Some(past) = unit.past.filter(|past| past.head.marks[EXPONENT] > T::NEG_INFINITY) else { return };
-    let (value_dim, value_width) = (problem.dims.value_dim, problem.value_width);
-    let exponent = sum.raise(past.head.marks[EXPONENT]);
-    let factor = (past.head.marks[EXPONENT] - exponent).exp();
-    for (feature, &number) in past.head.keys.iter().enumerate() {
-        let row = &past.head.sum[feature * value_dim..][..value_dim];
-        add_scaled(&mut sum.outer[feature * value_width..][..value_dim], factor, row);
-        sum.features[feature] += factor * number;
-    }
+    sum.add_state(problem, &past.head, past.head.marks[EXPONENT]);
 }
 
 /// Chunks of rows of the longest sequence, each with its sums of keys.
@@ -70,18 +65,12 @@ fn key_sums_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 }
 
 /// Sums the keys before and after each chunk of rows.
-fn key_sums<'s, T: Real>(
-    problem: &Problem<'_, T>,
-    numbers: &'s mut [T],
-    (scratch, per_worker): (&mut [T], usize),
-) -> FarSums<'s, T> {
-    let (len, sides, chunks) = (FarSum::len(problem), sides(problem), chunks_of_rows(problem));
-    let places = SharedRows::new(&mut *numbers, [len, 0, 0]);
-    parallel(problem.units() * sides * chunks, scratch, per_worker, |task, scratch| {
-        let (unit, side, chunk) = (problem.unit(task / chunks / sides), task / chunks % sides, task % chunks);
+fn key_sums<'s, T: Real>(problem: &Problem<'_, T>, numbers: &'s mut [T], workers: (&mut [T], usize)) -> FarSums<'s, T> {
+    let sizes = (problem.units(), chunks_of_rows(problem));
+    // What lies before a chunk is all that lies before the one above it, and more.
+    FarSums::new(problem, numbers, sizes, true, workers, |[unit, side, chunk], sum, scratch| {
+        let unit = problem.unit(unit);
         let queries = unit.sequence.queries;
-        // SAFETY: each sum is one task's own.
-        let mut sum = FarSum::empty(problem, unsafe { places.row(task, 0, 0, len) });
         if chunk * ROWS >= queries {
             return;
         }
@@ -93,27 +82,24 @@ fn key_sums<'s, T: Real>(
             _ => (near(chunk).1, unit.sequence.keys as isize),
         };
         if side == 0 && chunk == 0 {
-            add_past(problem, &unit, &mut sum);
+            add_past(problem, &unit, sum);
         }
         let mut arena = Arena::new(scratch);
         let mut keys = KeyBlock::new(problem, false, &mut arena);
         let mut map = MapBuffers::new(&problem.mapping, TILE, &mut arena);
-        add_keys(problem, &unit, own, (&mut keys, &mut map), &mut sum);
-    });
-    FarSums::accumulate(problem, numbers, (problem.units(), chunks), |side, n| match side {
-        // What lies before a chunk is all that lies before the one above it, and more.
-        0 => (n, n - 1),
-        _ => (chunks - 1 - n, chunks - n),
+        add_keys(problem, &unit, own, (&mut keys, &mut map), sum);
     })
 }
 
-pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
-    let (per_worker, sums_len) = (forward::worker_len(problem), key_sums_len(problem));
+/// Computes outputs, from sums of far keys if `by_sums`.
+pub(super) fn forward<T: Real>(problem: &Problem<'_, T>, by_sums: bool, sink: Sink<'_, T>, scratch: &mut Scratch<T>) {
+    let per_worker = forward::worker_len(problem);
+    let (sums_len, rows) = if by_sums { (key_sums_len(problem), ROWS) } else { (0, CHUNK) };
     let mut arena = Arena::new(scratch.take(problem.shared_len() + sums_len + threads::count() * per_worker));
     let shared = problem.shared(&mut arena);
     let (sums, rest) = (arena.take(sums_len), arena.rest());
-    let sums = key_sums(problem, sums, (&mut *rest, per_worker));
-    forward::run(problem, &shared, &all_chunks(problem, ROWS), Some(&sums), sink, (rest, per_worker));
+    let sums = by_sums.then(|| key_sums(problem, sums, (&mut *rest, per_worker)));
+    forward::run(problem, &shared, &all_chunks(problem, rows), sums.as_ref(), sink, (rest, per_worker));
 }
 
 fn row_buffers<'s, T: Real>(
@@ -168,24 +154,16 @@ fn row_sums_len<T: Real>(problem: &Problem<'_, T>) -> usize {
 }
 
 /// Sums the rows that each chunk of keys is far from: chunk `n` of keys finds them in chunk `n + 1`.
-fn row_sums<'s, T: Real>(
-    pass: &Pass<'_, '_, T>,
-    numbers: &'s mut [T],
-    (scratch, per_worker): (&mut [T], usize),
-) -> FarSums<'s, T> {
+fn row_sums<'s, T: Real>(pass: &Pass<'_, '_, T>, numbers: &'s mut [T], workers: (&mut [T], usize)) -> FarSums<'s, T> {
     let problem = pass.call.problem;
-    let (len, sides, chunks, group) = (FarSum::len(problem), sides(problem), row_chunks(problem), problem.dims.group());
-    let owners = problem.units() * group;
-    let places = SharedRows::new(&mut *numbers, [len, 0, 0]);
-    parallel(owners * sides * chunks, scratch, per_worker, |task, scratch| {
-        let (owner, side, chunk) = (task / chunks / sides, task / chunks % sides, task % chunks);
+    let group = problem.dims.group();
+    let sizes = (problem.units() * group, row_chunks(problem));
+    FarSums::new(problem, numbers, sizes, false, workers, |[owner, side, chunk], sum, scratch| {
         let unit = problem.unit(owner / group);
         let near = |chunk: usize| match chunk {
             0 => 0..0,
             _ => near_rows(problem, &unit, &keys_of(&unit, chunk - 1)),
         };
-        // SAFETY: each sum is one task's own.
-        let mut sum = FarSum::empty(problem, unsafe { places.row(task, 0, 0, len) });
         // Chunks beyond the last key are no one's.
         let used = (unit.sequence.keys as isize - unit.begin()) as usize;
         let used = used.div_ceil(ROWS) + 1;
@@ -198,26 +176,33 @@ fn row_sums<'s, T: Real>(
         };
         let head = unit.kv_head * group + owner % group;
         let mut buffers = row_buffers(problem, &mut Arena::new(scratch));
-        add_rows(pass, (&unit, head), own, &mut buffers, &mut sum);
-    });
-    FarSums::accumulate(problem, numbers, (owners, chunks), |side, n| match side {
-        0 => (chunks - 1 - n, chunks - n),
-        _ => (n, n - 1),
+        add_rows(pass, (&unit, head), own, &mut buffers, sum);
     })
 }
 
-pub(super) fn backward<T: Real>(call: Backward<'_, '_, T>, parameters: &mut [&mut [T]], scratch: &mut Scratch<T>) {
+/// Computes every gradient, from sums of far keys and rows if `by_sums`. Passes over rows and over keys both form the weights anew.
+pub(super) fn backward<T: Real>(
+    call: Backward<'_, '_, T>,
+    by_sums: bool,
+    parameters: &mut [&mut [T]],
+    scratch: &mut Scratch<T>,
+) {
     let problem = call.problem;
-    let per_worker = query_pass::worker_len(problem, true)
-        .max(key_pass::worker_len(problem, true))
-        .max(Arena::measure(|arena| row_buffers(problem, arena)));
-    // Sums over keys are done with before those over rows begin.
-    let own = key_sums_len(problem).max(row_sums_len(problem));
+    if !by_sums && one_pass::takes(&call) {
+        return one_pass::backward(call, parameters, scratch);
+    }
+    let mut per_worker = query_pass::worker_len(problem, by_sums).max(key_pass::worker_len(problem, by_sums));
+    let (mut own, mut rows) = (0, CHUNK);
+    if by_sums {
+        per_worker = per_worker.max(Arena::measure(|arena| row_buffers(problem, arena)));
+        // Sums over keys are done with before those over rows begin.
+        (own, rows) = (key_sums_len(problem).max(row_sums_len(problem)), ROWS);
+    }
     call.run(parameters, Sizes { per_worker, own, own_f64: 0 }, scratch, |pass, mut memory| {
         let numbers = std::mem::take(&mut memory.own);
-        let sums = key_sums(problem, &mut *numbers, (&mut *memory.workers, per_worker));
-        query_pass::run(pass, all_chunks(problem, ROWS), Some(&sums), (&mut *memory.workers, per_worker));
-        let sums = row_sums(pass, numbers, (&mut *memory.workers, per_worker));
-        KeyPass { pass, rows: Some(&sums) }.run(&all_units(problem), memory);
+        let sums = by_sums.then(|| key_sums(problem, &mut *numbers, (&mut *memory.workers, per_worker)));
+        query_pass::run(pass, all_chunks(problem, rows), sums.as_ref(), (&mut *memory.workers, per_worker));
+        let sums = by_sums.then(|| row_sums(pass, numbers, (&mut *memory.workers, per_worker)));
+        KeyPass { pass, rows: sums.as_ref() }.run(&all_units(problem), memory);
     });
 }

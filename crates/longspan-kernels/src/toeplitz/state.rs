@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::weigh::AddOuter;
 use super::{OPERATION, Toeplitz};
-use crate::call::{Dims, PARTS, State, StateShape, check_count, fingerprint, is_count};
+use crate::call::{Dims, PARTS, State, StateShape, Stateful, check_count, fingerprint, is_count};
 use crate::error::{Error, expect};
 use crate::simd::block::{add_scaled, scale_by};
 use crate::simd::{Real, dispatch};
@@ -45,51 +45,6 @@ impl<T: Real, S: std::ops::Deref<Target = [T]>> Head<S> {
     }
 }
 
-/// The sizes of the state for calls of these sizes.
-pub(super) fn shape<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<StateShape, Error> {
-    toeplitz.bias.check()?;
-    let near = toeplitz.bias.near();
-    check_count::<T>(OPERATION, "tokens that the bias tells apart", near)?;
-    let far = usize::from(toeplitz.bias.far().is_some());
-    let features = toeplitz.feature_map.features(dims.head_dim);
-    let options = fingerprint(toeplitz.feature_map.state_id().into_iter().chain(toeplitz.bias.state_id()));
-    let parts = [
-        far * features * dims.value_dim,
-        far * features,
-        MARKS,
-        near * features,
-        if toeplitz.feature_map.is_exponential() { near } else { 0 },
-        near * (dims.value_dim + 1),
-    ];
-    Ok(StateShape::new(OPERATION, options, dims, parts).in_lines(MARKS_PART))
-}
-
-pub(super) fn empty<T: Real>(toeplitz: &Toeplitz, dims: &Dims) -> Result<State<T>, Error> {
-    let shape = shape::<T>(toeplitz, dims)?;
-    let numbers = shape.parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
-    let bytes =
-        numbers.and_then(|n| n.checked_mul(shape.batch.max(1))?.checked_mul(shape.kv_heads.max(1))?.checked_mul(8));
-    let expected = || "a bias whose reach fits memory: all tokens that it reaches are kept".into();
-    let got = || format!("{shape:?}");
-    expect(bytes.is_some_and(|bytes| bytes < isize::MAX as usize), OPERATION, "state", expected, got)?;
-    let mut state = State::zeros(shape)?;
-    for head in state.heads_mut().map(Head::from) {
-        head.marks[EXPONENT] = T::NEG_INFINITY;
-    }
-    Ok(state)
-}
-
-pub(super) fn check_marks<T: Real>(toeplitz: &Toeplitz, state: &State<T>, argument: &'static str) -> Result<(), Error> {
-    let near = toeplitz.bias.near();
-    for marks in state.each(MARKS_PART) {
-        let counts = is_count(marks[SLOT], near.max(1)) && is_count(marks[TOKENS], near + 1);
-        let holds = counts && marks[EXPONENT].to_f64() < f64::INFINITY;
-        let expected = || format!("whole numbers of at most {near} tokens as marks");
-        expect(holds, OPERATION, argument, expected, || format!("{:?}", &marks[..MARKS]))?;
-    }
-    Ok(())
-}
-
 /// Checks that a bias reaches back over `tokens` tokens.
 pub(super) fn check_reach(toeplitz: &Toeplitz, argument: &'static str, tokens: usize) -> Result<(), Error> {
     let near = toeplitz.bias.near();
@@ -97,47 +52,88 @@ pub(super) fn check_reach(toeplitz: &Toeplitz, argument: &'static str, tokens: u
     expect(toeplitz.bias.far().is_some() || tokens <= near, OPERATION, argument, expected, || format!("{tokens}"))
 }
 
-/// The state after two ranges of tokens: those of `later` enter that of `earlier`.
-pub(super) fn combine<T: Real>(toeplitz: &Toeplitz, earlier: &State<T>, later: &State<T>) -> Result<State<T>, Error> {
-    let shape = earlier.shape();
-    let near = toeplitz.bias.near();
-    let holds = shape.mechanism == OPERATION && shape.parts[MARKS_PART] >= MARKS;
-    expect(holds, OPERATION, "earlier state", || format!("a state of {OPERATION}"), || format!("{shape:?}"))?;
-    later.check(OPERATION, "later state", shape)?;
-    check_marks(toeplitz, earlier, "earlier state")?;
-    check_marks(toeplitz, later, "later state")?;
-    for index in 0..shape.batch * shape.kv_heads {
-        let [earlier, later] = [earlier, later].map(|state| Head::from(state.head(0, index)).mark(TOKENS));
-        check_reach(toeplitz, "later state", earlier + later)?;
+impl Stateful for Toeplitz {
+    fn state_shape<T: Real>(&self, dims: &Dims) -> Result<StateShape, Error> {
+        self.bias.check()?;
+        let near = self.bias.near();
+        check_count::<T>(OPERATION, "tokens that the bias tells apart", near)?;
+        let far = usize::from(self.bias.far().is_some());
+        let features = self.feature_map.features(dims.head_dim);
+        let options = fingerprint(self.feature_map.state_id().into_iter().chain(self.bias.state_id()));
+        let parts = [
+            far * features * dims.value_dim,
+            far * features,
+            MARKS,
+            near.saturating_mul(features),
+            if self.feature_map.is_exponential() { near } else { 0 },
+            near.saturating_mul(dims.value_dim + 1),
+        ];
+        Ok(StateShape::new(OPERATION, options, dims, parts).in_lines(MARKS_PART))
     }
-    let mut combined = earlier.try_clone()?;
-    for (index, head) in combined.heads_mut().map(Head::from).enumerate() {
-        let later = Head::from(later.head(0, index));
-        let (slot, tokens) = (later.mark(SLOT), later.mark(TOKENS));
-        let mut writer = Writer::new(near, head);
-        if later.marks[EXPONENT] > T::NEG_INFINITY {
-            // The later tokens fill the ring.
-            while writer.head.mark(TOKENS) > 0 {
-                writer.retire();
-            }
-            let factor = writer.raise_far(later.marks[EXPONENT]);
-            add_scaled(writer.head.keys, factor, later.keys);
-            add_scaled(writer.head.sum, factor, later.sum);
+
+    fn empty_state<T: Real>(&self, dims: &Dims) -> Result<State<T>, Error> {
+        dims.check(OPERATION)?;
+        self.check_feature_map(dims)?;
+        let mut state = State::zeros(self.state_shape::<T>(dims)?)?;
+        for head in state.heads_mut().map(Head::from) {
+            head.marks[EXPONENT] = T::NEG_INFINITY;
         }
-        if near > 0 {
-            // A token stands at its number modulo `near`, and `slot` is what is known of the later ones' number.
-            let first = (writer.head.mark(SLOT) + slot + near - tokens) % near;
-            writer.head.marks[SLOT] = T::from_f64(first as f64);
-            let (features, width) = (later.ring_keys.len() / near, later.ring_values.len() / near);
-            for back in (1..=tokens).rev() {
-                let from = (slot + near - back) % near;
-                let exponent = later.ring_exponents.get(from).copied().unwrap_or(T::ZERO);
-                let (v, present) = later.ring_values[from * width..][..width].split_at(width - 1);
-                writer.push(&later.ring_keys[from * features..][..features], exponent, v, present[0]);
-            }
-        }
+        Ok(state)
     }
-    Ok(combined)
+
+    fn check_marks<T: Real>(&self, state: &State<T>, argument: &'static str) -> Result<(), Error> {
+        let near = self.bias.near();
+        for marks in state.each(MARKS_PART) {
+            let counts = is_count(marks[SLOT], near.max(1)) && is_count(marks[TOKENS], near + 1);
+            let holds = counts && marks[EXPONENT].to_f64() < f64::INFINITY;
+            let expected = || format!("whole numbers of at most {near} tokens as marks");
+            expect(holds, OPERATION, argument, expected, || format!("{:?}", &marks[..MARKS]))?;
+        }
+        Ok(())
+    }
+
+    /// The state after two ranges of tokens: those of `later` enter that of `earlier`.
+    fn combine<T: Real>(&self, earlier: &State<T>, later: &State<T>, _: &[&[T]]) -> Result<State<T>, Error> {
+        let shape = earlier.shape();
+        let near = self.bias.near();
+        let holds = shape.mechanism == OPERATION && shape.parts[MARKS_PART] >= MARKS;
+        expect(holds, OPERATION, "earlier state", || format!("a state of {OPERATION}"), || format!("{shape:?}"))?;
+        later.check(OPERATION, "later state", shape)?;
+        self.check_marks(earlier, "earlier state")?;
+        self.check_marks(later, "later state")?;
+        for index in 0..shape.batch * shape.kv_heads {
+            let [earlier, later] = [earlier, later].map(|state| Head::from(state.head(0, index)).mark(TOKENS));
+            check_reach(self, "later state", earlier + later)?;
+        }
+        let mut combined = earlier.try_clone()?;
+        for (index, head) in combined.heads_mut().map(Head::from).enumerate() {
+            let later = Head::from(later.head(0, index));
+            let (slot, tokens) = (later.mark(SLOT), later.mark(TOKENS));
+            let mut writer = Writer::new(near, head);
+            if later.marks[EXPONENT] > T::NEG_INFINITY {
+                // The later tokens fill the ring.
+                while writer.head.mark(TOKENS) > 0 {
+                    writer.retire();
+                }
+                let factor = writer.raise_far(later.marks[EXPONENT]);
+                add_scaled(writer.head.keys, factor, later.keys);
+                add_scaled(writer.head.sum, factor, later.sum);
+            }
+            if near > 0 {
+                // A token stands at its number modulo `near`, and `slot` is what is known of the later ones' number.
+                let first = (writer.head.mark(SLOT) + slot + near - tokens) % near;
+                writer.head.marks[SLOT] = T::from_f64(first as f64);
+                let (features, width) = (later.ring_keys.len() / near, later.ring_values.len() / near);
+                for back in (1..=tokens).rev() {
+                    let from = (slot + near - back) % near;
+                    let exponent = later.ring_exponents.get(from).copied().unwrap_or(T::ZERO);
+                    let (v, present) = later.ring_values[from * width..][..width].split_at(width - 1);
+                    writer.push(&later.ring_keys[from * features..][..features], exponent, v, present[0]);
+                }
+            }
+        }
+        Ok(combined)
+    }
 }
 
 pub(super) struct Writer<'a, T: 'static> {
@@ -209,14 +205,19 @@ impl<'a, T: Real> Writer<'a, T> {
 
     /// Brings the far sums to `exponent` if that is above theirs; returns the factor of what is relative to it.
     fn raise_far(&mut self, exponent: T) -> T {
-        let old = self.head.marks[EXPONENT];
-        if exponent > old {
-            if old > T::NEG_INFINITY {
-                scale_by(self.head.sum, (old - exponent).exp());
-                scale_by(self.head.keys, (old - exponent).exp());
-            }
-            self.head.marks[EXPONENT] = exponent;
+        let Head { sum, keys, marks, .. } = &mut self.head;
+        let own = &mut marks[EXPONENT];
+        raise(own, [&mut **sum, &mut **keys], exponent);
+        if exponent < *own { (exponent - *own).exp() } else { T::ONE }
+    }
+}
+
+/// Brings sums that are relative to an exponent to another one, if that is above their own; −∞ is that of nothing.
+pub(super) fn raise<T: Real>(own: &mut T, sums: [&mut [T]; 2], to: T) {
+    if *own < to {
+        if *own > T::NEG_INFINITY {
+            sums.into_iter().for_each(|sum| scale_by(sum, (*own - to).exp()));
         }
-        if exponent < old { (exponent - old).exp() } else { T::ONE }
+        *own = to;
     }
 }

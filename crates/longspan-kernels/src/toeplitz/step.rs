@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::state::{self, EXPONENT, Head, SLOT, TOKENS, Writer};
 use super::{Bias, OPERATION, Toeplitz};
-use crate::call::{Arena, Dims, State, StepMemory, Token, check_token, step_rows, token_dims};
+use crate::call::{Arena, Dims, State, Step, StepMemory, Token, check_token, step_rows, token_dims};
 use crate::error::{Error, expect};
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{FeatureDots, Shift, load_exponentials, load_features};
@@ -15,55 +15,51 @@ use crate::simd::token::{AddWeighedValues, ReadToken};
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
-/// Takes one token into `state` and writes its output.
-pub(super) fn step<T: Real>(
-    toeplitz: &Toeplitz,
-    token: &Token<'_, T>,
-    state: &mut State<T>,
-    out: &mut [T],
-) -> Result<(), Error> {
-    toeplitz.bias.check()?;
-    let dims = token_dims(toeplitz, token, token.k, state)?;
-    toeplitz.check_feature_map(&dims)?;
-    let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
-    check_token(toeplitz, &dims, token, state, out)?;
-    let bias = token.parameters[0];
-    let mut most = 0;
-    for index in 0..batch * kv_heads {
-        let tokens = Head::from(state.head(0, index)).mark(TOKENS) + 1;
-        state::check_reach(toeplitz, "state", tokens)?;
-        most = most.max(tokens);
-    }
-    let entries = toeplitz.bias.entries();
-    // A table may be far longer than what a token reads of it.
-    let read = toeplitz.bias.entries_before(most);
-    for table in bias.chunks_exact(entries).map(|table| &table[read.clone()]) {
-        if !all_finite(Rows { data: table, stride: table.len() }, 1, table.len()) {
-            let wrong = table.iter().find(|b| !b.is_finite());
-            expect(wrong.is_none(), OPERATION, "bias", || "finite numbers".into(), || format!("{wrong:?}"))?;
+impl Step for Toeplitz {
+    fn step<T: Real>(&self, token: &Token<'_, T>, state: &mut State<T>, out: &mut [T]) -> Result<(), Error> {
+        self.bias.check()?;
+        let dims = token_dims(self, token, token.k, state)?;
+        self.check_feature_map(&dims)?;
+        let Dims { batch, kv_heads, head_dim, value_dim, .. } = dims;
+        check_token(self, &dims, token, state, out)?;
+        let bias = token.parameters[0];
+        let mut most = 0;
+        for index in 0..batch * kv_heads {
+            let tokens = Head::from(state.head(0, index)).mark(TOKENS) + 1;
+            state::check_reach(self, "state", tokens)?;
+            most = most.max(tokens);
         }
-    }
+        let entries = self.bias.entries();
+        // A table may be far longer than what a token reads of it.
+        let read = self.bias.entries_before(most);
+        for table in bias.chunks_exact(entries).map(|table| &table[read.clone()]) {
+            if !all_finite(Rows { data: table, stride: table.len() }, 1, table.len()) {
+                let wrong = table.iter().find(|b| !b.is_finite());
+                expect(wrong.is_none(), OPERATION, "bias", || "finite numbers".into(), || format!("{wrong:?}"))?;
+            }
+        }
 
-    let group = dims.group();
-    let numbers = state.numbers().len();
-    // Not prepared: that takes longer than one row of each side does.
-    let own = token.parameters.get(1..).unwrap_or_default();
-    let row_map = RowMap::new(toeplitz.feature_map, &dims, own);
-    let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T])), memory: &mut StepMemory<T>| {
-        let token = HeadToken {
-            toeplitz,
-            row_map: row_map.as_ref(),
-            kv_head: index % kv_heads,
-            q: &token.q[index * group * head_dim..][..group * head_dim],
-            k: &token.k[index * head_dim..][..head_dim],
-            v: &token.v[index * value_dim..][..value_dim],
-            bias: &bias[index % kv_heads * group * entries..][..group * entries],
+        let group = dims.group();
+        let numbers = state.numbers().len();
+        // Not prepared: that takes longer than one row of each side does.
+        let own = token.parameters.get(1..).unwrap_or_default();
+        let row_map = RowMap::new(self.feature_map, &dims, own);
+        let run = |(index, (head, out)): (usize, (Head<&mut [T]>, &mut [T])), memory: &mut StepMemory<T>| {
+            let token = HeadToken {
+                toeplitz: self,
+                row_map: row_map.as_ref(),
+                kv_head: index % kv_heads,
+                q: &token.q[index * group * head_dim..][..group * head_dim],
+                k: &token.k[index * head_dim..][..head_dim],
+                v: &token.v[index * value_dim..][..value_dim],
+                bias: &bias[index % kv_heads * group * entries..][..group * entries],
+            };
+            token.step(head, out, memory);
         };
-        token.step(head, out, memory);
-    };
-    let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
-    threads::share_many_with(numbers, heads, StepMemory::new, run);
-    Ok(())
+        let heads = state.heads_mut().map(Head::from).zip(step_rows(out, group * value_dim)).enumerate();
+        threads::share_many_with(numbers, heads, StepMemory::new, run);
+        Ok(())
+    }
 }
 
 /// The token of one key/value head and the query heads that read it.

@@ -5,15 +5,15 @@ use std::ops::Range;
 use super::Bias;
 use super::exponents::{Piece, Shared};
 use super::problem::{Problem, TILE, Unit};
-use super::weigh::{Factors, weigh};
+use super::weigh::{Factors, WeighByDistance};
 use crate::call::Arena;
 use crate::feature_map::FeatureMap;
 use crate::feature_map::elementwise::{Shift, load_exponentials, load_features};
 use crate::feature_map::mapping::MapBuffers;
-use crate::simd::Real;
 use crate::simd::block::{scale_by, transpose};
 use crate::simd::product::{Band, Product};
 use crate::simd::rows::{Rows, padded};
+use crate::simd::{Real, dispatch};
 use crate::threads;
 
 pub(super) struct KeyBlock<'s, T> {
@@ -121,7 +121,8 @@ pub(super) struct Seen {
 impl Seen {
     /// Multiplies a tile by its factors, makes what is not seen 0, and adds each row's sum to `sums`.
     pub fn weigh<T: Real>(self, tile: &mut [T], factors: Factors<'_, T>, sums: &mut [T]) {
-        weigh((tile, TILE), self.keys, factors, self.band, &mut sums[..self.rows]);
+        let (columns, band, sums) = (self.keys, self.band, &mut sums[..self.rows]);
+        dispatch(WeighByDistance { tile, row_length: TILE, columns, factors, band, sums });
     }
 
     /// Adds to what belongs to rows the features or values of keys, weighed by a tile.

@@ -1,8 +1,8 @@
 //! Weights that depend on the distance, over a tile of scores.
 
 use crate::simd::block::AddScaled;
+use crate::simd::operation;
 use crate::simd::product::{Band, mask_and_sum_row};
-use crate::simd::{Real, dispatch, operation};
 
 // `sum += factor · x yᵀ`; `sum` is `x.len() × y.len()`, row-major.
 operation!(AddOuter, |sum: &'a mut [T], factor: T, x: &'a [T], y: &'a [T]| {
@@ -49,14 +49,3 @@ operation!(WeighByDistance, |tile: &'a mut [T],
         *total += unsafe { mask_and_sum_row::<V>(line, (from, to)) };
     }
 });
-
-/// Weighs a tile of rows `row_length` apart, as [`WeighByDistance`].
-pub(super) fn weigh<T: Real>(
-    (tile, row_length): (&mut [T], usize),
-    columns: usize,
-    factors: Factors<'_, T>,
-    band: Band,
-    sums: &mut [T],
-) {
-    dispatch(WeighByDistance { tile, row_length, columns, factors, band, sums })
-}

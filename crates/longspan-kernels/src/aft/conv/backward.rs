@@ -6,7 +6,6 @@ use super::field::{Work, clear, header, join};
 use super::geometry::{Edges, Geometry};
 use super::sources::{KeySource, RowSource, kernel};
 use super::walk::{add_tap_gradients, walk};
-use super::window::ExpAll;
 use crate::aft::chunks::{CHUNK, Chunks, Window, Workers};
 use crate::aft::gradients::{BLOCK_NUMBERS, Backward, GROUPS};
 use crate::aft::kernel as reparametrized;
@@ -14,8 +13,8 @@ use crate::aft::options::Variant;
 use crate::aft::outputs::{PullBackRows, PullBackSums, TokenGradients};
 use crate::aft::problem::{Bias, Block, Problem};
 use crate::call::{Arena, Scratch, SharedRows};
-use crate::simd::block::{floor, scale_by};
-use crate::simd::rows::{Ahead, Columns, Rows};
+use crate::simd::block::{Exp, floor, scale_by};
+use crate::simd::rows::{Columns, Rows};
 use crate::simd::{Real, dispatch};
 use crate::threads::{self, parallel};
 
@@ -126,7 +125,7 @@ fn block<T: Real>(
     memory: &mut [T],
     workers: &mut Workers<'_, T>,
 ) {
-    let (problem, links) = (call.problem, &call.links);
+    let problem = call.problem;
     let (dims, width) = (&problem.dims, problem.width);
     let Sides { block, keys, starts, .. } = sides;
     let (sequences, kv_heads) = (block.sequences(problem), block.heads.len());
@@ -146,7 +145,7 @@ fn block<T: Real>(
     let edges = Edges::new(&turned, of_keys, source, |_, _, _| (), key_edges, workers);
 
     // The initial state's mean is a key without a value that every row sees.
-    let far = if links.lends() { sequences.len() * kv_heads } else { 0 };
+    let far = if problem.lend { sequences.len() * kv_heads } else { 0 };
     let len = header::<T>() + width;
     workers.run(far, |task, work| {
         let (index, own_head) = (task / kv_heads, task % kv_heads);
@@ -160,7 +159,7 @@ fn block<T: Real>(
             turned.field(keys[index], 0, &[]).sum(&source(index, local), range, &mut work, own);
             join(all, own);
         }
-        if let Some(last) = links.last_item(sequence, kv_head) {
+        if let Some(last) = call.last_item(sequence, kv_head) {
             // A mean with an exponent for each channel, all the same.
             own[..header::<T>()].fill(T::ZERO);
             (own[0], own[2]) = (last[0].max(floor()), last[3 * width]);
@@ -168,7 +167,7 @@ fn block<T: Real>(
             join(all, own);
         }
         // SAFETY: every head of every sequence has one task.
-        let far = unsafe { links.far_gradient(sequence, kv_head, 0..dims.head_dim) };
+        let far = unsafe { call.far_gradient(sequence, kv_head, 0..dims.head_dim) };
         let Some((head, numerator, denominator)) = far else { return };
         let factor = ((head.exponent[0] + all[0]) + all[1]).exp();
         for (to, &d) in numerator.iter_mut().zip(&all[header::<T>()..]) {
@@ -188,13 +187,7 @@ fn block<T: Real>(
         let (from, to) = window.chunk(chunk);
         let place = |n: usize| (geometry.start(line) + from + n) as isize - lent;
         // Keys that have no more than the gradients of this call's rows.
-        let tokens = if links.any() { None } else { items.tokens(place(0), to - from) };
-        let next = sequence.key_start + geometry.start(line) + to;
-        let end = window.outputs.min(to + CHUNK) - to;
-        let ahead = [
-            items.ahead(place(to - from), place(to - from + end)),
-            call.dv.ahead(sequence.batch, kv_head, next, end, dims.head_dim),
-        ];
+        let tokens = if call.last.is_some() || problem.lend { None } else { items.tokens(place(0), to - from) };
         for local in dims.heads_of(own_head) {
             let head = block.heads.start * dims.group() + local;
             let first = local == dims.heads_of(own_head).start;
@@ -202,7 +195,7 @@ fn block<T: Real>(
             let field = turned.field(*window, line % geometry.lines, kernel);
             let mut work = Work::new(&mut *work, geometry.most(), width);
             let edges = edges.of(window, line, local, chunk);
-            let one = walk(&source(index, local), &field, chunk, edges, &mut work, &ahead);
+            let one = walk(&source(index, local), &field, chunk, edges, &mut work);
             let mut largest = T::ZERO;
             for (n, factor) in factors.iter_mut().enumerate().take(to - from) {
                 let k = items.token(place(n)).map_or(T::NEG_INFINITY, |(key, _)| key[0]);
@@ -211,7 +204,7 @@ fn block<T: Real>(
             }
             // Relative to one exponent for many rows, that of a row may be above its key's.
             factors.iter_mut().for_each(|factor| *factor -= largest);
-            dispatch(ExpAll { block: factors });
+            dispatch(Exp { to: factors });
             if largest > T::ZERO {
                 scale_by(factors, largest.exp());
             }
@@ -242,7 +235,7 @@ fn block<T: Real>(
                     if work.x[n] - floor() > T::ZERO {
                         add(&work.sums[n * width..][..width], factor, &work.d[n]);
                     }
-                    if let Some(last) = links.leaving(sequence, kv_head, key).filter(|_| first) {
+                    if let Some(last) = call.leaving(sequence, kv_head, key).filter(|_| first) {
                         add(&last[2 * width..3 * width], &(own_key[0] + last[0]).exp(), &last[3 * width]);
                     }
                 };
@@ -299,7 +292,7 @@ fn query_side<T: Real>(
             let (window, items) = (&queries[line], source(index, own_head));
             let field = geometry.field(*window, y, kernel);
             let mut work = Work::new(&mut *work, geometry.most(), width);
-            let one = walk(&items, &field, chunk, edges.of(window, line, own_head, chunk), &mut work, &[]);
+            let one = walk(&items, &field, chunk, edges.of(window, line, own_head, chunk), &mut work);
             let (from, to) = window.chunk(chunk);
             let start = geometry.start(line);
             let (count, at) = (to - from, starts[index] + local * sequence.queries + start + from);
@@ -325,21 +318,8 @@ fn query_side<T: Real>(
             d.copy_from_slice(&c[..count]);
             let d_taps = &mut d_taps[(kernel.len() - field.kernel.len()).min(taps)..];
             if one {
-                // What the next chunk of the line reads and writes.
-                let next = window.outputs.min(to + CHUNK) - to;
-                let ahead_of = |rows: Rows<'_, T>| {
-                    Ahead::new(rows, count as isize, (count + next) as isize, count + next, dims.head_dim)
-                };
-                let q = problem.call.q.rows(sequence.batch, head).skip(token);
-                let ahead = [
-                    ahead_of(q),
-                    ahead_of(output_rows.d_out),
-                    ahead_of(output_rows.out),
-                    call.dq.ahead(sequence.batch, head, token + count, next, dims.head_dim),
-                    items.ahead(&field, chunk + 1),
-                ];
                 let base = from as isize + window.shift - window.back;
-                band::add_tap_gradients(&items, &field, base, own, c, width, &mut work, d_taps, &ahead);
+                band::add_tap_gradients(&items, &field, base, own, c, width, &mut work, d_taps);
                 continue;
             }
             let (row_items, rest) = work.sums[..CHUNK * width].split_at_mut(count * width);

@@ -2,17 +2,16 @@
 //! that a chunk takes one exponential for each item and tap, sums outside of windows are plain, and no maximum runs along.
 //! [`common_max`] says where that keeps every sum; other chunks are walked with an exponent for each output.
 
-use super::convolution::{AddTapGradients, BandWeights, Convolution, Convolve, ScaleRows, TapGradients};
-use super::field::{Field, REACH, Source, Work, header, split};
-use super::window::{ExpAll, FindReachMax, ReachMax, ReachWeights};
+use super::convolution::{AddTapGradients, BandWeights, Convolution, Convolve, TapGradients};
+use super::field::{Field, REACH, Source, Work, header, present, split};
+use super::window::{FindReachMax, ReachMax, ReachWeights};
 use crate::aft::chunks::CHUNK;
 use crate::aft::tokens::DEEPEST;
-use crate::simd::block::scale_by;
-use crate::simd::rows::Ahead;
+use crate::simd::block::{Exp, scale_by};
 use crate::simd::{Real, dispatch};
 
 /// What comes before the windows of a chunk and what after, if they count.
-pub(super) type Sides<'a, T> = [Option<&'a [T]>; 2];
+type Sides<'a, T> = [Option<&'a [T]>; 2];
 
 /// The least and the largest of the taps and of what stands outside of windows, 0.
 fn range<T: Real>(kernel: &[T]) -> (T, T) {
@@ -23,7 +22,7 @@ fn range<T: Real>(kernel: &[T]) -> (T, T) {
 
 /// The exponent that all items of a chunk of one line and one piece may be relative to: no output's largest exponent may be more
 /// than [`DEEPEST`] below it, taps included. All of the items `low..high` must be there.
-pub(super) fn common_max<T: Real>(
+fn common_max<T: Real>(
     kernel: &[T],
     count: usize,
     (low, high): (usize, usize),
@@ -66,38 +65,29 @@ pub(super) fn common_max<T: Real>(
     fits(depth).then_some(max)
 }
 
-/// A chunk as [`walk`] takes it.
-pub(super) struct Chunk<'a, T> {
-    pub max: ReachMax<T>,
-    pub kernel: &'a [T],
-    pub count: usize,
-    pub sides: Sides<'a, T>,
-    /// How many items behind the first output's window enter what comes after one by one.
-    pub end: usize,
-}
-
-/// Forms exponents and weights of the outputs, which all have one exponent, and the sums of the rows of a span of items.
+/// Forms exponents and weights of `count` outputs, and the sums of the rows of a span of items, if all can have one exponent; returns
+/// whether they do. So many items behind the first output's window, up to `end`, enter what comes after one by one.
 pub(super) fn walk<T: Real>(
     source: &impl Source<T>,
     field: &Field<'_, T>,
     span: (isize, usize),
     width: usize,
-    chunk: &Chunk<'_, T>,
+    (count, end, sides): (usize, usize, Sides<'_, T>),
     work: &mut Work<'_, T>,
-    ahead: &[Ahead<T>],
-) {
-    let Chunk { max, kernel, count, sides, end } = chunk;
+) -> bool {
+    let kernel = &field.kernel[..field.taps];
+    let Some(max) = common_max(kernel, count, present(&field.window, span), sides, work.items) else { return false };
     let Work { items, rows: memory, weights, running, x, b, d, sums, turned, .. } = work;
     let [early, late] = running;
     let (taps, behind) = (kernel.len(), kernel.len() - 1);
     let (_, most) = range(kernel);
     let factors = &mut late.share[..taps.next_multiple_of(header::<T>())];
     factors[taps..].fill(T::ZERO);
-    factors.iter_mut().zip(*kernel).for_each(|(to, &tap)| *to = tap - most);
-    dispatch(ExpAll { block: factors });
+    factors.iter_mut().zip(kernel).for_each(|(to, &tap)| *to = tap - most);
+    dispatch(Exp { to: factors });
     let outside = (-most).exp();
     let (item_weights, products) = (&mut *early.keep, &mut *early.enter);
-    dispatch(ReachWeights { line: split(items), max, weights: item_weights, products });
+    dispatch(ReachWeights { line: split(items), max: &max, weights: item_weights, products });
     let share = |side: &[T]| outside * ((side[0] - max.x) + (side[1] - max.b)).exp();
 
     x.fill(max.x);
@@ -115,7 +105,7 @@ pub(super) fn walk<T: Real>(
         for &product in &products[behind + count..behind + end] {
             sum += outside * product;
         }
-        for (d, &product) in d.iter_mut().zip(&products[behind..]).take(*count).rev() {
+        for (d, &product) in d.iter_mut().zip(&products[behind..]).take(count).rev() {
             *d += sum;
             sum += outside * product;
         }
@@ -123,9 +113,9 @@ pub(super) fn walk<T: Real>(
     dispatch(BandWeights { kernel: &factors[..taps], items: item_weights, products, weights, sums: d });
 
     if width == 0 {
-        return;
+        return true;
     }
-    let rows = field.rows(source, field.first_line, span, width, *count == CHUNK, memory);
+    let rows = field.rows(source, field.first_line, span, width, count == CHUNK, memory);
     let outside_weights = &mut *early.x;
     for (to, &weight) in outside_weights.iter_mut().zip(&*item_weights) {
         *to = outside * weight;
@@ -139,17 +129,17 @@ pub(super) fn walk<T: Real>(
     }
     let convolution = Convolution {
         weights,
-        lanes: CHUNK,
         taps,
         items: outside_weights,
         rows,
         row_length: width,
-        outputs: *count,
-        before: sides[0].is_some(),
-        after: sides[1].map(|_| *end),
+        outputs: count,
+        after: sides[1].map(|_| end),
         add: false,
     };
-    dispatch(Convolve { c: &convolution, before: &mut early.sum[..width], after, to: sums, ahead });
+    let before = if sides[0].is_some() { &mut early.sum[..width] } else { &mut [] };
+    dispatch(Convolve { c: &convolution, before, after, to: sums });
+    true
 }
 
 /// Adds the gradients of the taps, `Σ_n p_n·(row_n·item_{n+p} − c_n)`, for the chunk that [`walk`] has just gone through without rows;
@@ -164,16 +154,13 @@ pub(super) fn add_tap_gradients<T: Real>(
     width: usize,
     work: &mut Work<'_, T>,
     d_taps: &mut [T],
-    ahead: &[Ahead<T>],
 ) {
     let count = outputs.len() / width.max(1);
     let reach = count + field.taps - 1;
     let Work { rows: memory, running: [early, late], turned, .. } = work;
     let items = &*early.keep;
     let rows = field.rows(source, field.first_line, (base, reach), width, count == CHUNK, memory);
-    let scaled = &mut *turned[0];
-    dispatch(ScaleRows { weights: &items[..reach], rows, width, to: scaled });
     let kernel = &late.share[..field.taps];
-    let gradients = TapGradients { outputs, c, count, items, rows: scaled, width, kernel };
-    dispatch(AddTapGradients { g: &gradients, to: d_taps, ahead });
+    let gradients = TapGradients { outputs, c, count, items, rows, width, kernel };
+    dispatch(AddTapGradients { g: &gradients, scaled: turned[0], to: d_taps });
 }

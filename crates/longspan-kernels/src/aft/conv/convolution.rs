@@ -1,7 +1,7 @@
 //! Sums over windows whose weights are all relative to one exponent: the weight of a pair is that of its item times that of its tap.
 
+use crate::aft::chunks::CHUNK;
 use crate::simd::product::{BLOCK_ROWS, by_whole_registers};
-use crate::simd::rows::{Ahead, Fetching};
 use crate::simd::{Real, Vector, operation};
 
 // Writes a line of weights `kernel[p]·items[n + p]` for each tap, and adds up `Σ_p kernel[p]·products[n + p]`.
@@ -34,9 +34,8 @@ const MARGIN: usize = BLOCK_ROWS - 1;
 /// The sums of rows of a chunk whose weights are all relative to one exponent: windows, what comes before them and what after.
 #[derive(Clone, Copy)]
 pub(super) struct Convolution<'a, T> {
-    /// A line of `lanes` outputs for each tap.
+    /// A line of [`CHUNK`] outputs for each tap.
     pub weights: &'a [T],
-    pub lanes: usize,
     pub taps: usize,
     /// What items weigh outside of windows.
     pub items: &'a [T],
@@ -44,8 +43,6 @@ pub(super) struct Convolution<'a, T> {
     pub rows: &'a [T],
     pub row_length: usize,
     pub outputs: usize,
-    /// Whether what comes before windows counts.
-    pub before: bool,
     /// How many items behind the first output's window enter what comes after, if that counts.
     pub after: Option<usize>,
     /// Whether this is added to what stands there; windows alone are.
@@ -54,22 +51,17 @@ pub(super) struct Convolution<'a, T> {
 
 // Writes `to_n = before_n + Σ_p weights_p(n)·row_{n+p} + after_n`. `before` is what comes before the first output's window, and
 // then the last one's; `after` what comes after all items, and has room for a row for each block of outputs behind it.
-operation!(Convolve, |c: &'a Convolution<'a, T>,
-                      before: &'a mut [T],
-                      after: &'a mut [T],
-                      to: &'a mut [T],
-                      ahead: &'a [Ahead<T>]| {
+operation!(Convolve, |c: &'a Convolution<'a, T>, before: &'a mut [T], after: &'a mut [T], to: &'a mut [T]| {
     let (width, blocks) = (c.row_length, c.outputs.div_ceil(BLOCK_ROWS));
     let (whole, behind) = (blocks * BLOCK_ROWS, c.taps - 1);
-    assert!(width.is_multiple_of(V::LANES) && c.taps > 0 && whole <= c.lanes && to.len() >= whole * width);
-    assert!(c.weights.len() >= c.taps * c.lanes && (!c.before || before.len() >= width));
-    assert!(!c.add || (!c.before && c.after.is_none()));
+    assert!(width.is_multiple_of(V::LANES) && c.taps > 0 && whole <= CHUNK && to.len() >= whole * width);
+    assert!(c.weights.len() >= c.taps * CHUNK && (before.is_empty() || before.len() >= width));
+    let alone = before.is_empty() && c.after.is_none();
+    assert!(!c.add || alone);
     // As many items are read.
     let items = behind + c.after.unwrap_or(whole).max(whole);
-    assert!(c.rows.len() >= items * width && ((!c.before && c.after.is_none()) || c.items.len() >= items));
+    assert!(c.rows.len() >= items * width && (alone || c.items.len() >= items));
     assert!(c.after.is_none() || after.len() >= (blocks + 1) * width);
-    let strides = (c.taps.saturating_sub(MARGIN)).div_ceil(STRIDE);
-    let mut fetching = Fetching::new(ahead, blocks * strides);
     // SAFETY: rows are whole registers, and rows and lines are as many as the assertions say.
     unsafe {
         by_whole_registers!(0, width, V::BLOCK_COLUMNS, N, |column| {
@@ -77,14 +69,11 @@ operation!(Convolve, |c: &'a Convolution<'a, T>,
                 after_blocks::<V, N>(c, end, column, after);
             }
             for block in 0..blocks {
-                convolution_tile::<V, N>(c, block, column, before, after, to, &mut fetching);
+                convolution_tile::<V, N>(c, block, column, before, after, to);
             }
         })
     }
 });
-
-/// Rows that are multiplied between two times that memory is asked for a few lines: more at a time would wait for it.
-const STRIDE: usize = 8;
 
 /// What comes after the last output of each block, behind the sum of what comes after all.
 #[allow(clippy::needless_range_loop)]
@@ -119,7 +108,7 @@ unsafe fn after_blocks<V: Vector, const N: usize>(
 
 /// `BLOCK_ROWS` outputs and `N` registers. No output meets a row that its window does not hold: what stands there may be no
 /// number.
-#[allow(clippy::needless_range_loop, clippy::too_many_arguments)]
+#[allow(clippy::needless_range_loop)]
 #[inline(always)]
 unsafe fn convolution_tile<V: Vector, const N: usize>(
     c: &Convolution<'_, V::Element>,
@@ -128,7 +117,6 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
     before: &mut [V::Element],
     after: &[V::Element],
     to: &mut [V::Element],
-    fetching: &mut Fetching<'_, V::Element>,
 ) {
     let (output, length) = (block * BLOCK_ROWS, c.row_length);
     // SAFETY: the caller checked that all these rows and lines are there.
@@ -146,7 +134,7 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
                 }
             }
         }
-        if c.before {
+        if !before.is_empty() {
             let place = before.as_mut_ptr().add(column);
             let mut sum: [V; N] = std::array::from_fn(|n| V::load(place.add(n * V::LANES)));
             for r in 0..BLOCK_ROWS {
@@ -179,7 +167,7 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
                 let (j, row) = ($j, row(output + $j));
                 for $r in 0..BLOCK_ROWS {
                     if $meets {
-                        let weight = V::splat(*weights.add((j - $r) * c.lanes + $r));
+                        let weight = V::splat(*weights.add((j - $r) * CHUNK + $r));
                         for n in 0..N {
                             sums[$r][n] = weight.mul_add(row[n], sums[$r][n]);
                         }
@@ -195,11 +183,8 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
         }
         const { assert!(MARGIN == 3, "the lists below") };
         first!(0 1 2);
-        for stride in 0..c.taps.saturating_sub(MARGIN).div_ceil(STRIDE) {
-            fetching.next::<V>();
-            for j in MARGIN + stride * STRIDE..(MARGIN + (stride + 1) * STRIDE).min(c.taps) {
-                meet!(j, |_r| true);
-            }
+        for j in MARGIN..c.taps {
+            meet!(j, |_r| true);
         }
         last!(0 1 2);
         for r in 0..BLOCK_ROWS {
@@ -210,17 +195,6 @@ unsafe fn convolution_tile<V: Vector, const N: usize>(
     }
 }
 
-// `to_j = weights[j]·row_j`.
-operation!(ScaleRows, |weights: &'a [T], rows: &'a [T], width: usize, to: &'a mut [T]| {
-    assert!(width.is_multiple_of(V::LANES) && rows.len().min(to.len()) >= weights.len() * width);
-    for (j, &weight) in weights.iter().enumerate() {
-        for at in (j * width..(j + 1) * width).step_by(V::LANES) {
-            // SAFETY: both blocks have a register there by the assertion above.
-            unsafe { V::splat(weight).mul(V::load(rows.as_ptr().add(at))).store(to.as_mut_ptr().add(at)) };
-        }
-    }
-});
-
 /// Gradients of the taps of a chunk whose weights are all relative to one exponent.
 #[derive(Clone, Copy)]
 pub(super) struct TapGradients<'a, T> {
@@ -228,23 +202,29 @@ pub(super) struct TapGradients<'a, T> {
     pub outputs: &'a [T],
     pub c: &'a [T],
     pub count: usize,
-    /// Weights of items, and their rows times these.
+    /// Weights of items, and their rows.
     pub items: &'a [T],
     pub rows: &'a [T],
     pub width: usize,
     pub kernel: &'a [T],
 }
 
-// `to[p] += kernel[p]·Σ_n (output_n·row_{n+p} − items[n+p]·c_n)`.
-operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, to: &'a mut [T], ahead: &'a [Ahead<T>]| {
+// `to[p] += kernel[p]·Σ_n items[n+p]·(output_n·row_{n+p} − c_n)`; rows times their weights stand in `scaled` meanwhile.
+operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, scaled: &'a mut [T], to: &'a mut [T]| {
     /// Taps at once: each has one sum, and so many of them hide the latency of the fused products.
     const TAPS: usize = 12;
     let (taps, lanes) = (g.kernel.len(), g.c.len());
     assert!(g.width.is_multiple_of(V::LANES) && lanes.is_multiple_of(V::LANES) && to.len() >= taps);
     assert!(g.outputs.len() >= g.count * g.width && g.count <= lanes && g.items.len() + 1 >= lanes + taps);
-    assert!(g.rows.len() >= (g.count + taps).saturating_sub(1) * g.width);
+    let reach = (g.count + taps).saturating_sub(1);
+    assert!(g.rows.len().min(scaled.len()) >= reach * g.width);
+    for (j, &weight) in g.items[..reach].iter().enumerate() {
+        for at in (j * g.width..(j + 1) * g.width).step_by(V::LANES) {
+            // SAFETY: both blocks have a register there by the assertion above.
+            unsafe { V::splat(weight).mul(V::load(g.rows.as_ptr().add(at))).store(scaled.as_mut_ptr().add(at)) };
+        }
+    }
     let groups = taps.div_ceil(TAPS);
-    let mut fetching = Fetching::new(ahead, groups * g.count);
     for group in 0..groups {
         let (first, last) = (group * taps / groups, (group + 1) * taps / groups);
         let mut dots = [T::ZERO; TAPS];
@@ -253,8 +233,8 @@ operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, to: &'a mut [T], ahead:
             macro_rules! some {
                 ($($n:literal)*) => {
                     match last - first {
-                        $($n => tap_products::<V, $n>(g, first, &mut dots, &mut fetching),)*
-                        _ => tap_products::<V, TAPS>(g, first, &mut dots, &mut fetching),
+                        $($n => tap_products::<V, $n>(g, scaled, first, &mut dots),)*
+                        _ => tap_products::<V, TAPS>(g, scaled, first, &mut dots),
                     }
                 };
             }
@@ -280,17 +260,16 @@ operation!(AddTapGradients, |g: &'a TapGradients<'a, T>, to: &'a mut [T], ahead:
 #[inline(always)]
 unsafe fn tap_products<V: Vector, const P: usize>(
     g: &TapGradients<'_, V::Element>,
+    scaled: &[V::Element],
     first: usize,
     dots: &mut [V::Element],
-    fetching: &mut Fetching<'_, V::Element>,
 ) {
     // SAFETY: the caller checked that all these rows are there.
     unsafe {
         let mut sums = [V::splat(V::Element::ZERO); P];
         for n in 0..g.count {
-            fetching.next::<V>();
             let output = g.outputs.as_ptr().add(n * g.width);
-            let row = g.rows.as_ptr().add((n + first) * g.width);
+            let row = scaled.as_ptr().add((n + first) * g.width);
             for column in (0..g.width).step_by(V::LANES) {
                 let own = V::load(output.add(column));
                 for p in 0..P {

@@ -7,10 +7,10 @@
 
 use std::ops::Range;
 
-use super::window::{ExpAll, FindReachMax, Line, ReachWeights, SumRows};
+use super::window::{FindReachMax, Line, ReachWeights, SumRows};
 use crate::aft::chunks::{CHUNK, Window};
 use crate::call::Arena;
-use crate::simd::block::{add_scaled, dot, floor, scale_by};
+use crate::simd::block::{Exp, add_scaled, dot, floor, scale_by};
 use crate::simd::{Real, dispatch};
 
 /// Items that the windows of a chunk reach with [`CHUNK`] taps, and more.
@@ -284,7 +284,7 @@ fn weigh<T: Real>(items: &mut [T], (max_x, max_b): (&[T], &[T])) {
     for ((x, &mut b), (&max_x, &max_b)) in weights.iter_mut().zip(b).zip(max_x.iter().zip(max_b)) {
         *x = (*x - max_x) + (b - max_b);
     }
-    dispatch(ExpAll { block: weights });
+    dispatch(Exp { to: weights });
 }
 
 /// Empties a sum.

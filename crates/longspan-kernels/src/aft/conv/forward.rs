@@ -1,14 +1,13 @@
 //! Outputs of AFT-conv.
 
-use super::field::{Work, header};
-use super::geometry::{Before, Edges, Geometry};
+use super::field::{Work, clear, header, join};
+use super::geometry::{Edges, Geometry, block};
 use super::sources::{KeySource, kernel};
 use super::walk::walk;
-use crate::aft::chunks::{CHUNK, Chunks, Window, Workers};
+use crate::aft::chunks::{Chunks, Window, Workers};
 use crate::aft::outputs::GatedRows;
 use crate::aft::problem::{Block, Problem};
 use crate::call::{Arena, Scratch, SharedRows};
-use crate::simd::rows::Ahead;
 use crate::simd::{Real, dispatch};
 use crate::threads;
 
@@ -37,22 +36,14 @@ pub(in crate::aft) fn forward<T: Real>(
         let mut work = Work::new(work, geometry.most(), width);
         let (from, to) = window.chunk(chunk);
         let (start, rows) = (geometry.start(line), to - from);
-        let (first, end) = (sequence.query_start + start, window.outputs.min(to + CHUNK));
-        let queries = problem.call.q.rows(sequence.batch, head).skip(first);
-        let source = source(index, kv_head);
-        // What the next chunk reads and writes, if it is one of this line.
-        let ahead = [
-            Ahead::new(queries, to as isize, end as isize, window.outputs, dims.head_dim),
-            out.ahead(sequence.batch, head, first + to, end - to, dims.head_dim),
-            source.ahead(&field, chunk + 1),
-        ];
-        walk(&source, &field, chunk, edges, &mut work, &ahead);
+        let first = sequence.query_start + start + from;
+        walk(&source(index, kv_head), &field, chunk, edges, &mut work);
         let factors = &mut work.d[..rows];
         // A row that sees nothing gives 0; a weight that is NaN shows.
         factors.iter_mut().filter(|d| **d != T::ZERO).for_each(|d| *d = T::ONE / *d);
         // SAFETY: every row belongs to one chunk of one head, and the columns end here.
-        let to = unsafe { out.columns([sequence.batch, head, first + from], rows, 0..dims.head_dim) };
-        let queries = problem.aft.gate.then(|| queries.skip(from));
+        let to = unsafe { out.columns([sequence.batch, head, first], rows, 0..dims.head_dim) };
+        let queries = problem.aft.gate.then(|| problem.call.q.rows(sequence.batch, head).skip(first));
         dispatch(GatedRows { sums: &work.sums[..rows * width], factors, queries, to });
     };
 
@@ -60,10 +51,10 @@ pub(in crate::aft) fn forward<T: Real>(
     // edges have read of a head is near when its windows read it again. The numbers are the same.
     let (threads, heads) = (threads::count(), problem.sequences.len() * dims.heads);
     if dims.group() == 1 && (heads.is_multiple_of(threads) || heads >= 16 * threads) {
+        let len = header::<T>() + width;
         let of = |sequence: usize| &windows[sequence * geometry.lines..][..geometry.lines];
         let alone = |own: &[Window]| matches!(own, [window] if !window.after);
-        let sums =
-            |own| if alone(own) { Before::<T>::len(width) } else { Edges::<T>::memory(&geometry, own, 1, width) };
+        let sums = |own| if alone(own) { 2 * len } else { Edges::<T>::memory(&geometry, own, 1, width) };
         let longest = (0..problem.sequences.len()).map(|index| sums(of(index))).max().unwrap_or(0);
         let each = work_len + longest;
         Workers::in_scratch(heads, each, scratch).run(heads, |task, memory| {
@@ -71,12 +62,15 @@ pub(in crate::aft) fn forward<T: Real>(
             let (work, memory) = memory.split_at_mut(work_len);
             let (own, source) = (of(index), |_, _| source(index, head));
             if alone(own) {
-                let mut before = Before::new(width, |sum| initial(index, head, sum), memory);
+                let (sum, item) = memory.split_at_mut(len);
+                clear(sum);
+                initial(index, head, sum);
                 let field = geometry.field(own[0], 0, &[]);
                 for chunk in 0..own[0].chunks() {
                     let mut own_work = Work::new(work, geometry.most(), width);
-                    let before = before.next(&source(0, 0), &field, chunk, &mut own_work);
-                    one(index, head, chunk, [before, &[]], work);
+                    field.sum(&source(0, 0), block(&own[0], chunk), &mut own_work, &mut item[..len]);
+                    join(sum, &item[..len]);
+                    one(index, head, chunk, [&*sum, &[]], work);
                 }
                 return;
             }

@@ -87,7 +87,8 @@ pub(super) fn beyond(window: &Window) -> usize {
     ((window.back + window.ahead) as usize).div_ceil(CHUNK)
 }
 
-fn block(window: &Window, index: usize) -> (isize, isize) {
+/// The items of one: those that come before the windows of a chunk and not before those of its predecessor have the chunk's number.
+pub(super) fn block(window: &Window, index: usize) -> (isize, isize) {
     let last = window.first.max(window.end);
     let bound = |n: usize| (window.shift - window.back + (n * CHUNK) as isize).clamp(window.first, last);
     let from = if index == 0 { window.first } else { bound(index - 1) };
@@ -221,41 +222,5 @@ impl<'a, T: Real> Edges<'a, T> {
     pub fn of(&self, window: &Window, line: usize, head: usize, chunk: usize) -> [&[T]; 2] {
         let at = |edges: &'a [T], block: usize| &edges[self.chunks.index(line, head, block) * self.len..][..self.len];
         [at(self.before, chunk), at(self.after, chunk + beyond(window) + 2)]
-    }
-}
-
-/// The sum before the windows of one chunk after the other: what [`Edges`] hold, for a line that one task walks from its start and
-/// whose windows leave out nothing that comes after them.
-pub(super) struct Before<'a, T> {
-    sum: &'a mut [T],
-    item: &'a mut [T],
-}
-
-impl<'a, T: Real> Before<'a, T> {
-    pub fn len(width: usize) -> usize {
-        2 * (header::<T>() + width)
-    }
-
-    /// What `start` writes comes before the first item.
-    pub fn new(width: usize, start: impl FnOnce(&mut [T]), memory: &'a mut [T]) -> Self {
-        let (sum, item) = memory[..Self::len(width)].split_at_mut(Self::len(width) / 2);
-        clear(sum);
-        start(sum);
-        Self { sum, item }
-    }
-
-    /// That of a chunk, after that of the chunk before it.
-    pub fn next(
-        &mut self,
-        source: &impl Source<T>,
-        field: &Field<'_, T>,
-        chunk: usize,
-        work: &mut Work<'_, T>,
-    ) -> &[T] {
-        if field.window.before {
-            field.sum(source, block(&field.window, chunk), work, self.item);
-            join(self.sum, self.item);
-        }
-        self.sum
     }
 }

@@ -1,13 +1,11 @@
 //! The two things that AFT-conv sums: keys with their values, and rows of outputs as keys see them.
 
-use super::field::{Field, REACH, Source};
+use super::field::{REACH, Source};
 use super::geometry::Geometry;
-use crate::aft::chunks::CHUNK;
 use crate::aft::keys::KeyItems;
 use crate::aft::problem::{Bias, Problem};
 use crate::feature_map::elementwise::copy_rows;
 use crate::simd::Real;
-use crate::simd::rows::Ahead;
 
 pub(super) struct KeySource<'a, T> {
     pub items: KeyItems<'a, T>,
@@ -22,13 +20,6 @@ impl<'a, T: Real> KeySource<'a, T> {
 
     fn token(&self, line: usize, at: isize) -> isize {
         (line * self.places) as isize + at
-    }
-
-    /// The values that a chunk of a sequence reads and its predecessor does not.
-    pub fn ahead(&self, field: &Field<'_, T>, chunk: usize) -> Ahead<T> {
-        let window = &field.window;
-        let from = window.shift + window.ahead + (chunk * CHUNK) as isize;
-        self.items.ahead(from, from + CHUNK as isize)
     }
 }
 

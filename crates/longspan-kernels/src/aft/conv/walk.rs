@@ -3,12 +3,12 @@
 
 use super::band;
 use super::convolution::{Convolution, Convolve};
-use super::field::{Field, Piece, REACH, Running, Source, Work, header, present, split};
+use super::field::{Field, Piece, REACH, Running, Source, Work, header, split};
 use super::geometry::beyond;
-use super::window::{Entering, ExpAll, Line, RunRows, WindowDots, WindowMax, WindowWeights};
+use super::window::{Line, RunRows, WindowDots, WindowMax, WindowWeights};
 use crate::aft::chunks::CHUNK;
-use crate::simd::block::{Transpose, add_scaled, all_finite, dot, floor};
-use crate::simd::rows::{Ahead, Rows};
+use crate::simd::block::{Exp, Transpose, add_scaled, all_finite, dot, floor};
+use crate::simd::rows::Rows;
 use crate::simd::{Real, dispatch};
 
 /// Records what every output reads of a sum that starts as `edge`, and what turns it into the next one's. Output `n` is
@@ -26,8 +26,8 @@ fn run<T: Real>(items: Line<'_, T>, edge: &[T], first: usize, count: usize, back
         }
     }
     let whole = count.next_multiple_of(header::<T>());
-    dispatch(ExpAll { block: &mut to.keep[..whole] });
-    dispatch(ExpAll { block: &mut to.enter[..whole] });
+    dispatch(Exp { to: &mut to.keep[..whole] });
+    dispatch(Exp { to: &mut to.enter[..whole] });
     for n in (0..count).map(order) {
         to.d[n] = d;
         d = d * to.keep[n] + to.enter[n] * items.d[first + n];
@@ -35,14 +35,13 @@ fn run<T: Real>(items: Line<'_, T>, edge: &[T], first: usize, count: usize, back
 }
 
 /// Forms exponents and weights of the outputs of a chunk, and their sums of rows, in `work`. Returns whether all weights are
-/// relative to one exponent. Rows of `ahead` are asked for meanwhile.
+/// relative to one exponent.
 pub(super) fn walk<T: Real>(
     source: &impl Source<T>,
     field: &Field<'_, T>,
     chunk: usize,
     [before, after]: [&[T]; 2],
     work: &mut Work<'_, T>,
-    ahead: &[Ahead<T>],
 ) -> bool {
     let window = &field.window;
     let width = before.len() - header::<T>();
@@ -66,10 +65,7 @@ pub(super) fn walk<T: Real>(
     if single && pieces == 1 {
         let sides = [window.before.then_some(before), window.after.then_some(after)];
         let span = (base, if window.after { behind_all } else { count + field.taps - 1 });
-        let kernel = &field.kernel[..field.taps];
-        if let Some(max) = band::common_max(kernel, count, present(window, span), sides, work.items) {
-            let chunk = band::Chunk { max, kernel, count, sides, end: end.max(count) };
-            band::walk(source, field, span, width, &chunk, work, ahead);
+        if band::walk(source, field, span, width, (count, end.max(count), sides), work) {
             return true;
         }
     }
@@ -108,7 +104,7 @@ pub(super) fn walk<T: Real>(
         for n in 0..CHUNK {
             side.share[n] = if n < count { (side.x[n] - work.x[n]) + (side.b[n] - work.b[n]) } else { T::NEG_INFINITY };
         }
-        dispatch(ExpAll { block: &mut side.share[..CHUNK] });
+        dispatch(Exp { to: &mut side.share[..CHUNK] });
         for n in 0..count {
             work.d[n] += side.share[n] * side.d[n];
         }
@@ -120,11 +116,10 @@ pub(super) fn walk<T: Real>(
         sum.copy_from_slice(&edge[header::<T>()..]);
         if outputs > count {
             let (keep, enter) = (&side.keep[count..outputs], &side.enter[count..outputs]);
-            let own = Entering { keep, enter, rows: &rows[count * width..] };
-            dispatch(RunRows { sum, run: own, share: &[], backwards, to: &mut [] });
+            dispatch(RunRows { sum, keep, enter, rows: &rows[count * width..], share: &[], backwards, to: &mut [] });
         }
-        let own = Entering { keep: &side.keep[..count], enter: &side.enter[..count], rows };
-        dispatch(RunRows { sum, run: own, share: &side.share[..count], backwards, to: sums });
+        let [keep, enter, share] = [&*side.keep, &*side.enter, &*side.share].map(|all| &all[..count]);
+        dispatch(RunRows { sum, keep, enter, rows, share, backwards, to: sums });
     };
     if !single && width > 0 {
         for (side, span) in columns.into_iter().enumerate() {
@@ -154,17 +149,15 @@ pub(super) fn walk<T: Real>(
         if all_finite(Rows { data: rows, stride: width }, count + taps.len() - 1, width) {
             let convolution = Convolution {
                 weights,
-                lanes: CHUNK,
                 taps: taps.len(),
                 items: &[],
                 rows,
                 row_length: width,
                 outputs: count,
-                before: false,
                 after: None,
                 add: true,
             };
-            dispatch(Convolve { c: &convolution, before: &mut [], after: &mut [], to: work.sums, ahead: &[] });
+            dispatch(Convolve { c: &convolution, before: &mut [], after: &mut [], to: work.sums });
             continue;
         }
         // 0 times what an output does not see would be no number.

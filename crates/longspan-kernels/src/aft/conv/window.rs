@@ -66,19 +66,17 @@ operation!(WindowWeights, |line: Line<'a, T>,
     }
 });
 
-/// What every output does to a running sum: it reads `share` of it, and then it is kept so far and row `n` enters.
-#[derive(Clone, Copy)]
-pub(super) struct Entering<'a, T> {
-    pub keep: &'a [T],
-    pub enter: &'a [T],
-    pub rows: &'a [T],
-}
-
-// Takes rows into `sum` in order, or from the last to the first; output `n` gets `share[n]` of the sum before its row
-// enters added, for as many outputs as there are shares.
-operation!(RunRows, |sum: &'a mut [T], run: Entering<'a, T>, share: &'a [T], backwards: bool, to: &'a mut [T]| {
-    let (width, count) = (sum.len(), run.keep.len());
-    assert!(width.is_multiple_of(V::LANES) && run.enter.len() == count && run.rows.len() >= count * width);
+// Takes rows into `sum` in order, or from the last to the first: `keep[n]` of it stays and `enter[n]` of row `n` is added. Output `n` gets
+// `share[n]` of the sum before that added, for as many outputs as there are shares.
+operation!(RunRows, |sum: &'a mut [T],
+                     keep: &'a [T],
+                     enter: &'a [T],
+                     rows: &'a [T],
+                     share: &'a [T],
+                     backwards: bool,
+                     to: &'a mut [T]| {
+    let (width, count) = (sum.len(), keep.len());
+    assert!(width.is_multiple_of(V::LANES) && enter.len() == count && rows.len() >= count * width);
     assert!((share.is_empty() || share.len() == count) && to.len() >= share.len() * width);
     // SAFETY: rows are whole registers, and as many as the assertions say.
     unsafe {
@@ -98,8 +96,8 @@ operation!(RunRows, |sum: &'a mut [T], run: Entering<'a, T>, share: &'a [T], bac
                         share.mul_add(sums[n], V::load(place)).store(place);
                     }
                 }
-                let (keep, enter) = (V::splat(run.keep[index]), V::splat(run.enter[index]));
-                let row = run.rows.as_ptr().add(index * width + column);
+                let (keep, enter) = (V::splat(keep[index]), V::splat(enter[index]));
+                let row = rows.as_ptr().add(index * width + column);
                 for n in 0..N {
                     sums[n] = sums[n].mul_add(keep, enter.mul(V::load(row.add(n * V::LANES))));
                 }
@@ -249,16 +247,4 @@ operation!(SumRows, |weights: &'a [T], rows: &'a [T], to: &'a mut [T]| {
             }
         })
     };
-});
-
-// Every number's exponential, for numbers that are not positive.
-operation!(ExpAll, |block: &'a mut [T]| {
-    assert!(block.len().is_multiple_of(V::LANES));
-    for lane in (0..block.len()).step_by(V::LANES) {
-        // SAFETY: the block is a whole number of registers.
-        unsafe {
-            let at = block.as_mut_ptr().add(lane);
-            V::load(at).exp_nonpositive().store(at);
-        }
-    }
 });

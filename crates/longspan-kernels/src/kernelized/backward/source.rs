@@ -5,7 +5,6 @@ use super::super::problem::{Problem, Unit};
 use crate::call::{self, Cotangent, View};
 use crate::feature_map::elementwise::copy_rows;
 use crate::simd::Real;
-use crate::simd::block::{dot, scale_by};
 use crate::simd::rows::{Ahead, Rows};
 
 #[derive(Clone, Copy)]
@@ -56,26 +55,13 @@ impl<'a, T: Real> Source<'a, T> {
         c: &mut [T],
     ) {
         let (width, value_dim) = (problem.value_width, problem.dims.value_dim);
-        let (out, d_out) = self.rows(unit, head);
-        copy_rows(d_out.skip(first), (count, value_dim), None, (d, width));
-        let start = (unit.sequence.batch * problem.dims.heads + head) * problem.dims.queries;
-        let start = start + unit.sequence.query_start + first;
-        for row in 0..count {
-            let d = &mut d[row * width..][..width];
-            if !problem.attention.normalizes() {
-                scale_by(d, scale(row));
-                c[row] = T::ZERO;
-                continue;
-            }
-            let denominator = self.cotangent.denominators[start + row];
-            if problem.gives_nothing(denominator) {
-                // The row gave 0 whatever the inputs were.
-                d.fill(T::ZERO);
-                c[row] = T::ZERO;
-            } else {
-                scale_by(d, T::ONE / denominator);
-                c[row] = -dot(out.row(first + row, value_dim), d);
-            }
-        }
+        copy_rows(self.rows(unit, head).1.skip(first), (count, value_dim), None, (d, width));
+        let normalizes = problem.attention.normalizes();
+        let gain = |row: usize, denominator: T| match normalizes {
+            false => Some(scale(row - first)),
+            true => (!problem.gives_nothing(denominator)).then(|| T::ONE / denominator),
+        };
+        let rows = (&unit.sequence, head, first..first + count);
+        self.cotangent.weigh_rows(&problem.dims, rows, normalizes, gain, (d, width), c);
     }
 }

@@ -6,9 +6,10 @@ use realfft::num_complex::Complex;
 use super::super::backward::{Backward, Pass, Sizes};
 use super::super::bias_gradient::{line_len, unit_lines};
 use super::super::chunks::{RowChunk, push_chunks, push_unit};
+use super::super::key_pass::{self, KeyPass};
 use super::super::left::Left;
 use super::super::problem::{CHUNK, Problem, TILE, Unit};
-use super::super::tiled;
+use super::super::query_pass;
 use super::columns::{Columns, Keys, Norms, block, load_queries};
 use super::line::{Kernel, Line, Work, complex, lines, most};
 use super::spectrum::AddConjugateProducts;
@@ -34,7 +35,8 @@ pub(in super::super) fn backward<T: Real>(
     let unit_len = most(&lines, |line, arena| Buffers::new(problem, line, arena));
     let per_transform = most(&lines, |line, arena| (line.work(arena), line.work(arena)));
     let own_f64 = unit_len + threads::count() * per_transform;
-    let sizes = Sizes { per_worker: tiled::worker_len(problem), own: 0, own_f64 };
+    let per_worker = query_pass::worker_len(problem, false).max(key_pass::worker_len(problem, false));
+    let sizes = Sizes { per_worker, own: 0, own_f64 };
     call.run(parameters, sizes, scratch, |pass, mut memory| {
         let (mut chunks, mut units) = (Vec::new(), Vec::new());
         for unit in (0..problem.units()).map(|index| problem.unit(index)) {
@@ -54,7 +56,8 @@ pub(in super::super) fn backward<T: Real>(
             }
         }
         memory.own_f64 = &mut [];
-        tiled::two_passes(pass, chunks, &units, memory);
+        query_pass::run(pass, chunks, None, (&mut *memory.workers, per_worker));
+        KeyPass { pass, rows: None }.run(&units, memory);
     });
 }
 
@@ -152,7 +155,7 @@ impl<T: Real> Whole<'_, '_, T> {
         let mut failing = vec![false; line.keys.count];
         let distances: Option<Vec<Vec<bool>>> =
             heads.iter().map(|columns| self.certify(&keys, columns, &mut failing, &mut sums, &mut work)).collect();
-        let left = distances.map(|distances| Left::new(&failing, &distances));
+        let left = distances.map(|distances| Left { keys: failing, distances });
         // What is left of an image would be scattered over its tiles; under `exp` a key that fails may have lost, beside the
         // largest, what it brings to distances that do not.
         let whole = problem.is_grid() || problem.mapping.exponential;
@@ -191,7 +194,7 @@ impl<T: Real> Whole<'_, '_, T> {
         }
         let allowed = allowed::<T>(line);
         let (of_keys, of_rows) = (&*keys.norms.products, &*columns.norms.products);
-        line.sum_queries(&columns.kernel, of_rows, sums.keys, work);
+        line.sum(&columns.kernel, true, of_rows, sums.keys, work);
         let bound = lost(line, &columns.kernel) * norm(of_rows);
         let of_distances = line.rounding() * norm(of_keys) * norm(of_rows);
         if !bound.is_finite() || !of_distances.is_finite() {
@@ -378,7 +381,7 @@ impl<T: Real> Whole<'_, '_, T> {
         let bound = |feature| lost * norm_of(keys.k.column(feature), keys.norms.second);
         dq.clear(bound, columns.norms.second);
         let scales = &mut *sums.queries;
-        line.sum_keys(&columns.kernel, keys.norms.products, scales, work);
+        line.sum(&columns.kernel, false, keys.norms.products, scales, work);
         let bound = lost * norm(keys.norms.products) / allowed::<T>(line);
 
         let width = problem.head_width;

@@ -174,20 +174,13 @@ impl Line {
         self.inverse(work);
     }
 
-    /// `to_i = Σ_j c_ij x_j` of keys for queries, `c` the factors of a kernel.
-    pub fn sum_keys(&self, kernel: &Kernel<'_>, x: &[f64], to: &mut [f64], work: &mut Work<'_>) {
-        self.transform(&self.keys, x, None, work);
-        self.convolve(kernel, false, work);
+    /// `to_i = Σ_j c_ij x_j` of keys for queries, `c` the factors of a kernel; if `reversed`, of queries for keys.
+    pub fn sum(&self, kernel: &Kernel<'_>, reversed: bool, x: &[f64], to: &mut [f64], work: &mut Work<'_>) {
+        let (of, by) = if reversed { (&self.queries, &self.keys) } else { (&self.keys, &self.queries) };
+        self.transform(of, x, None, work);
+        self.convolve(kernel, reversed, work);
         to.fill(0.0);
-        self.queries.add(None, work.signal, to);
-    }
-
-    /// `to_j = Σ_i c_ij x_i` of queries for keys.
-    pub fn sum_queries(&self, kernel: &Kernel<'_>, x: &[f64], to: &mut [f64], work: &mut Work<'_>) {
-        self.transform(&self.queries, x, None, work);
-        self.convolve(kernel, true, work);
-        to.fill(0.0);
-        self.keys.add(None, work.signal, to);
+        by.add(None, work.signal, to);
     }
 
     /// `Σ x_j y_i` over the pairs of a key and a query, by where their difference stands in the kernel.
