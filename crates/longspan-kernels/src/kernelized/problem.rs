@@ -34,7 +34,7 @@ pub(super) const CHUNK: usize = 64;
 /// bits independent of the number of threads.
 const SEGMENT: usize = 1024;
 
-/// At most so many segments, which bounds the memory for their states.
+/// At most so many segments, or as many as have states no larger than all values.
 const SEGMENTS: usize = 64;
 
 /// How far a key may rise above the running maximum inside one piece of a chunk under an exponential map: beyond it
@@ -299,7 +299,8 @@ impl<'a, T: Real> Problem<'a, T> {
     /// Rows of one segment for sequences of `rows`; a multiple of [`CHUNK`].
     pub fn segment(&self, rows: usize) -> usize {
         let radius = self.radius.unwrap_or(0);
-        SEGMENT.max(rows.div_ceil(SEGMENTS).next_multiple_of(SEGMENT)).max(radius.next_multiple_of(SEGMENT))
+        let most = SEGMENTS.max(rows / self.layout.width().max(1));
+        SEGMENT.max(rows.div_ceil(most).next_multiple_of(SEGMENT)).max(radius.next_multiple_of(SEGMENT))
     }
 
     /// Numbers that [`table`](Self::table) takes from an arena.

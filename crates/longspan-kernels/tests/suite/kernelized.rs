@@ -10,6 +10,24 @@ use longspan_testing::{
     state_gradients, streaming, threads,
 };
 
+/// Where all keys are alike rounding falls to one side; the mean of ones is one after a million tokens as after a thousand.
+#[test]
+fn rounding_does_not_grow_with_the_length() {
+    let subject = Subject::kernelized(&KernelizedAttention::default());
+    for length in [1_000, 1_000_000] {
+        let case = Case::new(Dims { value_dim: 1, ..Dims::square(1, 1, length, 8) }, true);
+        let mut inputs = execute::random(&subject, &case).cast::<f32>();
+        inputs.v.fill(1.0);
+        for rows in [&mut inputs.q, &mut inputs.k] {
+            (8..rows.len()).for_each(|n| rows[n] = rows[n - 8]);
+        }
+        let out = execute::forward(&subject, &case, &inputs).unwrap().out;
+        let error = out.iter().map(|x| (x - 1.0).abs()).fold(0.0, f32::max);
+        println!("{length}: {error:e}");
+        assert!(error <= 1e-5, "{length} tokens: off by {error:e}");
+    }
+}
+
 longspan_testing::shared_tests!(over, grid::kernelized, grid::streaming);
 
 longspan_testing::tests! { over;
