@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_table_without_names_has_all_its_rows() {
-        let rows = |n: usize| format!("\"{}\",\"text {n}, of\nlines\"\n", if n % 2 == 0 { -1 } else { 1 });
+        let rows = |n: usize| format!("\"{}\",\"text {n}, of\nlines\"\n", if n.is_multiple_of(2) { -1 } else { 1 });
         let text: String = (0..40).map(rows).collect();
         let (all, again, columns) = found(text.as_bytes(), "csv");
         assert_eq!((all.len(), again, &*all[0].text, &*all[0].label), (40, 0, "text 0, of\nlines", "-1"));

@@ -13,8 +13,11 @@ use crate::tasks::table::{Form, Table, contents};
 use crate::terminal::notes::note_some;
 use crate::terminal::samples::counted;
 
-pub const SOURCE: TextColumn =
-    TextColumn { key: "source", flag: "--source", names: &["src", "input", "question", "prompt", "word", "from", "key"] };
+pub const SOURCE: TextColumn = TextColumn {
+    key: "source",
+    flag: "--source",
+    names: &["src", "input", "question", "prompt", "word", "from", "key"],
+};
 pub const TARGET: TextColumn = TextColumn {
     key: "target",
     flag: "--target",
@@ -137,6 +140,21 @@ mod tests {
         ] {
             assert!(message(text.as_bytes(), "jsonl").contains(part), "{text}");
         }
+    }
+
+    #[test]
+    fn a_dictionary_is_pairs() {
+        let entries = |count: usize, more: &str| {
+            let all: Vec<String> = (0..count).map(|n| format!("\"w{n}\":\"v{n}\"")).collect();
+            format!("{{{more}{}}}", all.join(",\n"))
+        };
+        let all = texts(entries(60, "").as_bytes(), "json");
+        assert_eq!((all.len(), &*all[59].1, &*all[59].2), (60, "w59", "v59"));
+        assert_eq!(texts(entries(60, "\"to\":[\"a\",\"b\"],").as_bytes(), "json").len(), 62);
+        // A word of it may be the name of a column; a row with many others is a row.
+        assert_eq!(texts(entries(1000, "\"source\":\"x\",").as_bytes(), "json").len(), 1001);
+        let row = texts(entries(60, "\"source\":\"x\",\"target\":\"y\",").as_bytes(), "json");
+        assert_eq!(row, [(1, "x".to_string(), "y".to_string())]);
     }
 
     #[test]
