@@ -32,9 +32,7 @@ pub fn run(path: &Path, columns: &Columns, as_json: bool) -> Result<()> {
     };
     let all: Vec<(String, String)> = table
         .iter()
-        .flat_map(|table| {
-            (0..table.header.len()).map(move |place| (table.title(place).into_owned(), table.held(place)))
-        })
+        .flat_map(|table| (0..table.header.len()).map(move |place| (table.title(place), table.held(place))))
         .collect();
     // Not kept beside those that are read next: a table may be large.
     let rows = table.map(|table| table.rows.len());

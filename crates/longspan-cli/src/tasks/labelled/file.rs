@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::run::columns::Columns;
 use crate::tasks::lines;
 use crate::tasks::split::composed;
-use crate::tasks::table::columns::{TextColumn, say_read};
+use crate::tasks::table::columns::{TextColumn, holds_dates, say_read};
 use crate::tasks::table::{Form, Table, contents};
 use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::counted;
@@ -120,7 +120,7 @@ fn guessed(table: &Table, columns: &Columns) -> Option<(usize, usize)> {
     let label = usize::from(different[1] < different[0]);
     let [texts, labels] = [different[1 - label], different[label]];
     let (place, rows) = (1 - label, table.rows.len());
-    if 2 * texts < rows || 10 * labels > rows || table.numbers(place).is_ok() {
+    if 2 * texts < rows || 10 * labels > rows || table.numbers(place).is_ok() || holds_dates(table, place) {
         return None;
     }
     note(format_args!(

@@ -149,7 +149,7 @@ mod tests {
             format!("{{{more}{}}}", all.join(",\n"))
         };
         let all = texts(entries(60, "").as_bytes(), "json");
-        assert_eq!((all.len(), &*all[59].1, &*all[59].2), (60, "w59", "v59"));
+        assert!(all.len() == 60 && all.contains(&(1, "w59".into(), "v59".into())), "{all:?}");
         assert_eq!(texts(entries(60, "\"to\":[\"a\",\"b\"],").as_bytes(), "json").len(), 62);
         // A word of it may be the name of a column; a row with many others is a row.
         assert_eq!(texts(entries(1000, "\"source\":\"x\",").as_bytes(), "json").len(), 1001);

@@ -648,9 +648,10 @@ fn windows(channels: &[Channel], told: usize, most: usize) -> Vec<(usize, usize)
 fn errors(ways: Vec<Way>, channels: &[Channel], ahead: &[usize], most: usize) -> Vec<(Way, f64)> {
     let cuts = windows(channels, ahead.len(), most);
     let step = |parts: &[&[f64]]| -> Option<f64> {
-        let steps = |part: &&[f64]| filled(part).windows(2).map(|pair| (pair[1] - pair[0]).abs()).collect::<Vec<_>>();
-        let steps: Vec<f64> = parts.iter().flat_map(steps).collect();
-        Some(steps.iter().sum::<f64>() / steps.len() as f64).filter(|step| *step > 0.0)
+        let squares =
+            |part: &&[f64]| filled(part).windows(2).map(|pair| (pair[1] - pair[0]).powi(2)).collect::<Vec<_>>();
+        let squares: Vec<f64> = parts.iter().flat_map(squares).collect();
+        Some((squares.iter().sum::<f64>() / squares.len() as f64).sqrt()).filter(|step| *step > 0.0)
     };
     // Of the whole column where a past has none.
     let usual = step(&channels.iter().map(|one| &one.values[..]).collect::<Vec<_>>()).unwrap_or(1.0);
@@ -878,10 +879,12 @@ mod tests {
         let mut normal = normal(4);
         let waves: Vec<f64> =
             (0..400).map(|n| 10.0 * (n as f64 * TAU / 20.0).sin() + 0.01 * n as f64 + 0.5 * normal()).collect();
-        let flag = (0..400).map(|n| f64::from(u8::from(n == 30))).collect();
-        let both = [vec![alone(waves.clone(), 200)], vec![alone(flag, 200)]];
-        let found = Smoothing::choose(&both, 6, &[], 0, &[0.1, 0.9]).remove(0).way;
-        assert_eq!(found, chosen(alone(waves, 200), 6, &[], 0).way);
+        let beside = |flag: Vec<f64>| {
+            let both = [vec![alone(waves.clone(), 200)], vec![alone(flag, 200)]];
+            Smoothing::choose(&both, 6, &[], 0, &[0.1, 0.9]).remove(0).way
+        };
+        assert_eq!(beside(vec![0.0; 400]), chosen(alone(waves.clone(), 200), 6, &[], 0).way);
+        let found = beside((0..400).map(|n| f64::from(u8::from(n == 30))).collect());
         assert!(found.season == 20 && found.form != Form::Repeated, "{found:?}");
     }
 

@@ -903,12 +903,8 @@ impl TextColumn {
         if let (Some(other), 2) = (other, table.header.len()) {
             return Ok(1 - other);
         }
-        bail!(
-            "{}: no column `{}` among {}; name it with {flag} NAME, or with {flag} 'column 1' if the first line is a row",
-            table.at_header(),
-            self.key,
-            table.titles(),
-            flag = self.flag
-        )
+        let (flag, key, titles) = (self.flag, self.key, table.titles());
+        let help = if table.keys { "" } else { &format!(", or with {flag} 'column 1' if the first line is a row") };
+        bail!("{}: no column `{key}` among {titles}; name it with {flag} NAME{help}", table.at_header())
     }
 }

@@ -57,7 +57,7 @@ pub struct Table {
     pub header: Vec<String>,
     pub rows: Vec<Row>,
     /// Whether the names are keys of objects, not a line of their own.
-    keys: bool,
+    pub keys: bool,
     delimiter: u8,
     /// Whether fields may have commas in them.
     commas: bool,
@@ -415,11 +415,11 @@ impl Table {
     }
 
     /// The name of a column as it is shown: in one line, and not a whole text.
-    pub fn title(&self, place: usize) -> Cow<'_, str> {
+    pub fn title(&self, place: usize) -> String {
         let title = &self.header[place];
         match title.char_indices().nth(60) {
-            Some((end, _)) => format!("{}…", visible(&title[..end])).into(),
-            None => visible(title).into(),
+            Some((end, _)) => visible(&title[..end]) + "…",
+            None => visible(title),
         }
     }
 
