@@ -200,6 +200,10 @@ mod tests {
             let (label, text) = names.split_once(',').unwrap();
             is(&columns, text, label);
         }
+        // Numbers of questions, and not their answers.
+        let answers: String = (0..40).map(|n| format!("text {n},{},{}\n", n % 2, n % 3)).collect();
+        let table = Table::read(&format!("who,1,2\n{answers}"), Form::Csv, "f").unwrap().unwrap();
+        assert_eq!(table.headed(&Columns::default()).1, None);
     }
 
     #[test]

@@ -210,13 +210,16 @@ impl Table {
         // As pandas numbers the columns of a frame without names.
         let titles = || self.header.iter().skip_while(|title| title.is_empty());
         let count_up = titles().enumerate().all(|(n, title)| *title == n.to_string());
-        let has_number = self.header.iter().any(|title| value(title).is_some_and(f64::is_finite));
-        let are_numbers = || has_number && self.header.iter().all(|title| is_time(title));
+        let is_number = |title: &&String| value(title).is_some_and(f64::is_finite);
+        let numbers = self.header.iter().filter(is_number).count();
+        let are_numbers = || numbers > 0 && self.header.iter().all(|title| is_time(title));
         let row = Row { line: self.line, cells: self.header.iter().map(|title| Value::from(title.as_str())).collect() };
         let comes_again = |place: usize| {
             let is_again = |other: &&Row| other.cells[place] == row.cells[place] && other.cells != row.cells;
             let count = self.rows.iter().filter(is_again).count();
-            !self.header[place].is_empty() && count > 1 && count * 10 >= self.rows.len()
+            // Several numbers may name questions or doses, whose answers are such numbers, too.
+            let may_name = is_missing(&self.header[place]) || numbers > 1 && is_number(&&self.header[place]);
+            !may_name && count > 1 && count * 10 >= self.rows.len()
         };
         let is_row = match columns.named().find(are_counted) {
             Some(_) => true,
