@@ -344,7 +344,7 @@ def test_accelerated_models_are_the_same(name):
     theirs = [rounded(layer, *kind) for kind in HALVES]
     layers = accelerate(model)
     for found, right in zip((rounded(layer, *kind) for kind in HALVES), theirs):
-        assert (found <= 1.02 * right).all(), (found, right)
+        assert (found <= 1.04 * right).all(), (found, right)
     assert layers and accelerate(model) == layers
     logits, gradients, tokens = run()
     near(logits, plain[0])
