@@ -655,15 +655,16 @@ fn errors(ways: Vec<Way>, channels: &[Channel], ahead: &[usize], most: usize) ->
     };
     // Of the whole column where a past has none.
     let usual = step(&channels.iter().map(|one| &one.values[..]).collect::<Vec<_>>()).unwrap_or(1.0);
+    let scale = |(n, cut): (usize, usize)| (n, cut, step(&[&channels[n].values[..cut]]).unwrap_or(usual));
+    let cuts: Vec<(usize, usize, f64)> = cuts.into_iter().map(scale).collect();
     let error = |way: Way| -> (Way, f64) {
-        let one = |&(n, cut): &(usize, usize)| {
-            let values = &channels[n].values;
+        let one = |&(n, cut, scale): &(usize, usize, f64)| {
             let ends = way.after(&channels[n], cut, ahead);
-            let errors = ends.iter().zip(&values[cut..]).map(|(end, value)| (end.value(0.0) - value).abs());
+            let errors = ends.iter().zip(&channels[n].values[cut..]).map(|(end, value)| (end.value(0.0) - value).abs());
             let known: Vec<f64> = errors.filter(|error| !error.is_nan()).collect();
             let mean = known.iter().sum::<f64>() / known.len().max(1) as f64;
             // One wild window decides no more than others.
-            (mean / step(&[&values[..cut]]).unwrap_or(usual)).min(1e3)
+            (mean / scale).min(1e3)
         };
         let all: Vec<f64> = cuts.par_iter().map(one).collect();
         (way, all.iter().sum::<f64>() / all.len().max(1) as f64)
