@@ -385,7 +385,7 @@ fn query_side<T: Real>(
                 };
                 tiles::means(&outputs, false, bias_tiles.as_mut(), work, visit);
             }
-            if !problem.tiled() {
+            if !problem.aft.tiled(problem.causal) {
                 continue;
             }
             let of_head = |n: usize| {

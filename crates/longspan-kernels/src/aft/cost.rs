@@ -3,7 +3,6 @@
 use super::chunks::{CHUNK, chunk_len};
 use super::items::REACH;
 use super::options::{Aft, Variant};
-use super::problem::TILED;
 use super::tiles::GRID;
 use crate::call::{Dims, Mask, Order};
 use crate::plan::{Algorithm, Estimate, Plan, Rate, Work};
@@ -17,7 +16,7 @@ pub(super) fn plan(aft: &Aft, dims: &Dims, mask: &Mask<'_>) -> Plan {
         Variant::Conv2d { taps, .. } => Some(taps[0].saturating_mul(taps[1])),
         _ => None,
     };
-    let tiled = full || banded.is_some() || back.saturating_add(ahead) >= TILED;
+    let tiled = banded.is_some() || aft.tiled(causal);
     // A tile's rows share the keys of all their windows.
     let shared = if tiled { CHUNK } else { 1 };
     let window = banded.unwrap_or(back.saturating_add(ahead).saturating_add(shared));
@@ -72,7 +71,7 @@ fn scratch_numbers(aft: &Aft, dims: &Dims, causal: bool) -> f64 {
     match aft.variant {
         Variant::Simple => (chunk + 4.25) * mean,
         Variant::Full { .. } => tiled() + (keys / range).ceil() * 2.0 * range * width,
-        Variant::Local { .. } if back.saturating_add(ahead) >= TILED => tiled(),
+        Variant::Local { .. } if aft.tiled(causal) => tiled(),
         Variant::Local { .. } => (of_chunk.min(keys).max(chunk) + chunk + 3.0) * mean + edges,
         Variant::Conv { taps, .. } => convolved([1, dims.queries], [1, taps], width, causal),
         Variant::Conv2d { image, taps, .. } => convolved(image, taps, width, false),

@@ -14,7 +14,11 @@ use crate::threads;
 pub(super) fn work_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> usize {
     let mean = problem.mean();
     let of = |window: &Window| {
-        if problem.tiled() { tiles::work_len::<T>(mean, window.chunk_len) } else { walk_len(window, mean) }
+        if problem.aft.tiled(problem.causal) {
+            tiles::work_len::<T>(mean, window.chunk_len)
+        } else {
+            walk_len(window, mean)
+        }
     };
     let longest = chunks.windows.iter().map(of).max().unwrap_or(0);
     longest.max((CHUNK + 2) * mean).next_multiple_of(64)
@@ -23,7 +27,7 @@ pub(super) fn work_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> us
 /// Numbers of a worker's memory for the biases of a chunk's tiles.
 pub(super) fn bias_tiles_len<T: Real>(problem: &Problem<'_, T>, chunks: &Chunks) -> usize {
     let longest = chunks.windows.iter().map(tiles::bias_tiles_len).max().unwrap_or(0);
-    if problem.tiled() { longest.next_multiple_of(64) } else { 0 }
+    if problem.aft.tiled(problem.causal) { longest.next_multiple_of(64) } else { 0 }
 }
 
 /// Chunks of outputs, each for some of `heads` heads that a worker takes one after the other with the same tiles of biases: for as
@@ -37,7 +41,7 @@ impl HeadGroups {
     pub fn new<T: Real>(problem: &Problem<'_, T>, windows: &[Window], heads: usize) -> Self {
         let chunks: usize = windows.iter().map(Window::chunks).sum();
         let wanted = (4 * threads::count()).div_ceil(chunks.max(1));
-        let groups = if problem.tiled() { wanted.clamp(1, heads.max(1)) } else { heads };
+        let groups = if problem.aft.tiled(problem.causal) { wanted.clamp(1, heads.max(1)) } else { heads };
         Self { tasks: Chunks::new(windows.to_vec(), groups), heads }
     }
 

@@ -105,6 +105,12 @@ impl Aft {
         }
     }
 
+    /// Whether tiles of pairs are faster than walking from pair to pair; on a causal mask's diagonal they are cut down to single pairs.
+    pub(super) fn tiled(&self, causal: bool) -> bool {
+        let (back, ahead) = self.reach(causal);
+        matches!(self.variant, Variant::Full { .. }) || back.saturating_add(ahead) >= if causal { 12 } else { 4 }
+    }
+
     /// How many keys a state keeps, since later windows reach them.
     pub(super) fn ring(&self) -> usize {
         self.reach(true).0

@@ -81,9 +81,6 @@ impl<T: Real> LowRank<T> {
     }
 }
 
-/// From how many keys with biases on tiles are faster than walking from pair to pair.
-pub(super) const TILED: usize = 12;
-
 impl<'a, T: Real> Problem<'a, T> {
     /// Checks everything but the outputs.
     pub fn new(aft: &'a Aft, call: &'a Call<'a, T>) -> Result<Self, Error> {
@@ -211,12 +208,6 @@ impl<'a, T: Real> Problem<'a, T> {
     fn past(&self, sequence: &Sequence<'_>) -> Option<usize> {
         self.aft.table_length()?;
         Some(self.call.initial_state.map_or(0, |state| state::position(state, sequence.batch)))
-    }
-
-    /// Whether biases are so many that tiles are worth their while.
-    pub fn tiled(&self) -> bool {
-        let (back, ahead) = self.aft.reach(self.causal);
-        self.full() || back + ahead >= TILED
     }
 
     /// Whether there is a bias for every pair, so that chunks of outputs share their items.
