@@ -1,5 +1,6 @@
 //! A person's own labelled texts: tab-separated columns, CSV or JSON, with the columns `text` and `label`.
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::path::Path;
 
@@ -45,6 +46,7 @@ pub fn read(path: &Path, columns: &Columns) -> Result<(Vec<Labelled>, Columns)> 
 /// The labelled texts, no two alike, how many lines came again, and what the columns are called.
 pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Result<(Vec<Labelled>, usize, Columns)> {
     let text = lines::text(bytes, name)?;
+    let (text, ending) = after_marks(&text, name)?.map_or((text, ending), |rows| (Cow::Owned(rows), "tsv"));
     let none = || anyhow!("{name}: no labelled texts in it; give a file with one text and its label a line");
     let mut table =
         Table::of_texts(&text, Form::of(ending, &text), name, &[&TEXT, &LABEL], columns)?.ok_or_else(none)?;
@@ -108,6 +110,24 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
         );
     }
     Ok((all, again, found))
+}
+
+/// The same as columns where each line begins with its label as fastText writes it.
+fn after_marks(text: &str, name: &str) -> Result<Option<String>> {
+    const MARK: &str = "__label__";
+    let is_marked = |line: &str| line.trim().is_empty() || line.starts_with(MARK);
+    if !text.starts_with(MARK) || !text.lines().all(is_marked) {
+        return Ok(None);
+    }
+    let row = |(n, line): (usize, &str)| {
+        let Some(line) = line.strip_prefix(MARK) else { return Ok("\n".into()) };
+        let (label, text) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+        if text.starts_with(MARK) {
+            bail!("{name}, line {}: several labels; give one, or a line for each", n + 1);
+        }
+        Ok(format!("{}\t{label}\n", text.replace('\t', " ")))
+    };
+    text.lines().enumerate().map(row).collect::<Result<_>>().map(Some)
 }
 
 /// Of two columns whose names say nothing, that of the texts and that of the labels, which come again and again.
@@ -179,6 +199,14 @@ mod tests {
         assert_eq!(found(text.as_bytes(), "tsv").0.len(), 13);
         let columns = Columns { text: Some("Phrase".into()), label: Some("Mood".into()), ..Columns::default() };
         assert_eq!(parse(text.as_bytes(), "tsv", "f", &columns).unwrap().0.len(), 12);
+    }
+
+    #[test]
+    fn labels_may_be_marks() {
+        let (all, ..) = found(b"__label__good ab c\n\n__label__1 d\n", "txt");
+        assert_eq!(all, found(b"ab c\tgood\n\nd\t1\n", "tsv").0);
+        let several = parse(b"__label__a x\n__label__a __label__b y\n", "", "f", &Columns::default());
+        assert_eq!(several.unwrap_err().to_string(), "f, line 2: several labels; give one, or a line for each");
     }
 
     #[test]

@@ -8,15 +8,15 @@ use serde_json::Value;
 use super::example::{Entry, Example, group};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
-use crate::tasks::table::columns::{TextColumn, say_read};
-use crate::tasks::table::{Form, Table, contents};
-use crate::terminal::notes::note_some;
+use crate::tasks::table::columns::{TextColumn, holds_dates, say_read};
+use crate::tasks::table::{Form, Table, contents, counted_names};
+use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::counted;
 
 pub const SOURCE: TextColumn = TextColumn {
     key: "source",
     flag: "--source",
-    names: &["src", "input", "question", "prompt", "word", "from", "key"],
+    names: &["src", "input", "question", "prompt", "instruction", "word", "from", "key"],
 };
 pub const TARGET: TextColumn = TextColumn {
     key: "target",
@@ -44,8 +44,12 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     if columns.source.is_none() && table.find("text").is_some() && table.find("label").is_some() {
         bail!("{}: it has a text and a label; give labelled texts with --labelled", table.at_header());
     }
-    let source = SOURCE.place(&table, columns.source.as_ref(), None)?;
-    let target = TARGET.place(&table, columns.target.as_ref(), Some(source))?;
+    let (source, target) = if are_in_order(&table, columns) {
+        (0, 1)
+    } else {
+        let source = SOURCE.place(&table, columns.source.as_ref(), None)?;
+        (source, TARGET.place(&table, columns.target.as_ref(), Some(source))?)
+    };
     say_read(&table, [(&SOURCE, source), (&TARGET, target)]);
     let mut entries = Vec::new();
     for row in &table.rows {
@@ -84,6 +88,33 @@ pub fn parse(bytes: &[u8], ending: &str, name: &str, columns: &Columns) -> Resul
     Ok((entries, Columns { source, target, ..columns.clone() }))
 }
 
+/// Whether the first column is the source and the second the target, where names say nothing, and both hold texts: of two columns, or of those
+/// that have no names.
+fn are_in_order(table: &Table, columns: &Columns) -> bool {
+    let header = &table.header;
+    let are_known = header.iter().any(|title| SOURCE.knows(title) || TARGET.knows(title));
+    let have_names = *header != counted_names(header.len());
+    if are_known || columns.source.is_some() || columns.target.is_some() || header.len() < 2 {
+        return false;
+    }
+    // The keys of objects have no order.
+    if have_names && (header.len() > 2 || table.keys) {
+        return false;
+    }
+    if (0..2).any(|place| table.numbers(place).is_ok() || holds_dates(table, place)) {
+        return false;
+    }
+    if have_names {
+        note(format_args!(
+            "{}: the source is taken from the column `{}`, the target from `{}`; --source and --target decide otherwise",
+            table.name,
+            table.title(0),
+            table.title(1)
+        ));
+    }
+    true
+}
+
 const EXAMPLE: &str = "{\"source\": \"cat\", \"target\": \"K AE T\"}";
 
 #[cfg(test)]
@@ -114,6 +145,16 @@ mod tests {
         ] {
             assert_eq!(texts(bytes, ending), named);
         }
+        // Names that say nothing, and none: from left to right.
+        for (bytes, ending) in [
+            (&b"en,fr\na,b\n"[..], "csv"),
+            (b"\na\tb\tby x\n", "tsv"),
+            (b"{\"column 1\":\n\"a\",\"column 2\":\"b\"}", "json"),
+        ] {
+            let found: Vec<(String, String)> = texts(bytes, ending).into_iter().map(|(_, a, b)| (a, b)).collect();
+            assert_eq!(found, [("a".to_string(), "b".to_string())]);
+        }
+        assert!(message(b"date,fr\n2020-01-01,b\n", "csv").contains("no column `source`"));
         let columns = Columns { source: Some("en".into()), target: Some("fr".into()), ..Columns::default() };
         assert_eq!(parse(b"fr,de,en\nb,x,a\n", "csv", "x", &columns).unwrap().0[0].source, "a");
         assert!(
@@ -140,21 +181,6 @@ mod tests {
         ] {
             assert!(message(text.as_bytes(), "jsonl").contains(part), "{text}");
         }
-    }
-
-    #[test]
-    fn a_dictionary_is_pairs() {
-        let entries = |count: usize, more: &str| {
-            let all: Vec<String> = (0..count).map(|n| format!("\"w{n}\":\"v{n}\"")).collect();
-            format!("{{{more}{}}}", all.join(",\n"))
-        };
-        let all = texts(entries(60, "").as_bytes(), "json");
-        assert!(all.len() == 60 && all.contains(&(1, "w59".into(), "v59".into())), "{all:?}");
-        assert_eq!(texts(entries(60, "\"to\":[\"a\",\"b\"],").as_bytes(), "json").len(), 62);
-        // A word of it may be the name of a column; a row with many others is a row.
-        assert_eq!(texts(entries(1000, "\"source\":\"x\",").as_bytes(), "json").len(), 1001);
-        let row = texts(entries(60, "\"source\":\"x\",\"target\":\"y\",").as_bytes(), "json");
-        assert_eq!(row, [(1, "x".to_string(), "y".to_string())]);
     }
 
     #[test]

@@ -250,12 +250,16 @@ fn is_row_of_numbers(text: &str) -> bool {
     are_numbers && !begins_with_times(text)
 }
 
-/// Whether lines begin with dates, or with numbers that run up: those are times, and no labels.
+/// Whether lines begin with dates, years, or numbers that run up: those are times, and no labels.
 fn begins_with_times(text: &str) -> bool {
     let lines = text.lines().filter(|line| !line.trim().is_empty());
     let first: Vec<&str> = lines.filter_map(|line| line.split('\t').next()).map(str::trim).collect();
     match first.iter().map(|text| value(text)).collect::<Option<Vec<f64>>>() {
-        Some(numbers) => numbers.len() > DIFFERENT && numbers.windows(2).all(|pair| pair[1] > pair[0]),
+        Some(numbers) => {
+            let are_years = numbers.iter().all(|year| year.fract() == 0.0 && (1700.0..2200.0).contains(year));
+            let runs_up = |pair: &[f64]| pair[1] > pair[0] || are_years && pair[1] == pair[0];
+            numbers.len() > DIFFERENT && numbers.windows(2).all(runs_up)
+        }
         None => !matches!(Dates::of(&first, None), Ok(None)),
     }
 }
@@ -323,6 +327,9 @@ mod tests {
         let open = &all("time,x\n1,5\n4,\n2,\n3,6\n6,?\n5,\n", "csv")[0];
         let ahead: Vec<f64> = open.ahead.iter().map(|(time, _)| *time).collect();
         assert_eq!((open.times.as_slice(), ahead.as_slice()), (&[1.0, 2.0, 3.0][..], &[4.0, 5.0, 6.0][..]));
+        let years: String = (0..24).map(|n| format!("{}\t{}\t5.5\n", 1990 + n / 12, n % 12 + 1)).collect();
+        let error = parse(years.as_bytes(), "tsv", "f", &Reading::default()).unwrap_err().to_string();
+        assert!(error.contains("no column of times is known among `column 1`, `column 2`, `column 3`"), "{error}");
         let repeated = from_json("{\"times\": [1, 1], \"values\": [1, 2]}", 1, &Reading::default()).unwrap();
         assert!(repeated.repeats && repeated.label.is_none());
     }

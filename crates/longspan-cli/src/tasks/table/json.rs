@@ -1,7 +1,6 @@
 //! Values of JSON one after the other, as lines have them or a list, each with the line in which it begins.
 
 use std::fmt;
-use std::ops::Range;
 
 use anyhow::{Result, anyhow, bail};
 use serde::de::{self, Deserialize, MapAccess, Visitor};
@@ -34,8 +33,8 @@ pub fn each(text: &str, name: &str, mut take: impl FnMut(Value, usize) -> Result
             anyhow!("{name}, line {}: {}", here + serde_json::Error::line(&error).max(1) - 1, problem(&error, rest))
         };
         let (value, read) = first(rest).map_err(failed)?;
-        if let Some(number) = rounded(&value, &rest[..read]) {
-            bail!("{name}, line {here}: a number such as {number} would be rounded; write so many digits in quotes");
+        if let Some(problem) = rounded(&value, &rest[..read]) {
+            bail!("{name}, line {here}: {problem}");
         }
         take(value, here)?;
         skip(&mut rest, read);
@@ -51,47 +50,10 @@ pub fn each(text: &str, name: &str, mut take: impl FnMut(Value, usize) -> Result
 
 pub fn line(text: &str) -> Result<Value, String> {
     let (value, read) = first(text).map_err(|error| problem(&error, text))?;
+    if let Some(problem) = rounded(&value, &text[..read]) {
+        return Err(problem);
+    }
     if text[read..].trim().is_empty() { Ok(value) } else { Err("no JSON: trailing characters".into()) }
-}
-
-/// Keys of an object that is a row or a series itself, whatever else it holds.
-pub const OWN: [&str; 6] = ["text", "source", "target", "label", "values", "times"];
-
-/// Of a text that is one object, the key of the only list of objects within it, and where that list stands; an error where there are several.
-pub fn list(text: &str, name: &str) -> Result<Option<(String, Range<usize>)>> {
-    let Ok(Value::Object(whole)) = line(text) else { return Ok(None) };
-    let mut found = Vec::new();
-    if !OWN.iter().any(|key| whole.contains_key(*key)) {
-        lists(&whole, &mut found);
-    }
-    let (key, list) = match found[..] {
-        [] => return Ok(None),
-        [one] => one,
-        [(one, _), (other, _), ..] => {
-            bail!(
-                "{name}: an object with several lists of objects, such as `{one}` and `{other}`; give a file with one"
-            )
-        }
-    };
-    let quoted = Value::from(key).to_string();
-    let place = text.match_indices(&quoted).find_map(|(at, _)| {
-        let rest = text[at + quoted.len()..].trim_start().strip_prefix(':')?.trim_start();
-        let (_, read) = first(rest).ok().filter(|(value, _)| value == list)?;
-        let begin = text.len() - rest.len();
-        Some(begin..begin + read)
-    });
-    Ok(place.map(|place| (key.into(), place)))
-}
-
-/// The lists of objects within an object and those in it, with their keys.
-fn lists<'a>(object: &'a Map<String, Value>, found: &mut Vec<(&'a str, &'a Value)>) {
-    for (key, value) in object {
-        match value {
-            Value::Object(inner) => lists(inner, found),
-            Value::Array(items) if !items.is_empty() && items.iter().all(Value::is_object) => found.push((key, value)),
-            _ => {}
-        }
-    }
 }
 
 /// The first value of a text, and how many bytes it takes.
@@ -135,13 +97,14 @@ impl<'de> Deserialize<'de> for Object {
     }
 }
 
-/// A whole number in a value that was read from this text, if it has more digits there than it keeps.
+/// What is wrong with a value that was read from this text, if a whole number has more digits there than it keeps.
 fn rounded(value: &Value, text: &str) -> Option<String> {
     match value {
         Value::Number(number) if number.is_f64() => {
             let whole = number.as_f64().filter(|number| number.fract() == 0.0 && number.abs() >= u64::MAX as f64)?;
             let long = text.split(|c: char| !c.is_ascii_digit()).find(|digits| digits.len() >= 20)?;
-            Some(long.to_owned()).filter(|_| !text.contains(&whole.to_string()))
+            let is_rounded = !text.contains(&whole.to_string());
+            is_rounded.then(|| format!("a number such as {long} would be rounded; write so many digits in quotes"))
         }
         Value::Array(items) => items.iter().find_map(|one| rounded(one, text)),
         Value::Object(object) => object.values().find_map(|one| rounded(one, text)),

@@ -3,7 +3,9 @@
 pub mod columns;
 pub mod dates;
 pub mod json;
+mod layout;
 pub mod numbers;
+pub mod shapes;
 
 use std::borrow::Cow;
 use std::cell::OnceCell;
@@ -29,22 +31,20 @@ const MISSING: [&str; 20] = [
     "--", ".", "..", ":",
 ];
 
-/// What errors call a file of data, and its contents: of an object of JSON that holds one list of objects, that list in its lines.
+/// What errors call a file of data, and its contents: of JSON that is a table in another form than objects, such objects; of a table with
+/// spaces between its columns, or with drawn lines, one with tabs.
 pub fn contents(path: &Path) -> Result<(String, Vec<u8>)> {
-    let (name, mut bytes) = (lines::name(path), lines::read(path)?);
-    if bytes.trim_ascii_start().starts_with(b"{")
-        && let Ok(text) = str::from_utf8(&bytes)
-        && let Some((key, place)) = json::list(text, &name)?
-    {
-        note(format_args!("{name}: the objects of the list `{key}` are read, and nothing beside it"));
-        let before = text[..place.start].matches('\n').count();
-        bytes = ["\n".repeat(before).as_bytes(), &bytes[place]].concat();
-    }
-    Ok((name, bytes))
+    let (name, bytes) = (lines::name(path), lines::read(path)?);
+    let text = lines::text(&bytes, &name)?;
+    let found = if text.trim_start().starts_with(['{', '[']) {
+        shapes::as_objects(&text, &name)?
+    } else {
+        layout::with_tabs(&text).map(|tabs| (tabs, format!("{name}: read as columns with spaces or bars between them")))
+    };
+    let Some((text, said)) = found else { return Ok((name, bytes)) };
+    note(said);
+    Ok((name, text.into_bytes()))
 }
-
-/// Keys from which one object of texts is a dictionary, whose keys are the first column, and not a row; more where a key is that of a row.
-const DICTIONARY: usize = 50;
 
 /// What a cell takes of memory while a table is read, about.
 const BYTES: f64 = 130.0;
@@ -121,12 +121,13 @@ impl Table {
         if form == Form::Json {
             return Self::from_json(text, name);
         }
-        let mut table = records(text, form, name)?;
+        let mut table = records(text, form, name)?.without_preamble();
         if table.rows.is_empty() {
             return Ok(None);
         }
         let first = table.rows.remove(0);
-        Self { line: first.line, header: first.titles(), ..table }.with_even_rows().map(Some)
+        let table = Self { line: first.line, header: first.titles(), ..table }.with_even_rows()?;
+        Ok(Some(table.with_one_line_of_names()))
     }
 
     fn new(name: &str, delimiter: u8, commas: bool) -> Self {
@@ -135,7 +136,7 @@ impl Table {
     }
 
     /// As [`read`](Self::read), of the columns of text `expected`; with tabs between them a first line that has none of their names, or of
-    /// those that a person gave in `columns`, is a row already, and rows have these two, or anything after the first where one is expected.
+    /// those that a person gave in `columns`, is a row already, and rows have these two, or more, or anything after the first where one is expected.
     pub fn of_texts(
         text: &str,
         form: Form,
@@ -163,13 +164,19 @@ impl Table {
             table.rows.remove(0);
             return table.with_even_rows().map(Some);
         }
+        let width = titles.len();
+        if expected.len() == 2 && width > 2 && table.rows.iter().all(|row| row.cells.len() == width) {
+            table.header = counted_names(width);
+            note(table.is_headless());
+            return Ok(Some(table));
+        }
         if let ([first, second], Some(Row { line, cells })) =
             (expected, table.rows.iter().find(|row| row.cells.len() != 2))
         {
             let (first, second) = (first.key, second.key);
             let help = match cells.len() {
                 1 => format!("separate {first} and {second} by a tab, or learn a text as it is with --text"),
-                _ => "keep two columns, as `cut -f 1,2` does, or name the columns in the first line".into(),
+                _ => "keep as many in each line, as `cut -f 1,2` does".into(),
             };
             bail!(
                 "{name}, line {line}: {}, expected two ({first}, tab, {second}); {help}",
@@ -204,8 +211,10 @@ impl Table {
     /// The same if its first line names the columns, else with that line as a row, and what is said of it: where it has nothing but numbers,
     /// beside dates, or something that comes again and again in the rows below, or where a person or the run names columns by their numbers.
     pub fn headed(self, columns: &Columns) -> (Self, Option<String>) {
-        let are_counted = |&title: &&String| {
-            title.strip_prefix("column ").is_some_and(|n| n.parse::<usize>().is_ok()) && self.find(title).is_none()
+        // Several names may be one time.
+        let are_counted = |titles: &&String| {
+            let is_count = |title: &str| title.strip_prefix("column ").is_some_and(|n| n.parse::<usize>().is_ok());
+            titles.split(',').all(|title| is_count(title.trim())) && self.find(titles).is_none()
         };
         // As pandas numbers the columns of a frame without names.
         let titles = || self.header.iter().skip_while(|title| title.is_empty());
@@ -231,11 +240,13 @@ impl Table {
         if self.keys || !is_row {
             return (self, None);
         }
-        let said =
-            format!("{}: the first line is a row and names nothing, so columns are called `column 1`, …", self.name);
-        let header = (1..=self.header.len()).map(|n| format!("column {n}")).collect();
+        let (said, header) = (self.is_headless(), counted_names(self.header.len()));
         let rows = std::iter::once(row).chain(self.rows).collect();
         (Self { header, rows, ..self }, Some(said))
+    }
+
+    fn is_headless(&self) -> String {
+        format!("{}: the first line is a row and names nothing, so columns are called `column 1`, …", self.name)
     }
 
     /// The same without a second line of units, where it has texts alone, above numbers and dates; with what is said of it.
@@ -366,19 +377,6 @@ impl Table {
                 "{name}, line {line}: an object for each column; write one for each row, as pandas' to_json(orient=\"records\") does"
             );
         }
-        let is_text = |cell: &Value| match cell {
-            Value::Array(texts) => texts.iter().all(Value::is_string),
-            cell => cell.is_string(),
-        };
-        let is_named = |title: &String| json::OWN.contains(&title.as_str());
-        if let [Row { line, cells }] = &mut table.rows[..]
-            && cells.len() >= if table.header.iter().any(is_named) { 20 * DICTIONARY } else { DICTIONARY }
-            && cells.iter().all(is_text)
-        {
-            let (line, entries) = (*line, std::mem::take(&mut table.header).into_iter().zip(std::mem::take(cells)));
-            table.rows = entries.map(|(key, cell)| Row { line, cells: vec![key.into(), cell] }).collect();
-            table.header = ["key", "value"].map(String::from).into();
-        }
         let width = table.header.len();
         table.rows.iter_mut().for_each(|row| row.cells.resize(width, Value::Null));
         Ok((!table.rows.is_empty()).then_some(table))
@@ -486,6 +484,11 @@ fn parts_of_time(titles: &[String], are_clocks: bool) -> Option<(&'static str, V
         _ => ("clock", None),
     };
     Some((part, names?))
+}
+
+/// What columns without names are called.
+pub fn counted_names(count: usize) -> Vec<String> {
+    (1..=count).map(|n| format!("column {n}")).collect()
 }
 
 /// Whether a text looks like the name of a column: one word of letters, digits and `_`, which begins with a letter.
@@ -674,7 +677,7 @@ mod tests {
             ("source,target\na,b\n\na,b,c\n", "x, line 4: 3 columns, the header has 2"),
             ("source,target\na\n", "x, line 2: 1 column, the header has 2; fill it up"),
             (
-                "Sales of May\n\na,b\n1,2\n",
+                "Sales of May\n\na,b\n",
                 "x, line 3: 2 columns, the header has 1; the first line names the columns: take out",
             ),
             ("source,target\r\n\"a\r\nb\",c\r\n\"d,e\r\n", "x, line 4: a quote is opened and never closed"),
