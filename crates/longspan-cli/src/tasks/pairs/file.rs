@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::example::{Entry, Example, group};
 use crate::run::columns::Columns;
 use crate::tasks::lines;
-use crate::tasks::table::columns::{TextColumn, holds_dates, say_read};
+use crate::tasks::table::columns::{TextColumn, is_time, say_read};
 use crate::tasks::table::{Form, Table, contents, counted_names};
 use crate::terminal::notes::{note, note_some};
 use crate::terminal::samples::counted;
@@ -101,7 +101,11 @@ fn are_in_order(table: &Table, columns: &Columns) -> bool {
     if have_names && (header.len() > 2 || table.keys) {
         return false;
     }
-    if (0..2).any(|place| table.numbers(place).is_ok() || holds_dates(table, place)) {
+    let holds_texts = |place| {
+        let some: Vec<String> = table.texts(place).flatten().take(100).collect();
+        2 * some.iter().filter(|text| is_time(text)).count() < some.len()
+    };
+    if !(0..2).all(holds_texts) {
         return false;
     }
     if have_names {

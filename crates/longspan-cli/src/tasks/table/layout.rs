@@ -10,8 +10,8 @@ use crate::terminal::notes::note;
 /// Lines before the one that names the columns, at most.
 const BEFORE: usize = 30;
 
-/// The same with tabs between columns that have spaces or drawn bars between them, each line in its place; `None` of any other text.
-pub fn with_tabs(text: &str) -> Option<String> {
+/// As CSV, each line in its place, where columns have spaces or drawn bars between them; `None` of any other text.
+pub fn as_csv(text: &str) -> Option<String> {
     let mut lines = text.lines().filter(|line| !line.trim().is_empty() && !is_comment(line));
     let first = lines.next()?;
     let is_rule = |line: &str| line.contains("--") && line.trim().chars().all(|c| "|+-:= ".contains(c));
@@ -21,7 +21,7 @@ pub fn with_tabs(text: &str) -> Option<String> {
             let cells = line.strip_prefix('|').unwrap_or(line);
             let cells = cells.strip_suffix('|').unwrap_or(cells).split('|').map(str::trim);
             // Rules, and what stands before and after the table.
-            if is_rule(line) || !line.contains('|') { String::new() } else { cells.collect::<Vec<_>>().join("\t") }
+            if is_rule(line) || !line.contains('|') { String::new() } else { record(cells) }
         };
         return Some(text.lines().map(|line| cells(line) + "\n").collect());
     }
@@ -49,10 +49,16 @@ pub fn with_tabs(text: &str) -> Option<String> {
             _ if is_comment(line) => Vec::new(),
             _ => fields(line),
         };
-        let missing = if cells.len() + 1 == width { "\t" } else { "" };
-        format!("{missing}{}\n", cells.join("\t"))
+        let missing = (cells.len() + 1 == width).then_some("");
+        record(missing.into_iter().chain(cells)) + "\n"
     };
     Some(text.lines().enumerate().map(line).collect())
+}
+
+fn record<'a>(cells: impl Iterator<Item = &'a str>) -> String {
+    let is_plain = |cell: &str| !cell.contains([',', '"']);
+    let cell = |cell: &str| if is_plain(cell) { cell.into() } else { format!("\"{}\"", cell.replace('"', "\"\"")) };
+    cells.map(cell).collect::<Vec<_>>().join(",")
 }
 
 /// What stands between spaces, or in quotes.
@@ -126,17 +132,17 @@ mod tests {
 
     #[test]
     fn columns_may_have_spaces_or_bars_between_them() {
-        let expected = ["", "a\tb c", "1.5\t2", "-3\tNA", "4\t1"];
+        let expected = ["", "a,b c", "1.5,2", "-3,NA", "4,1"];
         for text in ["\n a  \"b c\" \n1.5   2\n  -3 NA\n4 1\n", "# of mine\n# a \"b c\"\n1.5 2\n-3  NA\n4 1"] {
-            assert_eq!(with_tabs(text).unwrap().lines().collect::<Vec<_>>(), expected, "{text}");
+            assert_eq!(as_csv(text).unwrap().lines().collect::<Vec<_>>(), expected, "{text}");
         }
-        let drawn = ["a\tb c", "", "1.5\t2", "-3\tNA"];
+        let drawn = ["a,b c", "", "1.5,2", "-3,NA"];
         assert_eq!(
-            with_tabs("| a | b c |\n|---|:--:|\n| 1.5 | 2 |\n|-3| NA|").unwrap().lines().collect::<Vec<_>>(),
+            as_csv("| a | b c |\n|---|:--:|\n| 1.5 | 2 |\n|-3| NA|").unwrap().lines().collect::<Vec<_>>(),
             drawn
         );
         assert_eq!(
-            with_tabs(" a   | b c\n-----+----\n 1.5 |   2\n -3  | NA\n(2 rows)")
+            as_csv(" a   | b c\n-----+----\n 1.5 |   2\n -3  | NA\n(2 rows)")
                 .unwrap()
                 .lines()
                 .take(4)
@@ -144,9 +150,13 @@ mod tests {
             drawn
         );
         let framed = "+-----+-----+\n| a   | b c |\n+-----+-----+\n| 1.5 |   2 |\n+-----+-----+\n";
-        assert_eq!(with_tabs(framed).unwrap(), "\na\tb c\n\n1.5\t2\n\n");
+        assert_eq!(as_csv(framed).unwrap(), "\na,b c\n\n1.5,2\n\n");
+        assert_eq!(
+            as_csv("| a | b |\n|--|--|\n| x, y | \"z\" |\n").unwrap().lines().last(),
+            Some("\"x, y\",\"\"\"z\"\"\"")
+        );
         // Names of rows as R writes them.
-        assert_eq!(with_tabs("\"x\" \"y\"\n\"1\" 5 6\n\"2\" 7 8\n").unwrap(), "\tx\ty\n1\t5\t6\n2\t7\t8\n");
+        assert_eq!(as_csv("\"x\" \"y\"\n\"1\" 5 6\n\"2\" 7 8\n").unwrap(), ",x,y\n1,5,6\n2,7,8\n");
         for other in [
             "text\ngood 5\nbad 3\n",
             "a b\nc d\ne f\n",
@@ -156,7 +166,7 @@ mod tests {
             "x\t1 2\ny\t3 4\nz\t5 6\n",
             "a|b\n1|2\n",
         ] {
-            assert_eq!(with_tabs(other), None, "{other}");
+            assert_eq!(as_csv(other), None, "{other}");
         }
     }
 

@@ -32,14 +32,15 @@ const MISSING: [&str; 20] = [
 ];
 
 /// What errors call a file of data, and its contents: of JSON that is a table in another form than objects, such objects; of a table with
-/// spaces between its columns, or with drawn lines, one with tabs.
+/// spaces between its columns, or with drawn lines, CSV.
 pub fn contents(path: &Path) -> Result<(String, Vec<u8>)> {
     let (name, bytes) = (lines::name(path), lines::read(path)?);
     let text = lines::text(&bytes, &name)?;
     let found = if text.trim_start().starts_with(['{', '[']) {
         shapes::as_objects(&text, &name)?
     } else {
-        layout::with_tabs(&text).map(|tabs| (tabs, format!("{name}: read as columns with spaces or bars between them")))
+        let csv = layout::as_csv(&text).filter(|_| !["tsv", "tab"].contains(&lines::ending(path).as_str()));
+        csv.map(|csv| (csv, format!("{name}: read as columns with spaces or bars between them")))
     };
     let Some((text, said)) = found else { return Ok((name, bytes)) };
     note(said);
