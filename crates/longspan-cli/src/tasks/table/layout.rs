@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::Value;
 
+use super::columns::is_time;
 use super::{Table, is_comment, value};
 use crate::terminal::notes::note;
 
@@ -93,7 +94,10 @@ impl Table {
     /// that differ.
     pub fn with_one_line_of_names(mut self) -> Self {
         let is_empty = |cell: &Value| cell == "";
-        let names_rows = |cells: &[Value]| !is_empty(&cells[0]) && cells.len() > 1 && cells[1..].iter().all(is_empty);
+        let names_rows = |cells: &[Value]| {
+            let is_name = cells[0].as_str().is_some_and(|name| !name.is_empty() && !is_time(name));
+            is_name && cells.len() > 1 && cells[1..].iter().all(is_empty)
+        };
         let Some(last) = self.rows.iter().take(4).position(|row| names_rows(&row.cells)) else { return self };
         let is_number = |place: usize| {
             let cells: BTreeSet<&str> =
@@ -191,6 +195,6 @@ mod tests {
         assert_eq!(named(",Close,High\nDate,,"), "Date|Close|High");
         assert_eq!(read(&format!("Price,Close,High\nTicker,AA,AA\nDate,,\n{rows}")).2[0], "4 2020-01-01|1|2");
         // A day without values is none.
-        assert_eq!(named("Date,a,b\n2019-12-31,1,1\n2019-01-01,,"), "Date|a|b");
+        assert_eq!(named("Date,a,b\n2019-01-01,,"), "Date|a|b");
     }
 }
