@@ -243,11 +243,15 @@ impl FourierAttention {
 
     /// The same attention at these positions.
     pub(super) fn placed(&self, positions: [Tensor<3>; 2]) -> Placed<'_> {
+        Placed { attention: self, options: self.options_at_positions(), positions }
+    }
+
+    fn options_at_positions(&self) -> Arc<kernels::KernelizedAttention> {
         let mut options = (*self.options).clone();
         if let Score::Fourier(fourier) = &mut options.score {
             fourier.positions = Positions::Given { axes: self.a.val().dims()[2] };
         }
-        Placed { attention: self, options: Arc::new(options), positions }
+        Arc::new(options)
     }
 
     /// The learned waves, flat, in the kernel's order.
@@ -290,16 +294,11 @@ impl FourierAttention {
         angles: impl Fn(usize, usize) -> Tensor<4>,
     ) -> Tensor<4> {
         let learned = self.map.as_ref().map(LearnedMap::tensors);
-        let advance = |qkv, mask: &AttentionMask, gates, state: &mut Running| {
-            state.advance(&self.options, qkv, (mask, gates), (None, &learned), CHUNK, |first, q: Tensor<4>, k| {
+        gates::advance((&self.rate, &self.bias), qkv, mask, state, |qkv, mask, state| {
+            state.advance(&self.options, qkv, mask, (None, &learned), CHUNK, |first, q: Tensor<4>, k| {
                 let angles = angles(first, q.dims()[2]);
                 self.rotate(q, k, [angles.clone(), angles])
             })
-        };
-        let Some(gates) = self.rate.as_ref().zip(self.bias.as_ref()) else { return advance(qkv, mask, None, state) };
-        gates::in_chunks(qkv, mask, state, |qkv, mask, state| {
-            let (qkv, logs) = gates::split(gates, qkv);
-            advance(qkv, mask, Some(logs), state)
         })
     }
 
@@ -378,6 +377,10 @@ impl Layer for FourierAttention {
 
     fn kernel(&self) -> Arc<dyn AnyKernel> {
         gates::kernel(&self.options)
+    }
+
+    fn kernel_at_positions(&self) -> Option<Arc<dyn AnyKernel>> {
+        Some(gates::kernel(&self.options_at_positions()))
     }
 
     fn heads(&self) -> Heads {

@@ -335,6 +335,10 @@ impl Layer for GatedAttention {
         self.heads
     }
 
+    fn value_dim(&self) -> Option<usize> {
+        self.value_taps.as_ref().map(|_| self.heads.head_dim)
+    }
+
     fn parameters(&self) -> Vec<Tensor<1>> {
         gates::parameters(&self.rate, &self.bias).chain(self.taps().map(|taps| flattened(taps.val()))).collect()
     }

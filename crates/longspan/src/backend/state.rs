@@ -71,11 +71,13 @@ pub(crate) fn maker(layer: &dyn Layer) -> Arc<str> {
     format!("{:?} {:?}", layer.kernel(), layer.heads()).into()
 }
 
-/// The fingerprint of the options of a layer, as the kernels' states have it; none where there are no such states.
-fn fingerprint(layer: &dyn Layer) -> Option<u64> {
-    let kernel = layer.kernel();
-    let kernel: &dyn Kernel<f32> = &*kernel;
-    kernel.empty_state(&layer.heads().dims(1, 0, 0)).ok().map(|state| state.shape().options)
+/// The fingerprints of the options of a layer, as the kernels' states have them; none where there are no such states.
+fn fingerprints(layer: &dyn Layer) -> impl Iterator<Item = u64> {
+    let dims = layer.heads().dims(1, 0, 0);
+    [Some(layer.kernel()), layer.kernel_at_positions()].into_iter().flatten().filter_map(move |kernel| {
+        let kernel: &dyn Kernel<f32> = &*kernel;
+        kernel.empty_state(&dims).ok().map(|state| state.shape().options)
+    })
 }
 
 #[derive(Debug, Clone)]
@@ -134,7 +136,7 @@ impl StoredState {
 pub struct StateForm {
     mechanism: String,
     form: Form,
-    /// The [`fingerprint`] of what made a state in tensors.
+    /// The [fingerprint](fingerprints) of what made a state in tensors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     options: Option<u64>,
 }
@@ -242,8 +244,20 @@ impl AttentionState {
     /// The state as numbers; nothing is rounded.
     ///
     /// # Errors
-    /// A device that gives no numbers back.
+    /// A state of another layer, and a device that gives no numbers back.
     pub(crate) fn to_stored(&self, layer: &dyn Layer) -> Result<StoredState> {
+        let own = match &self.inner {
+            None => true,
+            Some(Inner::Kernels(state)) => {
+                let StateShape { mechanism, options, kv_heads, .. } = state.shape();
+                let sizes = (mechanism, kv_heads) == (layer.name(), layer.heads().kv_heads);
+                sizes && fingerprints(layer).any(|own| own == options)
+            }
+            Some(Inner::Tensors(_)) => self.made_by == maker(layer),
+        };
+        if !own {
+            return Err(foreign_state(layer));
+        }
         let read = |x: &Tensor<4>| x.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")));
         let (form, tensors) = match &self.inner {
             None => (Form::Empty, Vec::new()),
@@ -261,7 +275,7 @@ impl AttentionState {
                 (form, past.iter().map(read).collect::<Result<_>>()?)
             }
         };
-        let options = if matches!(self.inner, Some(Inner::Tensors(_))) { fingerprint(layer) } else { None };
+        let options = if self.is_followed() { fingerprints(layer).next() } else { None };
         Ok(StoredState { mechanism: layer.name().into(), form, options, tensors })
     }
 
@@ -274,7 +288,7 @@ impl AttentionState {
             Form::Kernels { options, .. } => Some(options),
             _ => stored.options,
         };
-        if options.is_some() && options != fingerprint(layer) {
+        if options.is_some_and(|options| fingerprints(layer).all(|own| own != options)) {
             return Err(foreign_state(layer));
         }
         let float = |x: &TensorData| matches!(x.dtype(), DType::F64 | DType::F32 | DType::F16 | DType::BF16);
