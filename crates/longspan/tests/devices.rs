@@ -727,3 +727,34 @@ fn values_of_another_width_than_heads() {
         }
     }
 }
+
+/// Queries stand elsewhere than keys, also where tokens bring gates.
+#[test]
+fn positions_of_queries_and_of_keys() {
+    for (name, device) in devices() {
+        for options in [
+            r#"{"mechanism": "fourier"}"#,
+            r#"{"mechanism": "fourier", "axes": 2}"#,
+            r#"{"mechanism": "fourier", "kernel": {"gates": true}}"#,
+            r#"{"mechanism": "fourier", "normalizer": "unrotated", "rotary": true, "kernel": {"gates": true}}"#,
+        ] {
+            let config: AttentionConfig = serde_json::from_str(options).unwrap();
+            let reference = config.init(2, 1, 4, &Device::flex()).unwrap();
+            let attention = on(&reference, config.init(2, 1, 4, &device).unwrap());
+            for tokens in [5, 70] {
+                let run = |attention: &Attention, device: &Device| {
+                    let Attention::Fourier(fourier) = attention else { panic!("fourier") };
+                    let x = |heads: usize, width: usize, step: f32| {
+                        let numbers: Vec<f32> = (0..heads * tokens * width).map(|i| (i as f32 * step).sin()).collect();
+                        Tensor::<4>::from_data(TensorData::new(numbers, [1, heads, tokens, width]), device)
+                    };
+                    let place = |step| x(1, fourier.a.dims()[2], step).squeeze_dim::<3>(1) * 4.0;
+                    let (q, k, v) = (x(2, 4, 0.3), x(1, attention.key_dim(), 0.7), x(1, 4, 0.9));
+                    numbers(fourier.forward_at(q, k, v, [place(0.2), place(0.5)], &AttentionMask::causal()).unwrap())
+                };
+                let what = format!("{name}, {options}, {tokens}");
+                assert_close(&what, &run(&attention, &device), &run(&reference, &Device::flex()), 5e-5);
+            }
+        }
+    }
+}

@@ -1122,7 +1122,11 @@ fn states_are_stored_by_what_made_them() {
 #[test]
 fn states_of_given_positions_are_stored_and_go_on() {
     let device = Device::flex();
-    for text in [r#"{"mechanism": "fourier"}"#, r#"{"mechanism": "fourier", "axes": 2}"#] {
+    for text in [
+        r#"{"mechanism": "fourier"}"#,
+        r#"{"mechanism": "fourier", "axes": 2}"#,
+        r#"{"mechanism": "fourier", "axes": 2, "normalizer": "unrotated", "rotary": true}"#,
+    ] {
         let attention = serde_json::from_str::<AttentionConfig>(text).unwrap().init(2, 2, 4, &device).unwrap();
         let Attention::Fourier(fourier) = &attention else { panic!("fourier") };
         let draw = |_| Tensor::<4>::random([1, 2, 3, 4], Distribution::Default, &device);
@@ -1141,6 +1145,13 @@ fn states_of_given_positions_are_stored_and_go_on() {
             // Where tokens are counted there are no such places.
             assert!(fourier.step(q, k, v, &mut state.clone()).is_err());
         }
+        let both = [places.clone(), places.clone()];
+        let error = fourier.step_at(q.clone(), k.clone(), v.clone(), both, &mut state).unwrap_err().to_string();
+        assert!(error.contains("1 query"), "{error}");
+        let [q, k, v] = [q, k, v].map(|x| x.narrow(2, 0, 1).autodiff());
+        let place = places.narrow(1, 0, 1).autodiff();
+        let error = fourier.step_at(q, k, v, [place.clone(), place], &mut state).unwrap_err().to_string();
+        assert!(error.contains("forward_at"), "{error}");
     }
 }
 

@@ -273,11 +273,9 @@ impl FourierAttention {
             self.options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
         if self.options.gate {
             let mut state = self.empty(&q, v.dims()[3]);
-            // As many queries as keys, at the same places.
-            let [own, _] = positions;
-            let tokens = own.dims()[1];
+            // As many queries as keys.
             return self.advance_under([q, k, v], mask, &mut state, |first, count| {
-                self.angles(if count == tokens { own.clone() } else { own.clone().narrow(1, first, count) })
+                positions.each_ref().map(|all| self.angles(all.clone().narrow(1, first, count)))
             });
         }
         let learned = self.map.as_ref().map(LearnedMap::tensors);
@@ -291,13 +289,13 @@ impl FourierAttention {
         qkv: [Tensor<4>; 3],
         mask: &AttentionMask,
         state: &mut Running,
-        angles: impl Fn(usize, usize) -> Tensor<4>,
+        angles: impl Fn(usize, usize) -> [Tensor<4>; 2],
     ) -> Tensor<4> {
         let learned = self.map.as_ref().map(LearnedMap::tensors);
         gates::advance((&self.rate, &self.bias), qkv, mask, state, |qkv, mask, state| {
             state.advance(&self.options, qkv, mask, (None, &learned), CHUNK, |first, q: Tensor<4>, k| {
                 let angles = angles(first, q.dims()[2]);
-                self.rotate(q, k, [angles.clone(), angles])
+                self.rotate(q, k, angles)
             })
         })
     }
@@ -419,7 +417,8 @@ impl Sums for FourierAttention {
 
     fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
         self.advance_under(qkv, &AttentionMask::causal(), state, |first, count| {
-            self.angles(self.counted(first as isize, count))
+            let angles = self.angles(self.counted(first as isize, count));
+            [angles.clone(), angles]
         })
     }
 }

@@ -57,7 +57,7 @@ pub(super) fn advance(
     let (Some(rate), Some(bias)) = (rate, bias) else { return advance(qkv, (mask, None), state) };
     let [q, k, v] = qkv;
     let ([batch, _, tokens, width], heads) = (k.dims(), q.dims()[1]);
-    let ignored = mask.ignored(batch, tokens, &k.device());
+    let ignored = mask.keys.ignored([batch, tokens], &k.device());
     // Their gates, too, may be anything.
     let k = match &ignored {
         Some(ignored) => k.clone().mask_fill(ignored.clone().expand(k.dims()), 0.0),

@@ -116,7 +116,8 @@ impl KeyMask {
         }
     }
 
-    fn ignored(&self, [batch, keys]: [usize; 2], device: &Device) -> Option<Tensor<4, Bool>> {
+    /// Whether each key is ignored, `[batch, 1, keys, 1]`; `None` where none is.
+    pub(crate) fn ignored(&self, [batch, keys]: [usize; 2], device: &Device) -> Option<Tensor<4, Bool>> {
         let shape = [batch, 1, keys, 1];
         match self {
             Self::All | Self::Packed { .. } => None,
@@ -198,7 +199,7 @@ impl AttentionMask {
 
     /// The same mask, made once for all layers on a device that has no kernels.
     pub(crate) fn on(self, [batch, keys]: [usize; 2], device: &Device) -> Self {
-        match self.ignored(batch, keys, device).filter(|_| !is_flex(device)) {
+        match self.keys.ignored([batch, keys], device).filter(|_| !is_flex(device)) {
             Some(ignored) => {
                 Self { keys: KeyMask::OnDevice(DeviceMask(Arc::new(ignored.reshape([batch, keys])))), ..self }
             }
@@ -247,10 +248,5 @@ impl AttentionMask {
     /// The mask of the batch entries `indices` over `keys` keys.
     pub(crate) fn select(&self, indices: &[usize], keys: usize) -> Self {
         Self { keys: self.keys.select(indices, keys), ..*self }
-    }
-
-    /// Whether each key is ignored, `[batch, 1, keys, 1]`; `None` where none is.
-    pub(crate) fn ignored(&self, batch: usize, keys: usize, device: &Device) -> Option<Tensor<4, Bool>> {
-        self.keys.ignored([batch, keys], device)
     }
 }

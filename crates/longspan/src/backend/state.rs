@@ -236,7 +236,7 @@ impl AttentionState {
             *to = Tensor::cat(own.iter_mut().map(|one| one.tensors()[n].clone()).collect(), 0);
         }
         if let TensorState::Sums(sums) = &mut joined {
-            sums.set_batch(batch);
+            sums.shape[0] = batch;
         }
         Ok(Self { inner: Some(Inner::Tensors(joined)), made_by })
     }
@@ -266,9 +266,9 @@ impl AttentionState {
                 (Form::Kernels { version, options, batch, kv_heads, parts }, vec![state.numbers()])
             }
             Some(Inner::Tensors(TensorState::Sums(sums))) => {
-                let [batch, heads, value_dim] = sums.shape();
-                let tensors = sums.clone().tensors().iter().map(read).collect::<Result<_>>()?;
-                (Form::Sums { batch, heads, value_dim, tokens: sums.tokens() }, tensors)
+                let [batch, heads, value_dim] = sums.shape;
+                let tensors = sums.tensors.iter().map(read).collect::<Result<_>>()?;
+                (Form::Sums { batch, heads, value_dim, tokens: sums.tokens }, tensors)
             }
             Some(Inner::Tensors(TensorState::Past(past))) => {
                 let form = layer.sees().map_or(Form::Past, |sees| Form::Latest { sees });
@@ -331,14 +331,14 @@ impl AttentionState {
                 let Some(mut sums) = layer.sums().map(|sums| sums.empty(&like, value_dim)) else {
                     return Err(broken("sums, which this mechanism does not keep".into()));
                 };
-                let wanted = sums.tensors();
+                let wanted = &mut sums.tensors;
                 if !wanted.iter().map(|x| x.dims()).eq(tensors.iter().map(|x| x.shape().dims::<4>())) {
                     return Err(broken(shapes_of(tensors)));
                 }
                 for (to, from) in wanted.iter_mut().zip(tensors) {
                     *to = read(from);
                 }
-                sums.set_tokens(tokens);
+                sums.tokens = tokens;
                 Some(Inner::Tensors(TensorState::Sums(Box::new(sums))))
             }
             (Form::Past | Form::Latest { .. }, [k, v])
@@ -368,14 +368,14 @@ fn shapes_of(tensors: &[TensorData]) -> String {
 impl TensorState {
     fn batch(&self) -> usize {
         match self {
-            Self::Sums(sums) => sums.shape()[0],
+            Self::Sums(sums) => sums.shape[0],
             Self::Past(past) => past[0].dims()[0],
         }
     }
 
     fn device(&self) -> Option<Device> {
         let first = match self {
-            Self::Sums(sums) => sums.first(),
+            Self::Sums(sums) => sums.tensors.first(),
             Self::Past(past) => past.first(),
         };
         first.map(Tensor::device)
@@ -384,7 +384,7 @@ impl TensorState {
     /// The tokens that sums count.
     fn counted(&self) -> usize {
         match self {
-            Self::Sums(sums) => sums.tokens(),
+            Self::Sums(sums) => sums.tokens,
             Self::Past(_) => 0,
         }
     }
@@ -392,7 +392,7 @@ impl TensorState {
     /// All its tensors, in one order.
     fn tensors(&mut self) -> Vec<&mut Tensor<4>> {
         match self {
-            Self::Sums(sums) => sums.tensors().iter_mut().collect(),
+            Self::Sums(sums) => sums.tensors.iter_mut().collect(),
             Self::Past(past) => past.iter_mut().collect(),
         }
     }
