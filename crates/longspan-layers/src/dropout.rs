@@ -19,10 +19,10 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Each number is dropped with `probability`, in [0, 1), rounded to a multiple of 1/65,536; `None` for another.
+    /// Each number is dropped with `probability`, in [0, 1), rounded to a multiple of 1/65,536 below 1; `None` for another.
     pub fn new(probability: f64, seed: u64) -> Option<Self> {
-        let dropped = (probability * 65_536.0).round();
-        (0.0..65_536.0).contains(&dropped).then_some(Self { dropped: dropped as u64, seed })
+        let dropped = (probability * 65_536.0).round().min(65_535.0);
+        (0.0..1.0).contains(&probability).then_some(Self { dropped: dropped as u64, seed })
     }
 
     /// What is left of numbers, of which the first has the place 0.

@@ -291,7 +291,8 @@ pub fn generate_text(
     let mut random = SplitMix64::seed_from_u64(*seed);
     let (mut tokens, mut goes_on) = (Vec::new(), true);
     while goes_on && tokens.len() < *max_tokens {
-        for (logit, _) in logits.iter_mut().zip(&seen).filter(|(_, seen)| **seen) {
+        // What is infinite stays so: it is never drawn, or an error.
+        for (logit, _) in logits.iter_mut().zip(&seen).filter(|(logit, seen)| **seen && logit.is_finite()) {
             let penalized = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
             *logit = penalized.clamp(f32::MIN, f32::MAX);
         }

@@ -613,11 +613,11 @@ fn tensors_in_place_of_lists() {
             let x = Tensor::<3>::random([2, 10, 16], Distribution::Default, &device);
             for start in [AttentionMask::causal(), AttentionMask::bidirectional()] {
                 let list = start.clone().with_padding(&ignored);
-                let tensor = start.clone().with_padding_mask(on_device()).unwrap();
+                let tensor = start.clone().with_padding_mask(on_device());
                 for (list, tensor) in [
                     (list.clone(), tensor.clone()),
                     (list.clone().with_lengths(&[9, 4]), tensor.clone().with_lengths(&[9, 4])),
-                    (list.clone(), start.clone().with_padding(&ignored).with_padding_mask(on_device()).unwrap()),
+                    (list.clone(), start.clone().with_padding(&ignored).with_padding_mask(on_device())),
                 ] {
                     let [found, expected] =
                         [&tensor, &list].map(|mask| attention.self_attention(x.clone(), mask).map(numbers));
@@ -630,7 +630,7 @@ fn tensors_in_place_of_lists() {
                 for wrong in [tensor.clone().with_lengths(&[3]), tensor.with_padding(&[true])] {
                     assert!(attention.self_attention(x.clone(), &wrong).is_err(), "{name}");
                 }
-                let short = start.with_padding_mask(on_device().narrow(1, 0, 9)).unwrap();
+                let short = start.with_padding_mask(on_device().narrow(1, 0, 9));
                 assert!(attention.self_attention(x.clone(), &short).is_err(), "{name}");
             }
         }
@@ -699,5 +699,62 @@ fn an_image_without_keys_has_queries_anywhere() {
         let mask = AttentionMask::causal().with_lengths(&[0]);
         let out = config.init(1, 1, 4, &device).unwrap().forward(x.clone(), x.clone(), x, &mask).unwrap();
         assert!(numbers(out).iter().all(|&x| x == 0.0));
+    }
+}
+
+/// What a convolution has learned of values is as wide as a head.
+#[test]
+fn values_of_another_width_than_heads() {
+    for (name, device) in devices() {
+        for config in mechanisms() {
+            let reference = config.init(2, 2, 4, &Device::flex()).unwrap();
+            let attention = on(&reference, config.init(2, 2, 4, &device).unwrap());
+            for width in [3, 6] {
+                let run = |attention: &Attention, device: &Device| {
+                    let x = |width: usize| {
+                        let numbers: Vec<f32> = (0..2 * 9 * width).map(|i| (i as f32 * 0.7).sin()).collect();
+                        Tensor::<4>::from_data(TensorData::new(numbers, [1, 2, 9, width]), device)
+                    };
+                    attention.forward(x(4), x(attention.key_dim()), x(width), &AttentionMask::causal())
+                };
+                let what = format!("{name}, {config:?}, {width}");
+                match (run(&attention, &device), run(&reference, &Device::flex())) {
+                    (Ok(found), Ok(expected)) => assert_close(&what, &numbers(found), &numbers(expected), 5e-5),
+                    (Err(found), Err(expected)) => assert_eq!(found.to_string(), expected.to_string(), "{what}"),
+                    _ => panic!("{what}: an error on one device alone"),
+                }
+            }
+        }
+    }
+}
+
+/// Queries stand elsewhere than keys, also where tokens bring gates.
+#[test]
+fn positions_of_queries_and_of_keys() {
+    for (name, device) in devices() {
+        for options in [
+            r#"{"mechanism": "fourier"}"#,
+            r#"{"mechanism": "fourier", "axes": 2}"#,
+            r#"{"mechanism": "fourier", "kernel": {"gates": true}}"#,
+            r#"{"mechanism": "fourier", "normalizer": "unrotated", "rotary": true, "kernel": {"gates": true}}"#,
+        ] {
+            let config: AttentionConfig = serde_json::from_str(options).unwrap();
+            let reference = config.init(2, 1, 4, &Device::flex()).unwrap();
+            let attention = on(&reference, config.init(2, 1, 4, &device).unwrap());
+            for tokens in [5, 70] {
+                let run = |attention: &Attention, device: &Device| {
+                    let Attention::Fourier(fourier) = attention else { panic!("fourier") };
+                    let x = |heads: usize, width: usize, step: f32| {
+                        let numbers: Vec<f32> = (0..heads * tokens * width).map(|i| (i as f32 * step).sin()).collect();
+                        Tensor::<4>::from_data(TensorData::new(numbers, [1, heads, tokens, width]), device)
+                    };
+                    let place = |step| x(1, fourier.a.dims()[2], step).squeeze_dim::<3>(1) * 4.0;
+                    let (q, k, v) = (x(2, 4, 0.3), x(1, attention.key_dim(), 0.7), x(1, 4, 0.9));
+                    numbers(fourier.forward_at(q, k, v, [place(0.2), place(0.5)], &AttentionMask::causal()).unwrap())
+                };
+                let what = format!("{name}, {options}, {tokens}");
+                assert_close(&what, &run(&attention, &device), &run(&reference, &Device::flex()), 5e-5);
+            }
+        }
     }
 }

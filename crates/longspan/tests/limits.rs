@@ -3,7 +3,7 @@
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::nn::{Initializer, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{Bool, Device, Distribution, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use longspan::attention::{
     Attention, AttentionConfig, AttentionMask, AttentionState, MultiHeadAttentionConfig, ShawOptions, StoredState,
 };
@@ -213,7 +213,11 @@ fn a_second_key_mask_joins_the_first() {
     );
     // As Burn makes them.
     let tensor = Tensor::<2, Bool>::from_data(TensorData::new(padding.to_vec(), [2, 4]), &device);
-    assert_eq!(mask().with_padding_mask(tensor).unwrap(), mask().with_padding(&padding));
+    let of_tensor = |tensor| run(&mask().with_padding_mask(tensor));
+    assert_eq!(of_tensor(tensor.clone()).unwrap(), run(&mask().with_padding(&padding)).unwrap());
+    // As many entries in another shape.
+    let error = of_tensor(tensor.transpose()).unwrap_err().to_string();
+    assert!(error.contains("one of 2 texts of 4 keys") && error.contains("got a tensor [4, 2]"), "{error}");
     // What has no meaning together is refused.
     assert!(run(&mask().with_padding(&padding).with_lengths(&[3, 2, 1])).is_err());
     assert!(run(&mask().with_lengths(&[3, 2]).with_packed(&[4])).is_err());
@@ -1050,16 +1054,19 @@ fn gates_of_kernelized_attention_stream_and_are_stored() {
 /// Each with its own fan, drawn when it is first looked at; apart, and together again.
 #[test]
 fn projections_have_fans_of_their_own_and_come_apart() {
-    let device = Device::flex();
+    [Device::flex(), Device::flex().autodiff()].iter().for_each(have_fans_and_come_apart);
+}
+
+fn have_fans_and_come_apart(device: &Device) {
     let block = BlockConfig::new().with_d_model(32).with_heads(4).with_initializer(Some(Initializer::Zeros));
-    let zeros = block.encoder(&AttentionConfig::shaw(), &device).unwrap();
+    let zeros = block.encoder(&AttentionConfig::shaw(), device).unwrap();
     for layer in [&zeros.attention.output, &zeros.feed_forward.inner, &zeros.feed_forward.outer] {
         assert!(numbers(layer.weight.val()).iter().all(|&x| x == 0.0));
     }
     for (gated, kv_heads) in [(false, None), (true, Some(1))] {
         let config = MultiHeadAttentionConfig::new(32, 4).with_gated(gated).with_kv_heads(kv_heads);
         let xavier = Initializer::XavierUniform { gain: 1.0 };
-        let attention = config.clone().with_initializer(Some(xavier)).init(&device).unwrap();
+        let attention = config.clone().with_initializer(Some(xavier)).init(device).unwrap();
         assert!(!attention.query_key_value.weight.is_initialized());
         let projections = attention.projections();
         for layer in &projections {
@@ -1070,12 +1077,148 @@ fn projections_have_fans_of_their_own_and_come_apart() {
             assert!(largest <= most && largest > 0.9 * most, "{largest} of {most}");
             assert!(numbers(layer.bias.as_ref().unwrap().val()).iter().all(|&x| x == 0.0));
         }
-        let together = config.init(&device).unwrap().with_projections(projections.clone()).unwrap();
+        let together = config.init(device).unwrap().with_projections(projections.clone()).unwrap();
         let weights = [&together, &attention].map(|one| numbers(one.query_key_value.weight.val()));
         assert_eq!(weights[0], weights[1]);
+        // What is drawn, taken apart or put together can learn.
+        let both = [&attention, &together].map(|one| one.query_key_value.weight.val());
+        let mut weights = both.into_iter().chain(projections.iter().map(|layer| layer.weight.val()));
+        assert!(weights.all(|weight| weight.is_require_grad() == device.is_autodiff()));
         let [q, mut k, v] = projections;
-        k.weight = Param::from_tensor(Tensor::zeros([32, 5], &device));
+        k.weight = Param::from_tensor(Tensor::zeros([32, 5], device));
         let error = together.with_projections([q, k, v]).unwrap_err().to_string();
         assert!(error.contains("projections: weight: expected [32, "), "{error}");
+    }
+}
+
+/// Also where options alone differ, which numbers do not tell.
+#[test]
+fn states_are_stored_by_what_made_them() {
+    let texts = [
+        SHAW,
+        SOFTMAX,
+        r#"{"mechanism": "kernelized"}"#,
+        r#"{"mechanism": "kernelized", "kernel": {"feature_map": "relu"}}"#,
+        r#"{"mechanism": "kernelized", "kernel": {"decay": [0.5, 0.5]}}"#,
+        r#"{"mechanism": "delta"}"#,
+    ];
+    for device in [Device::flex(), Device::flex().autodiff()] {
+        let x = |heads: usize, width: usize| Tensor::<4>::ones([1, heads, 1, width], &device);
+        let init = |text: &str| serde_json::from_str::<AttentionConfig>(text).unwrap().init(2, 2, 4, &device).unwrap();
+        for one in texts {
+            let (made, mut state) = (init(one), AttentionState::default());
+            made.step(x(2, 4), x(2, made.key_dim()), x(2, 4), &mut state).unwrap();
+            for other in texts {
+                let stored = init(other).store(&state);
+                assert_eq!(stored.is_ok(), one == other, "{one} by {other}: {stored:?}");
+                assert!(stored.map_or_else(|error| error.to_string().contains("options"), |s| !s.is_empty()));
+            }
+            let heads = serde_json::from_str::<AttentionConfig>(one).unwrap().init(1, 1, 8, &device);
+            assert!(heads.is_err() || heads.unwrap().store(&state).is_err(), "{one} by other heads");
+        }
+    }
+}
+
+#[test]
+fn states_of_given_positions_are_stored_and_go_on() {
+    let device = Device::flex();
+    for text in [
+        r#"{"mechanism": "fourier"}"#,
+        r#"{"mechanism": "fourier", "axes": 2}"#,
+        r#"{"mechanism": "fourier", "axes": 2, "normalizer": "unrotated", "rotary": true}"#,
+    ] {
+        let attention = serde_json::from_str::<AttentionConfig>(text).unwrap().init(2, 2, 4, &device).unwrap();
+        let Attention::Fourier(fourier) = &attention else { panic!("fourier") };
+        let draw = |_| Tensor::<4>::random([1, 2, 3, 4], Distribution::Default, &device);
+        let [q, k, v] = std::array::from_fn(draw);
+        let places = Tensor::<3>::random([1, 3, fourier.a.dims()[2]], Distribution::Uniform(-5.0, 5.0), &device);
+        let both = [places.clone(), places.clone()];
+        let whole = fourier.forward_at(q.clone(), k.clone(), v.clone(), both, &AttentionMask::causal()).unwrap();
+        let mut state = AttentionState::default();
+        for t in 0..3 {
+            let [q, k, v] = [&q, &k, &v].map(|x| x.clone().narrow(2, t, 1));
+            let place = places.clone().narrow(1, t, 1);
+            let out = fourier.step_at(q.clone(), k.clone(), v.clone(), [place.clone(), place], &mut state).unwrap();
+            let apart = (out - whole.clone().narrow(2, t, 1)).abs().max().into_scalar::<f32>();
+            assert!(apart < 1e-5, "{text}, token {t}: {apart}");
+            state = attention.restore(&attention.store(&state).unwrap(), &device).unwrap();
+            // Where tokens are counted there are no such places.
+            assert!(fourier.step(q, k, v, &mut state.clone()).is_err());
+        }
+        let both = [places.clone(), places.clone()];
+        let error = fourier.step_at(q.clone(), k.clone(), v.clone(), both, &mut state).unwrap_err().to_string();
+        assert!(error.contains("1 query"), "{error}");
+        let [q, k, v] = [q, k, v].map(|x| x.narrow(2, 0, 1).autodiff());
+        let place = places.narrow(1, 0, 1).autodiff();
+        let error = fourier.step_at(q, k, v, [place.clone(), place], &mut state).unwrap_err().to_string();
+        assert!(error.contains("forward_at"), "{error}");
+    }
+}
+
+/// A penalty leaves them what they are: an error, and a token that never comes.
+#[test]
+fn infinite_logits_of_tokens_that_were_seen_stay_so() {
+    let device = Device::flex();
+    let block = BlockConfig::new().with_d_model(16).with_d_ff(32);
+    let mut model =
+        LanguageModelConfig::new(5).with_block(block).with_layers(1).with_tied(false).init(&device).unwrap();
+    let mut run = |bias: f32| {
+        let output = model.output.as_mut().unwrap();
+        output.bias = Some(Param::from_tensor(Tensor::from_data([0.0, bias, 0.0, 0.0, 0.0], &device)));
+        let mut options = TextOptions { max_tokens: 200, repetition_penalty: 1.5, ..TextOptions::default() };
+        // All that can come are equally likely.
+        options.sample.temperature = f64::MAX;
+        generate_text(&model, &[1, 2], &mut LanguageState::default(), &options, |_| true)
+    };
+    assert!(run(f32::INFINITY).unwrap_err().to_string().contains("logits"));
+    assert!(run(f32::NAN).unwrap_err().to_string().contains("logits"));
+    let text = run(f32::NEG_INFINITY).unwrap();
+    assert!(!text.contains(&1) && text.contains(&2));
+}
+
+#[test]
+fn a_memory_for_no_queries_is_one() {
+    let device = Device::flex();
+    let config = MultiHeadAttentionConfig::new(16, 2).with_attention(AttentionConfig::kernelized());
+    let attention = config.init(&device).unwrap();
+    let x = Tensor::<3>::random([1, 9, 16], Distribution::Default, &device);
+    let mask = AttentionMask::bidirectional();
+    let memory = attention.remember_for(x.clone(), &mask, 0).unwrap();
+    assert_eq!(attention.recall(Tensor::zeros([1, 0, 16], &device), 0, &memory).unwrap().dims(), [1, 0, 16]);
+    let expected = numbers(attention.cross_attention(x.clone(), x.clone(), &mask).unwrap());
+    for longest in [1, 4, 5, usize::MAX] {
+        let memory = attention.remember_for(x.clone(), &mask, longest).unwrap();
+        let first = numbers(attention.recall(x.clone().narrow(1, 0, 1), 0, &memory).unwrap());
+        assert!(first.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5), "{longest}");
+    }
+}
+
+/// Numbers that no other type of integers holds.
+#[test]
+fn tokens_and_targets_of_the_largest_numbers_are_errors() {
+    let model = model(&[SHAW], &Device::flex());
+    let largest =
+        || Tensor::<2, Int>::from_data(TensorData::new(vec![u64::MAX; 2], [1, 2]), (&Device::flex(), DType::U64));
+    assert!(model.loss(tokens(1, [1, 2]), largest(), 0.0).unwrap_err().to_string().contains("entries below 11"));
+    assert!(model.forward(largest()).unwrap_err().to_string().contains("entries below 11"));
+}
+
+#[test]
+fn who_listens_within_another_hears_the_same() {
+    use longspan::profile::profile;
+    let model = model(&[SHAW], &Device::flex());
+    let run = || drop(model.forward(tokens(1, [1, 2, 3])).unwrap());
+    let ((_, inner), outer) = profile(|| profile(run));
+    assert!(inner.contains_key("embeddings") && inner.len() >= 3, "{inner:?}");
+    assert!(inner.iter().all(|(name, seconds)| outer[name] >= *seconds), "{inner:?} within {outer:?}");
+}
+
+/// The places at which numbers are dropped are drawn from 65,536 of them.
+#[test]
+fn the_highest_probabilities_drop_nearly_all() {
+    let x = Tensor::<1>::ones([100_000], &Device::flex().autodiff());
+    for probability in [0.99999, 1.0 - f64::EPSILON] {
+        let kept = numbers(dropout(x.clone(), probability).unwrap()).into_iter().filter(|&x| x != 0.0).count();
+        assert!(kept < 20, "{probability}: {kept}");
     }
 }

@@ -231,7 +231,7 @@ impl Layer for AftAttention {
     fn in_tensors(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Tensor<4> {
         let (dtype, [_, heads, queries, _], keys) = (q.dtype(), q.dims(), k.dims()[2]);
         let causal = mask.order == Order::Causal;
-        let items = self.items(k, v, mask.ignored(q.dims()[0], keys, &q.device()).as_ref());
+        let items = self.items(k, v, mask.keys.ignored([q.dims()[0], keys], &q.device()).as_ref());
         // Further away than any bias reaches nothing changes.
         let most = (queries + keys + (1 << 25)) as isize;
         let offset = mask.offset.clamp(-most, most);
@@ -303,7 +303,7 @@ impl Sums for AftAttention {
 
     fn advance(&self, [q, k, v]: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
         let (dtype, [_, _, tokens, _], ring) = (q.dtype(), q.dims(), self.ring());
-        let mut kept = std::mem::take(state.tensors()).into_iter();
+        let mut kept = std::mem::take(&mut state.tensors).into_iter();
         let mut next = || {
             let mut part = || kept.next().expect("the tensors that empty makes");
             Means { exponent: part(), numerator: part(), denominator: part() }
@@ -311,19 +311,19 @@ impl Sums for AftAttention {
         let (before, latest) = (next(), next());
         let items = latest.followed_by(self.items(k, v, None));
         // Tables begin at the first token.
-        let position = state.tokens();
+        let position = state.tokens;
         if let Variant::Local { .. } = self.aft.variant {
-            state.set_tokens(position + tokens);
+            state.tokens += tokens;
         }
         let fallen = before.clone().followed_by(items.clone().narrow(0, tokens)).prefixes().narrow(tokens, 1);
         let latest = items.clone().narrow(tokens, ring);
         let means = self.near_and_far(items, Some(before), ring as isize, tokens, (true, position as isize));
-        *state.tensors() = fallen.into_tensors().into_iter().chain(latest.into_tensors()).collect();
+        state.tensors = fallen.into_tensors().into_iter().chain(latest.into_tensors()).collect();
         narrow_float(means.gated(q, self.aft.gate), dtype)
     }
 
     fn taken(&self, state: &Running) -> usize {
-        state.tokens()
+        state.tokens
     }
 }
 

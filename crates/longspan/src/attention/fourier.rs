@@ -243,11 +243,15 @@ impl FourierAttention {
 
     /// The same attention at these positions.
     pub(super) fn placed(&self, positions: [Tensor<3>; 2]) -> Placed<'_> {
+        Placed { attention: self, options: self.options_at_positions(), positions }
+    }
+
+    fn options_at_positions(&self) -> Arc<kernels::KernelizedAttention> {
         let mut options = (*self.options).clone();
         if let Score::Fourier(fourier) = &mut options.score {
             fourier.positions = Positions::Given { axes: self.a.val().dims()[2] };
         }
-        Placed { attention: self, options: Arc::new(options), positions }
+        Arc::new(options)
     }
 
     /// The learned waves, flat, in the kernel's order.
@@ -269,11 +273,9 @@ impl FourierAttention {
             self.options.score.fourier().is_some_and(|f| f.normalizer == FourierNormalizer::Unrotated);
         if self.options.gate {
             let mut state = self.empty(&q, v.dims()[3]);
-            // As many queries as keys, at the same places.
-            let [own, _] = positions;
-            let tokens = own.dims()[1];
+            // As many queries as keys.
             return self.advance_under([q, k, v], mask, &mut state, |first, count| {
-                self.angles(if count == tokens { own.clone() } else { own.clone().narrow(1, first, count) })
+                positions.each_ref().map(|all| self.angles(all.clone().narrow(1, first, count)))
             });
         }
         let learned = self.map.as_ref().map(LearnedMap::tensors);
@@ -287,19 +289,14 @@ impl FourierAttention {
         qkv: [Tensor<4>; 3],
         mask: &AttentionMask,
         state: &mut Running,
-        angles: impl Fn(usize, usize) -> Tensor<4>,
+        angles: impl Fn(usize, usize) -> [Tensor<4>; 2],
     ) -> Tensor<4> {
         let learned = self.map.as_ref().map(LearnedMap::tensors);
-        let advance = |qkv, mask: &AttentionMask, gates, state: &mut Running| {
-            state.advance(&self.options, qkv, (mask, gates), (None, &learned), CHUNK, |first, q: Tensor<4>, k| {
+        gates::advance((&self.rate, &self.bias), qkv, mask, state, |qkv, mask, state| {
+            state.advance(&self.options, qkv, mask, (None, &learned), CHUNK, |first, q: Tensor<4>, k| {
                 let angles = angles(first, q.dims()[2]);
-                self.rotate(q, k, [angles.clone(), angles])
+                self.rotate(q, k, angles)
             })
-        };
-        let Some(gates) = self.rate.as_ref().zip(self.bias.as_ref()) else { return advance(qkv, mask, None, state) };
-        gates::in_chunks(qkv, mask, state, |qkv, mask, state| {
-            let (qkv, logs) = gates::split(gates, qkv);
-            advance(qkv, mask, Some(logs), state)
         })
     }
 
@@ -380,6 +377,10 @@ impl Layer for FourierAttention {
         gates::kernel(&self.options)
     }
 
+    fn kernel_at_positions(&self) -> Option<Arc<dyn AnyKernel>> {
+        Some(gates::kernel(&self.options_at_positions()))
+    }
+
     fn heads(&self) -> Heads {
         self.heads
     }
@@ -416,7 +417,8 @@ impl Sums for FourierAttention {
 
     fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
         self.advance_under(qkv, &AttentionMask::causal(), state, |first, count| {
-            self.angles(self.counted(first as isize, count))
+            let angles = self.angles(self.counted(first as isize, count));
+            [angles.clone(), angles]
         })
     }
 }

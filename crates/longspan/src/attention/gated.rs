@@ -335,6 +335,10 @@ impl Layer for GatedAttention {
         self.heads
     }
 
+    fn value_dim(&self) -> Option<usize> {
+        self.value_taps.as_ref().map(|_| self.heads.head_dim)
+    }
+
     fn parameters(&self) -> Vec<Tensor<1>> {
         gates::parameters(&self.rate, &self.bias).chain(self.taps().map(|taps| flattened(taps.val()))).collect()
     }
@@ -365,14 +369,14 @@ impl Layer for GatedAttention {
 impl Sums for GatedAttention {
     fn empty(&self, like: &Tensor<4>, value_dim: usize) -> Running {
         let mut state = Running::of_sum(like, value_dim);
-        state.tensors().extend(self.empty_past(like));
+        state.tensors.extend(self.empty_past(like));
         state
     }
 
     fn advance(&self, qkv: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
         let dtype = qkv[0].dtype();
-        let qkv = self.convolved(qkv, &mut state.tensors()[1..]);
+        let qkv = self.convolved(qkv, &mut state.tensors[1..]);
         let tokens = self.tokens(qkv, |x| x);
-        narrow_float(state.after(|sum| tokens.advance(sum)), dtype)
+        narrow_float(tokens.advance(&mut state.tensors[0]), dtype)
     }
 }

@@ -32,17 +32,6 @@ pub(super) fn log_decays(rate: &Param<Tensor<1>>, bias: &Param<Tensor<2>>, x: Te
     -softplus(x + bias, 1.0) * rate
 }
 
-/// Keys without their last number, and the log decays that it gives, `[batch, heads, tokens, 1]`.
-pub(super) fn split(
-    (rate, bias): (&Param<Tensor<1>>, &Param<Tensor<2>>),
-    [q, k, v]: [Tensor<4>; 3],
-) -> ([Tensor<4>; 3], Tensor<4>) {
-    let head_dim = k.dims()[3] - 1;
-    let logs = log_decays(rate, bias, widen(k.clone().narrow(3, head_dim, 1)));
-    let logs = repeat_heads(logs, q.dims()[1]);
-    ([q, k.narrow(3, 0, head_dim), v], logs)
-}
-
 /// What gates have learned, flat, in the kernel's order.
 pub(super) fn parameters<'m>(
     rate: &'m Option<Param<Tensor<1>>>,
@@ -56,27 +45,32 @@ pub(super) fn kernel(options: &Arc<KernelizedAttention>) -> Arc<dyn AnyKernel> {
     if options.gate { Arc::new(GatesWithKeys(options.clone())) } else { options.clone() }
 }
 
-/// Queries, keys and values, `[batch, ·, tokens, ·]`, chunk after chunk through `advance`.
-pub(super) fn in_chunks(
+/// Queries, keys and values, `[batch, ·, tokens, ·]`, after those of a state by `advance`: where there are `rate` and `bias` chunk after chunk,
+/// keys without their last number, with the log decays that it gives, `[batch, heads, tokens, 1]`.
+pub(super) fn advance(
+    (rate, bias): (&Option<Param<Tensor<1>>>, &Option<Param<Tensor<2>>>),
     qkv: [Tensor<4>; 3],
     mask: &AttentionMask,
     state: &mut Running,
-    advance: impl Fn([Tensor<4>; 3], &AttentionMask, &mut Running) -> Tensor<4>,
+    advance: impl Fn([Tensor<4>; 3], (&AttentionMask, Option<Tensor<4>>), &mut Running) -> Tensor<4>,
 ) -> Tensor<4> {
+    let (Some(rate), Some(bias)) = (rate, bias) else { return advance(qkv, (mask, None), state) };
     let [q, k, v] = qkv;
-    let [batch, _, tokens, _] = k.dims();
-    let ignored = mask.ignored(batch, tokens, &k.device());
+    let ([batch, _, tokens, width], heads) = (k.dims(), q.dims()[1]);
+    let ignored = mask.keys.ignored([batch, tokens], &k.device());
     // Their gates, too, may be anything.
     let k = match &ignored {
         Some(ignored) => k.clone().mask_fill(ignored.clone().expand(k.dims()), 0.0),
         None => k,
     };
-    let qkv = [q, k, v];
+    let (qkv, own) = ([q, k.clone().narrow(3, 0, width - 1), v], k.narrow(3, width - 1, 1));
     let chunks = (0..tokens).step_by(CHUNK).map(|first| {
         let count = CHUNK.min(tokens - first);
         let mask = ignored.clone().map(|x| x.narrow(2, first, count).reshape([batch, count]));
-        let mask = mask.map_or_else(AttentionMask::causal, |ignored| AttentionMask::causal().on_device(ignored));
-        advance(qkv.each_ref().map(|x| x.clone().narrow(2, first, count)), &mask, state)
+        let mask =
+            mask.map_or_else(AttentionMask::causal, |ignored| AttentionMask::causal().with_padding_mask(ignored));
+        let logs = repeat_heads(log_decays(rate, bias, widen(own.clone().narrow(2, first, count))), heads);
+        advance(qkv.each_ref().map(|x| x.clone().narrow(2, first, count)), (&mask, Some(logs)), state)
     });
     Tensor::cat(chunks.collect(), 2)
 }

@@ -213,13 +213,8 @@ impl KernelizedAttention {
     /// Tokens after those of a state, in chunks where they bring gates.
     fn advance_under(&self, qkv: [Tensor<4>; 3], mask: &AttentionMask, state: &mut Running) -> Tensor<4> {
         let (table, learned) = (self.table(), self.learned());
-        let advance = |qkv, mask: &AttentionMask, gates, state: &mut Running| {
-            state.advance(&self.options, qkv, (mask, gates), (table.clone(), &learned), tensor::CHUNK, |_, q, k| (q, k))
-        };
-        let Some(gates) = self.rate.as_ref().zip(self.bias.as_ref()) else { return advance(qkv, mask, None, state) };
-        gates::in_chunks(qkv, mask, state, |qkv, mask, state| {
-            let (qkv, logs) = gates::split(gates, qkv);
-            advance(qkv, mask, Some(logs), state)
+        gates::advance((&self.rate, &self.bias), qkv, mask, state, |qkv, mask, state| {
+            state.advance(&self.options, qkv, mask, (table.clone(), &learned), tensor::CHUNK, |_, q, k| (q, k))
         })
     }
 }

@@ -7,7 +7,7 @@ use longspan_kernels::{Keys, Mask, Order};
 
 use super::index_tensor;
 use crate::cpu::is_flex;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, argument};
 
 /// Which keys take part.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -19,7 +19,7 @@ pub enum KeyMask {
     Lengths(Arc<[usize]>),
     /// Those whose entry is `false`; `[batch, keys]`, row-major. `true` means *ignored*, as in PyTorch.
     Padding(Arc<[bool]>),
-    /// [`Padding`](Self::Padding) on a device other than the CPU, `[batch, keys]`, which is not read back.
+    /// [`Padding`](Self::Padding) as a tensor, `[batch, keys]`, which is read on the CPU backend alone.
     OnDevice(DeviceMask),
     /// Several sequences packed end to end on the token axis, each attending to itself; the batch must be 1. Both lists
     /// are cumulative, `[0, end of the first, …, number of tokens]`, and equally long (`cu_seqlens`).
@@ -59,6 +59,18 @@ pub struct AttentionMask {
 }
 
 impl KeyMask {
+    /// Its sizes, for an error.
+    fn sizes(&self) -> String {
+        match self {
+            Self::All => "all keys".into(),
+            Self::Lengths(lengths) => format!("lengths {lengths:?}"),
+            Self::Padding(ignored) => format!("{} entries", ignored.len()),
+            Self::OnDevice(DeviceMask(ignored)) => format!("a tensor {:?}", ignored.dims()),
+            Self::Packed { .. } => "packed sequences".into(),
+            Self::Together(masks) => masks.iter().map(Self::sizes).collect::<Vec<_>>().join(" and "),
+        }
+    }
+
     /// Whether it is one of so many texts and keys.
     fn fits(&self, [batch, keys]: [usize; 2]) -> bool {
         match self {
@@ -104,7 +116,8 @@ impl KeyMask {
         }
     }
 
-    fn ignored(&self, [batch, keys]: [usize; 2], device: &Device) -> Option<Tensor<4, Bool>> {
+    /// Whether each key is ignored, `[batch, 1, keys, 1]`; `None` where none is.
+    pub(crate) fn ignored(&self, [batch, keys]: [usize; 2], device: &Device) -> Option<Tensor<4, Bool>> {
         let shape = [batch, 1, keys, 1];
         match self {
             Self::All | Self::Packed { .. } => None,
@@ -153,45 +166,45 @@ impl AttentionMask {
 
     /// [`with_padding`](Self::with_padding) of a tensor, `[batch, keys]`, as Burn's `generate_padding_mask` gives: `true` where a key is
     /// padding. It is read on the CPU backend alone.
-    ///
-    /// # Errors
-    /// A device that gives no truth values back.
-    pub fn with_padding_mask(self, ignored: Tensor<2, Bool>) -> Result<Self> {
-        let (dims, host) = (ignored.dims(), is_flex(&ignored.device()));
-        let mask = KeyMask::OnDevice(DeviceMask(Arc::new(ignored)));
-        Ok(self.and(if host { KeyMask::Padding(mask.list(dims)?.into()) } else { mask }))
+    pub fn with_padding_mask(self, ignored: Tensor<2, Bool>) -> Self {
+        self.and(KeyMask::OnDevice(DeviceMask(Arc::new(ignored))))
     }
 
-    /// The same mask as the kernels read it, of so many texts and keys.
-    pub(crate) fn listed(&self, dims: [usize; 2]) -> Result<Self> {
-        let keys = match &self.keys {
-            KeyMask::OnDevice(_) | KeyMask::Together(_) if self.keys.fits(dims) => {
-                KeyMask::Padding(self.keys.list(dims)?.into())
-            }
-            keys => keys.clone(),
-        };
-        Ok(Self { keys, ..*self })
+    /// The same mask as the kernels of `operation` read it, of so many texts and keys.
+    pub(crate) fn listed(&self, operation: &'static str, dims: [usize; 2]) -> Result<Self> {
+        let read = || Ok(KeyMask::Padding(self.keys.list(dims)?.into()));
+        self.with_lists(operation, dims, read)
     }
 
     /// The same mask where its sizes alone count, for kernels that read lists.
-    pub(crate) fn unread(&self, dims: [usize; 2]) -> Self {
-        let fits = matches!(self.keys, KeyMask::OnDevice(_) | KeyMask::Together(_)) && self.keys.fits(dims);
-        Self { keys: if fits { KeyMask::All } else { self.keys.clone() }, ..*self }
+    pub(crate) fn unread(&self, operation: &'static str, dims: [usize; 2]) -> Result<Self> {
+        self.with_lists(operation, dims, || Ok(KeyMask::All))
+    }
+
+    /// With a list in the place of what is none.
+    fn with_lists(
+        &self,
+        operation: &'static str,
+        dims: [usize; 2],
+        list: impl FnOnce() -> Result<KeyMask>,
+    ) -> Result<Self> {
+        if !matches!(self.keys, KeyMask::OnDevice(_) | KeyMask::Together(_)) {
+            return Ok(self.clone());
+        }
+        let [batch, keys] = dims;
+        let expected = || format!("one of {batch} texts of {keys} keys, and none beside packed sequences");
+        argument(self.keys.fits(dims), operation, "mask", expected, || self.keys.sizes())?;
+        Ok(Self { keys: list()?, ..*self })
     }
 
     /// The same mask, made once for all layers on a device that has no kernels.
     pub(crate) fn on(self, [batch, keys]: [usize; 2], device: &Device) -> Self {
-        match self.ignored(batch, keys, device).filter(|_| !is_flex(device)) {
+        match self.keys.ignored([batch, keys], device).filter(|_| !is_flex(device)) {
             Some(ignored) => {
                 Self { keys: KeyMask::OnDevice(DeviceMask(Arc::new(ignored.reshape([batch, keys])))), ..self }
             }
             None => self,
         }
-    }
-
-    /// The same mask without the keys that are ignored, `[batch, keys]`, in tensor operations.
-    pub(crate) fn on_device(self, ignored: Tensor<2, Bool>) -> Self {
-        self.and(KeyMask::OnDevice(DeviceMask(Arc::new(ignored))))
     }
 
     /// Whether it says nothing of queries.
@@ -219,13 +232,13 @@ impl AttentionMask {
         self.and(KeyMask::Packed { queries: bounds.clone(), keys: bounds })
     }
 
-    /// The kernels' view of this mask.
+    /// The kernels' view of this mask; they refuse one of a tensor, or of several together.
     pub fn as_kernel(&self) -> Mask<'_> {
         let keys = match &self.keys {
             KeyMask::All => Keys::All,
             KeyMask::Lengths(lengths) => Keys::Lengths(lengths),
             KeyMask::Padding(ignored) => Keys::Padding(ignored),
-            // Kernels read lists alone, and refuse one of no keys.
+            // One of no keys.
             KeyMask::OnDevice(_) | KeyMask::Together(_) => Keys::Padding(&[]),
             KeyMask::Packed { queries, keys } => Keys::Packed { queries, keys },
         };
@@ -235,10 +248,5 @@ impl AttentionMask {
     /// The mask of the batch entries `indices` over `keys` keys.
     pub(crate) fn select(&self, indices: &[usize], keys: usize) -> Self {
         Self { keys: self.keys.select(indices, keys), ..*self }
-    }
-
-    /// Whether each key is ignored, `[batch, 1, keys, 1]`; `None` where none is.
-    pub(crate) fn ignored(&self, batch: usize, keys: usize, device: &Device) -> Option<Tensor<4, Bool>> {
-        self.keys.ignored([batch, keys], device)
     }
 }

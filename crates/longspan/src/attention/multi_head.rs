@@ -104,9 +104,9 @@ impl MultiHeadAttention {
         let Linear { weight, bias } = &self.query_key_value;
         let mut first = 0;
         self.columns().map(|count| {
-            let own = |x: Tensor<2>| Param::from_tensor(x.detach().narrow(1, first, count));
-            let bias = bias.as_ref().map(|bias| Param::from_tensor(bias.val().detach().narrow(0, first, count)));
-            let weight = own(weight.val());
+            // Cut from the graph last: what a graph has made of others is no parameter.
+            let bias = bias.as_ref().map(|bias| Param::from_tensor(bias.val().narrow(0, first, count).detach()));
+            let weight = Param::from_tensor(weight.val().narrow(1, first, count).detach());
             first += count;
             Linear { weight, bias }
         })
@@ -125,14 +125,14 @@ impl MultiHeadAttention {
             layer.bias.iter().try_for_each(|bias| check_like(NAME, "bias", &bias.val(), [count], &own))?;
         }
         let biased = projections.iter().any(|layer| layer.bias.is_some());
-        let weights = projections.iter().map(|layer| layer.weight.val().detach()).collect();
+        let weights = projections.iter().map(|layer| layer.weight.val()).collect();
         let bias = |(layer, count): (&Linear, usize)| {
             let none = || Tensor::zeros([count], (&own.device(), own.dtype()));
-            layer.bias.as_ref().map_or_else(none, |bias| bias.val().detach())
+            layer.bias.as_ref().map_or_else(none, |bias| bias.val())
         };
         let biases = || Tensor::cat(projections.iter().zip(self.columns()).map(bias).collect(), 0);
-        let (weight, bias) =
-            (Param::from_tensor(Tensor::cat(weights, 1)), biased.then(|| Param::from_tensor(biases())));
+        let weight = Param::from_tensor(Tensor::cat(weights, 1).detach());
+        let bias = biased.then(|| Param::from_tensor(biases().detach()));
         Ok(Self { query_key_value: Linear { weight, bias }, ..self })
     }
 
@@ -377,10 +377,8 @@ impl MultiHeadAttention {
         const SEGMENT: usize = 1 << 14;
         let [batch, keys, _] = memory.dims();
         let reach = self.attention.layer().kernel().reach();
-        let Some(near) = reach.map(|reach| longest.saturating_add(reach)).filter(|near| near.saturating_mul(2) < keys)
-        else {
-            return Ok(None);
-        };
+        let near = reach.map(|reach| longest.saturating_add(reach));
+        let Some(near) = near.filter(|near| (1..keys.div_ceil(2)).contains(near)) else { return Ok(None) };
         let all = mask.is_of_memory() && mask.keys == KeyMask::All;
         if batch != 1 || !all || !self.is_fused(memory) || memory.device().is_autodiff() {
             return Ok(None);

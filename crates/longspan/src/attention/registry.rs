@@ -276,7 +276,7 @@ impl Attention {
     /// `state` as numbers that can be saved. Nothing is rounded.
     ///
     /// # Errors
-    /// A device that gives no numbers back.
+    /// A state of another mechanism, other options or heads, and a device that gives no numbers back.
     pub fn store(&self, state: &AttentionState) -> Result<StoredState> {
         state.to_stored(self.layer())
     }
@@ -299,7 +299,8 @@ impl Attention {
     /// Shapes that do not fit each other or the module, a mask of the wrong size, or one of packed sequences.
     pub fn remember(&self, k: Tensor<4>, v: Tensor<4>, mask: &AttentionMask) -> Result<MemoryState> {
         let layer = self.layer();
-        let mask = &if backend::is_flex(&k) { mask.listed([k.dims()[0], k.dims()[2]])? } else { mask.clone() };
+        let mask =
+            &if backend::is_flex(&k) { mask.listed(layer.name(), [k.dims()[0], k.dims()[2]])? } else { mask.clone() };
         let holds = !matches!(mask.keys, KeyMask::Packed { .. }) && mask.is_of_memory();
         let expected = || {
             "a bidirectional one without an offset, since recall says where queries stand, with a batch entry for each memory and without packed sequences".into()

@@ -282,7 +282,7 @@ impl Sums for ToeplitzAttention {
     fn advance(&self, [q, k, v]: [Tensor<4>; 3], state: &mut Running) -> Tensor<4> {
         let (dtype, [_, _, tokens, _], value_dim) = (q.dtype(), q.dims(), v.dims()[3]);
         let (content, learned) = (self.content(), self.map.as_ref().map(LearnedMap::tensors));
-        let mut kept = std::mem::take(state.tensors()).into_iter();
+        let mut kept = std::mem::take(&mut state.tensors).into_iter();
         let mut next = || kept.next().expect("the tensors that empty makes");
         let [ring_k, ring_v, ring_seen, far, count] = [(); 5].map(|()| next());
         let before = kept.next();
@@ -313,7 +313,7 @@ impl Sums for ToeplitzAttention {
         let far = fallen + first(&k).swap_dims(2, 3).matmul(first(&inputs.values));
         let count = count + first(&seen).sum_dim(2);
         let latest = [k, inputs.values, seen].map(|x| x.narrow(2, tokens, ring));
-        *state.tensors() = latest.into_iter().chain([far, count]).chain(after).collect();
+        state.tensors = latest.into_iter().chain([far, count]).chain(after).collect();
         narrow_float(divide(sums, value_dim, content.normalize), dtype)
     }
 }

@@ -167,7 +167,7 @@ fn check_tensors(
                 move || format!("batch {batch}, {heads} heads, values of {dim} numbers of {dtype:?}")
             };
             let expected = ([batch, heads, value_dim], widen_type(dtype));
-            let got = (sums.shape(), sums.first().map_or(expected.1, Tensor::dtype));
+            let got = (sums.shape, sums.tensors.first().map_or(expected.1, Tensor::dtype));
             argument(expected == got, layer.name(), "state", text(expected), text(got))?;
             own.taken(sums)
         }

@@ -48,6 +48,11 @@ pub(crate) trait Layer: Debug {
     /// The kernel with the module's options.
     fn kernel(&self) -> Arc<dyn AnyKernel>;
 
+    /// The same at positions that are given with each call, where the mechanism takes them.
+    fn kernel_at_positions(&self) -> Option<Arc<dyn AnyKernel>> {
+        None
+    }
+
     /// Whether a state holds all keys and values so far. A kernel's state has a fixed size, so such mechanisms step in
     /// tensor operations, where the state can grow.
     fn keeps_past(&self) -> bool {
@@ -65,6 +70,11 @@ pub(crate) trait Layer: Debug {
     /// Numbers in a key of one head.
     fn key_dim(&self) -> usize {
         self.kernel().key_dim(&self.heads().dims(0, 0, 0))
+    }
+
+    /// Numbers in a value of one head, where what is learned says so.
+    fn value_dim(&self) -> Option<usize> {
+        None
     }
 
     /// The learned tensors, flat, in the kernel's order.
@@ -128,7 +138,8 @@ pub(crate) fn attend(
     check(layer, &q, &k, &v)?;
     if is_flex(&q) {
         let parameters = flat(layer, place(&q))?;
-        return run(flex::Settings::new(layer.kernel(), mask.listed([q.dims()[0], k.dims()[2]])?), q, k, v, parameters);
+        let mask = mask.listed(layer.name(), [q.dims()[0], k.dims()[2]])?;
+        return run(flex::Settings::new(layer.kernel(), mask), q, k, v, parameters);
     }
     in_tensors(layer, q, k, v, mask)
 }
@@ -251,10 +262,12 @@ pub(crate) fn check(layer: &dyn Layer, q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<
     let Heads { heads, kv_heads, head_dim } = layer.heads();
     let key_dim = layer.key_dim();
     let ([batch, _, queries, _], [_, _, keys, _], [_, _, _, value_dim]) = (q.dims(), k.dims(), v.dims());
+    let (value_dim, of_values) =
+        layer.value_dim().map_or((value_dim, "value_dim".into()), |dim| (dim, dim.to_string()));
     for (argument_name, x, shape, text) in [
         ("q", q, [batch, heads, queries, head_dim], format!("[batch, {heads}, queries, {head_dim}]")),
         ("k", k, [batch, kv_heads, keys, key_dim], format!("[{batch}, {kv_heads}, keys, {key_dim}]")),
-        ("v", v, [batch, kv_heads, keys, value_dim], format!("[{batch}, {kv_heads}, {keys}, value_dim]")),
+        ("v", v, [batch, kv_heads, keys, value_dim], format!("[{batch}, {kv_heads}, {keys}, {of_values}]")),
     ] {
         argument(x.dims() == shape, name, argument_name, || text, || format!("{:?}", x.dims()))?;
     }
@@ -277,7 +290,7 @@ pub(crate) fn dims_of(q: &Tensor<4>, v: &Tensor<4>) -> Dims {
 pub(crate) fn check_by_kernel(layer: &dyn Layer, dims: Dims, mask: &AttentionMask) -> Result<()> {
     let kernel = layer.kernel();
     let kernel: &dyn Kernel<f32> = &*kernel;
-    let mask = mask.unread([dims.batch, dims.keys]);
+    let mask = mask.unread(layer.name(), [dims.batch, dims.keys])?;
     // The numbers do not matter to the checks: one row of zeros is every row, and a part of them every learned tensor.
     let learned = kernel.parameters(&dims);
     let widths = [dims.head_dim, kernel.key_dim(&dims), dims.value_dim];

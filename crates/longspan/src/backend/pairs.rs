@@ -34,7 +34,7 @@ impl Pairs {
             causal: mask.order == Order::Causal,
             offset: mask.offset.clamp(-most, most),
             window,
-            ignored: mask.ignored(batch, keys, &q.device()),
+            ignored: mask.keys.ignored([batch, keys], &q.device()),
             device: q.device(),
         }
     }

@@ -11,11 +11,11 @@ use crate::attention::AttentionMask;
 #[derive(Debug, Clone)]
 pub(crate) struct Running {
     /// Batch, heads and width of a value.
-    shape: [usize; 3],
+    pub shape: [usize; 3],
     /// Tokens so far, where the mechanism counts them; else 0.
-    tokens: usize,
+    pub tokens: usize,
     /// What the mechanism keeps, `[batch, heads, ·, ·]` each, in an order of its own.
-    tensors: Vec<Tensor<4>>,
+    pub tensors: Vec<Tensor<4>>,
 }
 
 impl Running {
@@ -50,41 +50,6 @@ impl Running {
     /// Before the first token of a mechanism whose state is one sum, `[batch, heads, head_dim, value_dim]` for queries such as `like`.
     pub(crate) fn of_sum(like: &Tensor<4>, value_dim: usize) -> Self {
         Self::new(like, value_dim, vec![zeros_like(like, like.dims()[3], value_dim)])
-    }
-
-    /// Changes such a sum.
-    pub(crate) fn after<R>(&mut self, change: impl FnOnce(&mut Tensor<4>) -> R) -> R {
-        change(&mut self.tensors[0])
-    }
-
-    /// Batch, heads and width of a value.
-    pub(crate) fn shape(&self) -> [usize; 3] {
-        self.shape
-    }
-
-    /// A tensor of its numbers.
-    pub(crate) fn first(&self) -> Option<&Tensor<4>> {
-        self.tensors.first()
-    }
-
-    /// Tokens so far, where the mechanism counts them; else 0.
-    pub(crate) fn tokens(&self) -> usize {
-        self.tokens
-    }
-
-    /// After `tokens` tokens.
-    pub(crate) fn set_tokens(&mut self, tokens: usize) {
-        self.tokens = tokens;
-    }
-
-    /// With tensors of `batch` sequences.
-    pub(crate) fn set_batch(&mut self, batch: usize) {
-        self.shape[0] = batch;
-    }
-
-    /// All its tensors, in one order.
-    pub(crate) fn tensors(&mut self) -> &mut Vec<Tensor<4>> {
-        &mut self.tensors
     }
 
     /// Takes tokens in, all `[batch, heads or kv_heads, tokens, ·]`, and gives their outputs, in chunks of at least `chunk` tokens.

@@ -71,11 +71,13 @@ pub(crate) fn maker(layer: &dyn Layer) -> Arc<str> {
     format!("{:?} {:?}", layer.kernel(), layer.heads()).into()
 }
 
-/// The fingerprint of the options of a layer, as the kernels' states have it; none where there are no such states.
-fn fingerprint(layer: &dyn Layer) -> Option<u64> {
-    let kernel = layer.kernel();
-    let kernel: &dyn Kernel<f32> = &*kernel;
-    kernel.empty_state(&layer.heads().dims(1, 0, 0)).ok().map(|state| state.shape().options)
+/// The fingerprints of the options of a layer, as the kernels' states have them; none where there are no such states.
+fn fingerprints(layer: &dyn Layer) -> impl Iterator<Item = u64> {
+    let dims = layer.heads().dims(1, 0, 0);
+    [Some(layer.kernel()), layer.kernel_at_positions()].into_iter().flatten().filter_map(move |kernel| {
+        let kernel: &dyn Kernel<f32> = &*kernel;
+        kernel.empty_state(&dims).ok().map(|state| state.shape().options)
+    })
 }
 
 #[derive(Debug, Clone)]
@@ -134,7 +136,7 @@ impl StoredState {
 pub struct StateForm {
     mechanism: String,
     form: Form,
-    /// The [`fingerprint`] of what made a state in tensors.
+    /// The [fingerprint](fingerprints) of what made a state in tensors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     options: Option<u64>,
 }
@@ -234,7 +236,7 @@ impl AttentionState {
             *to = Tensor::cat(own.iter_mut().map(|one| one.tensors()[n].clone()).collect(), 0);
         }
         if let TensorState::Sums(sums) = &mut joined {
-            sums.set_batch(batch);
+            sums.shape[0] = batch;
         }
         Ok(Self { inner: Some(Inner::Tensors(joined)), made_by })
     }
@@ -242,8 +244,20 @@ impl AttentionState {
     /// The state as numbers; nothing is rounded.
     ///
     /// # Errors
-    /// A device that gives no numbers back.
+    /// A state of another layer, and a device that gives no numbers back.
     pub(crate) fn to_stored(&self, layer: &dyn Layer) -> Result<StoredState> {
+        let own = match &self.inner {
+            None => true,
+            Some(Inner::Kernels(state)) => {
+                let StateShape { mechanism, options, kv_heads, .. } = state.shape();
+                let sizes = (mechanism, kv_heads) == (layer.name(), layer.heads().kv_heads);
+                sizes && fingerprints(layer).any(|own| own == options)
+            }
+            Some(Inner::Tensors(_)) => self.made_by == maker(layer),
+        };
+        if !own {
+            return Err(foreign_state(layer));
+        }
         let read = |x: &Tensor<4>| x.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")));
         let (form, tensors) = match &self.inner {
             None => (Form::Empty, Vec::new()),
@@ -252,16 +266,16 @@ impl AttentionState {
                 (Form::Kernels { version, options, batch, kv_heads, parts }, vec![state.numbers()])
             }
             Some(Inner::Tensors(TensorState::Sums(sums))) => {
-                let [batch, heads, value_dim] = sums.shape();
-                let tensors = sums.clone().tensors().iter().map(read).collect::<Result<_>>()?;
-                (Form::Sums { batch, heads, value_dim, tokens: sums.tokens() }, tensors)
+                let [batch, heads, value_dim] = sums.shape;
+                let tensors = sums.tensors.iter().map(read).collect::<Result<_>>()?;
+                (Form::Sums { batch, heads, value_dim, tokens: sums.tokens }, tensors)
             }
             Some(Inner::Tensors(TensorState::Past(past))) => {
                 let form = layer.sees().map_or(Form::Past, |sees| Form::Latest { sees });
                 (form, past.iter().map(read).collect::<Result<_>>()?)
             }
         };
-        let options = if matches!(self.inner, Some(Inner::Tensors(_))) { fingerprint(layer) } else { None };
+        let options = if self.is_followed() { fingerprints(layer).next() } else { None };
         Ok(StoredState { mechanism: layer.name().into(), form, options, tensors })
     }
 
@@ -274,7 +288,7 @@ impl AttentionState {
             Form::Kernels { options, .. } => Some(options),
             _ => stored.options,
         };
-        if options.is_some() && options != fingerprint(layer) {
+        if options.is_some_and(|options| fingerprints(layer).all(|own| own != options)) {
             return Err(foreign_state(layer));
         }
         let float = |x: &TensorData| matches!(x.dtype(), DType::F64 | DType::F32 | DType::F16 | DType::BF16);
@@ -317,14 +331,14 @@ impl AttentionState {
                 let Some(mut sums) = layer.sums().map(|sums| sums.empty(&like, value_dim)) else {
                     return Err(broken("sums, which this mechanism does not keep".into()));
                 };
-                let wanted = sums.tensors();
+                let wanted = &mut sums.tensors;
                 if !wanted.iter().map(|x| x.dims()).eq(tensors.iter().map(|x| x.shape().dims::<4>())) {
                     return Err(broken(shapes_of(tensors)));
                 }
                 for (to, from) in wanted.iter_mut().zip(tensors) {
                     *to = read(from);
                 }
-                sums.set_tokens(tokens);
+                sums.tokens = tokens;
                 Some(Inner::Tensors(TensorState::Sums(Box::new(sums))))
             }
             (Form::Past | Form::Latest { .. }, [k, v])
@@ -354,14 +368,14 @@ fn shapes_of(tensors: &[TensorData]) -> String {
 impl TensorState {
     fn batch(&self) -> usize {
         match self {
-            Self::Sums(sums) => sums.shape()[0],
+            Self::Sums(sums) => sums.shape[0],
             Self::Past(past) => past[0].dims()[0],
         }
     }
 
     fn device(&self) -> Option<Device> {
         let first = match self {
-            Self::Sums(sums) => sums.first(),
+            Self::Sums(sums) => sums.tensors.first(),
             Self::Past(past) => past.first(),
         };
         first.map(Tensor::device)
@@ -370,7 +384,7 @@ impl TensorState {
     /// The tokens that sums count.
     fn counted(&self) -> usize {
         match self {
-            Self::Sums(sums) => sums.tokens(),
+            Self::Sums(sums) => sums.tokens,
             Self::Past(_) => 0,
         }
     }
@@ -378,7 +392,7 @@ impl TensorState {
     /// All its tensors, in one order.
     fn tensors(&mut self) -> Vec<&mut Tensor<4>> {
         match self {
-            Self::Sums(sums) => sums.tensors().iter_mut().collect(),
+            Self::Sums(sums) => sums.tensors.iter_mut().collect(),
             Self::Past(past) => past.iter_mut().collect(),
         }
     }

@@ -244,7 +244,7 @@ impl<'a> Inputs<'a> {
         let [batch, heads, queries, dim] = q.dims();
         let [_, _, keys, value_dim] = v.dims();
         let (mut q, mut k, mut v) = (widen(q), widen(repeat_heads(k, heads)), widen(repeat_heads(v, heads)));
-        let ignored = mask.ignored(batch, keys, &q.device());
+        let ignored = mask.keys.ignored([batch, keys], &q.device());
         if let Some(ignored) = &ignored {
             // Filled, not multiplied by 0: NaN in padding would stay NaN.
             k = k.mask_fill(ignored.clone().expand([batch, heads, keys, dim]), 0.0);

@@ -7,7 +7,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use longspan_kernels::Error as KernelError;
 use longspan_layers::{CrossEntropy, Loss, LossGradients};
 
-use super::flex::{gradients, is_f32, numbers, shape, tensor};
+use super::flex::{gradients, integers, is_f32, numbers, shape, tensor};
 use crate::backend::operation::{Operation, run};
 use crate::backend::tensor::widen;
 use crate::cpu::{FlexTensor, is_flex};
@@ -129,7 +129,7 @@ impl Targets {
                 let targets = targets.try_into_data().map_err(|error| Error::Device(error.to_string()))?;
                 // What no number of 32 bits holds is beyond every vocabulary.
                 let target = |target: i64| (target >= 0).then(|| u32::try_from(target).unwrap_or(u32::MAX));
-                Ok(Self::List(targets.iter::<i64>().map(target).collect()))
+                Ok(Self::List(integers(&targets).map(target).collect()))
             }
             other => Ok(other),
         }

@@ -5,7 +5,7 @@ use burn::tensor::{Int, Tensor};
 use longspan_kernels::Error as KernelError;
 use longspan_layers::Embedding;
 
-use super::flex::{gradients, is_f32, numbers, shape, tensor};
+use super::flex::{gradients, integers, is_f32, numbers, shape, tensor};
 use crate::backend::operation::{Operation, run};
 use crate::cpu::{FlexTensor, is_flex};
 use crate::error::{Error, Result, argument};
@@ -35,12 +35,12 @@ pub fn embedding(
     let fused = is_f32(&weight);
     if fused || is_flex(&tokens.device()) {
         let ids = tokens.clone().try_into_data().map_err(|error| Error::Device(format!("{error:?}")))?;
-        let beyond = ids.iter::<i64>().find(|&id| id < 0 || id >= vocabulary as i64);
+        let beyond = integers(&ids).find(|&id| id < 0 || id >= vocabulary as i64);
         let (expected, got) =
             (|| format!("entries below {vocabulary}"), || beyond.map_or(String::new(), |id| id.to_string()));
         argument(beyond.is_none(), "embedding", "tokens", expected, got)?;
         if fused {
-            let tokens = ids.iter::<i64>().map(|token| token as usize).collect();
+            let tokens = integers(&ids).map(|token| token as usize).collect();
             let positions = positions.map_or(Vec::new(), |positions| positions.into_data().iter::<f32>().collect());
             let lookup = Lookup { tokens, scale: scale as f32, positions };
             let rows: Tensor<2> = run(lookup, weight.into_dispatch(), Vec::new())?;

@@ -5,7 +5,7 @@ use crate::cpu::{FlexTensor, Layout, is_flex, to_flex};
 use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::Linear;
-use burn::tensor::{Bytes, DType, Device, Shape, Tensor};
+use burn::tensor::{Bytes, DType, Device, Shape, Tensor, TensorData};
 use longspan_layers::Weights;
 
 /// Whether a tensor is of the CPU backend, with or without autodiff, and of `f32`.
@@ -53,6 +53,13 @@ pub(crate) fn push_layer(layer: &Linear, tensors: &mut Vec<DispatchTensor>) -> b
 pub(crate) fn numbers(tensor: &FlexTensor) -> &[f32] {
     let layout = tensor.layout();
     &tensor.storage::<f32>()[layout.start_offset()..][..layout.num_elements()]
+}
+
+/// Numbers of any type of integers; those that have no place in 64 bits with a sign are the largest that has.
+pub(crate) fn integers(data: &TensorData) -> impl Iterator<Item = i64> {
+    let wide = data.dtype() == DType::U64;
+    let unsigned = wide.then(|| data.iter::<u64>().map(|x| i64::try_from(x).unwrap_or(i64::MAX)));
+    unsigned.into_iter().flatten().chain((!wide).then(|| data.iter::<i64>()).into_iter().flatten())
 }
 
 /// Its sizes.

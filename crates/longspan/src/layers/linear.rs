@@ -179,9 +179,10 @@ pub(crate) fn drawn(initializer: Option<&Initializer>, inputs: usize, parts: &[u
     let draw = move |device: &Device, require_grad: bool| {
         let part = |&columns: &usize| {
             let part: Param<Tensor<2>> = initializer.init_with([inputs, columns], Some(inputs), Some(columns), device);
-            part.val().detach()
+            part.val()
         };
-        let weight = Tensor::cat(parts.iter().map(part).collect(), 1);
+        // Cut from the graph last: what a graph has made of others is no parameter.
+        let weight = Tensor::cat(parts.iter().map(part).collect(), 1).detach();
         if require_grad { weight.require_grad() } else { weight }
     };
     let weight = Param::uninitialized(ParamId::new(), draw, device.clone(), true, [inputs, outputs].into());

@@ -55,7 +55,7 @@ pub fn multi_head(
     others.extend(parameters.map(Tensor::into_dispatch));
     let operation = MultiHeadOperation {
         kernel: layer.kernel(),
-        mask: mask.listed([x.dims()[0], keys])?,
+        mask: mask.listed(layer.name(), [x.dims()[0], keys])?,
         heads: module.heads,
         crossed,
         norm,
