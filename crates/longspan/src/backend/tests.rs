@@ -1,12 +1,12 @@
 //! Tensor operations in chunks of a few tokens beside the kernels, in `f64`: outputs and all gradients.
 
-use burn::tensor::{Bool, Device, FloatDType, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use longspan_kernels::{Dims, FeatureMap, KernelizedAttention, Order, RelativeMap, Score, Shaw};
 
 use super::{AttentionState, Running, tensor};
 use crate::attention::tests::{masks, outcome};
 use crate::attention::{self, Attention, AttentionMask, Heads};
-use crate::layers::tests::{near, random};
+use crate::layers::tests::near;
 
 pub(crate) fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
     x.try_into_vec_as::<f64>().unwrap()
@@ -36,16 +36,23 @@ fn mechanisms(radius: usize) -> Vec<KernelizedAttention> {
     all
 }
 
+/// The same numbers each time: of those that are drawn, some have denominators near 0.
+fn spread<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
+    let len: usize = shape.iter().product();
+    let numbers = (0..len).map(|n| 2.0 * (0.7 * n as f64 + shape[D - 1] as f64).sin()).collect::<Vec<f64>>();
+    Tensor::from_data(TensorData::new(numbers, shape), (device, DType::F64))
+}
+
 /// A module with a table, and queries, keys and values of two sequences, on a training device.
 fn drawn(options: &KernelizedAttention, dims: &Dims) -> (Attention, [Tensor<4>; 3]) {
     let device = Device::flex().autodiff();
     let Dims { heads, kv_heads, head_dim, .. } = *dims;
     let table = options.score.shaw().map(|shaw| {
         let tables = if shaw.shared { 1 } else { heads };
-        random([tables, shaw.rows(), head_dim], &device).cast(FloatDType::F64)
+        spread([tables, shaw.rows(), head_dim], &device)
     });
     let module = attention::KernelizedAttention::given(options, table, Heads { heads, kv_heads, head_dim });
-    let inputs = [dims.q(), dims.k(), dims.v()].map(|shape| random(shape, &device).cast(FloatDType::F64));
+    let inputs = [dims.q(), dims.k(), dims.v()].map(|shape| spread(shape, &device));
     (Attention::Kernelized(module), inputs)
 }
 
