@@ -376,6 +376,13 @@ def test_what_is_refused(tmp_path):
         LongspanForSeq2SeqLM.from_pretrained(tmp_path)
     with pytest.raises(TypeError, match="from_pretrained: expected settings of LongspanConfig, got depth"):
         LongspanForCausalLM.from_pretrained(tmp_path, depth=3)
+    for place in ("meta", {"": "meta"}):
+        placed = LongspanForCausalLM.from_pretrained(tmp_path, device_map=place, low_cpu_mem_usage=True)
+        assert {(weight.device.type, weight.dtype) for weight in placed.parameters()} == {("meta", torch.float32)}
+    placed = LongspanForCausalLM.from_pretrained(tmp_path, device_map="cpu", dtype="bfloat16")
+    assert {(weight.device.type, weight.dtype) for weight in placed.parameters()} == {("cpu", torch.bfloat16)}
+    with pytest.raises(ValueError, match="device_map: expected one device for all of the model, got {'model.embedding': 0, 'model.blocks': 1}"):
+        LongspanForCausalLM.from_pretrained(tmp_path, device_map={"model.embedding": 0, "model.blocks": 1})
     weights = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights[:50])
     with pytest.raises(ValueError, match="model.safetensors: damaged"):

@@ -443,7 +443,7 @@ def _run(
         for n, (start, end) in enumerate(list(zip(bounds, bounds[1:])) or [(0, 0)]):
             pieces: Any = [None if x is None else x[:, start:end] for x in (q, k, v, g, beta)]
             before = initial_state[n : n + 1] if initial_state is not None and states[0] else None
-            found.append(_run(operation, mechanism, *pieces, scale, before, True, l2_norm, None, decays))
+            found.append(_run(operation, mechanism, *pieces, scale, before, True, l2_norm, None, decays))  # type: ignore[call-arg]
         outs, afters = zip(*found)
         return torch.cat(outs, dim=1), torch.cat(afters)[: states[0]] if output_final_state else None
     dtype = q.dtype

@@ -35,7 +35,7 @@ from ._config import LongspanConfig, never
 
 #: Arguments of `transformers` about files elsewhere, which a folder has no use for.
 _OF_HUBS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "use_safetensors", "weights_only",
-            "trust_remote_code", "code_revision", "adapter_kwargs", "subfolder", "_from_auto", "_from_pipeline")  # fmt: skip
+            "trust_remote_code", "low_cpu_mem_usage", "code_revision", "adapter_kwargs", "subfolder", "_from_auto", "_from_pipeline")  # fmt: skip
 #: What `transformers` calls a cache: ``cache`` from 5.24 on, which warns of the name before.
 _CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 #: What a call may say that changes nothing here.
@@ -97,7 +97,7 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *, config: LongspanConfig | None = None,
-        dtype: torch.dtype | str | None = None, **kwargs: Any,
+        dtype: torch.dtype | str | None = None, device_map: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Reads the folder of a run that ``longspan train`` made, or one that `save_pretrained` wrote.
 
@@ -109,6 +109,8 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
             Its configuration, if it has been read already.
         dtype
             That of the parameters; float32, that of the file, by default.
+        device_map
+            The device of all parameters, by itself or as ``{"": device}``; ``"auto"`` is a GPU where there is one.
         kwargs
             Settings to change, such as ``dropout``.
 
@@ -124,6 +126,13 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
             For arguments that are not known.
         """
         folder = Path(pretrained_model_name_or_path)
+        device = device_map
+        if isinstance(device_map, dict):
+            device = device_map.get("") if len(device_map) == 1 else None
+        if device is None and device_map is not None:
+            raise ValueError(f"{cls.__name__}.from_pretrained: device_map: expected one device for all of the model, got {device_map}")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         kwargs = {name: value for name, value in kwargs.items() if name not in _OF_HUBS}
         dtype = kwargs.pop("torch_dtype", dtype)
         if config is None:
@@ -138,9 +147,8 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
         _weights.load_weights(model.model, folder / "model.safetensors")
         if (folder / "generation_config.json").exists() and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(folder)
-        if dtype not in (None, "auto"):
-            model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-        return model.eval()
+        dtype = None if dtype == "auto" else dtype
+        return model.to(device=device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype).eval()
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, state_dict: dict[str, Tensor] | None = None,
