@@ -225,6 +225,18 @@ def test_padding_on_the_left(attention):
 
 
 @torch.no_grad()
+def test_an_exported_model_takes_any_mask():
+    model = causal(attention="shaw")
+    ids = torch.randint(4, 30, (2, 9))
+    mask = torch.ones_like(ids)
+    exported = torch.export.export(model, (ids, mask)).module()
+    mask = mask.clone()
+    mask[0, :4] = 0
+    got, expected = (way(ids, mask).logits[mask.bool()] for way in (exported, model))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 def test_padding_behind_a_cache():
     """Tokens that come with ignored ones stand after those of the cache, where a model counts positions."""
     model, ids, mask = causal(attention="softmax"), torch.randint(4, 30, (2, 9)), torch.ones(2, 9, dtype=torch.long)

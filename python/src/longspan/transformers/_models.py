@@ -62,7 +62,8 @@ def _ignored(model: Any, name: str, mask: Tensor | None, tokens: Tensor, past: A
         raise ValueError(f"{type(model).__name__}: {name}: expected ignored tokens at the end alone, because the model counts "
                          "positions from the first, got some before others; pad on the right")  # fmt: skip
     counts = counts[:, counts.shape[1] - tokens.shape[1] :]
-    return None if bool(counts.all()) else ~counts
+    # What a compiler traces cannot depend on the mask's numbers.
+    return None if not torch.compiler.is_compiling() and bool(counts.all()) else ~counts
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
