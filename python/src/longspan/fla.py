@@ -467,13 +467,9 @@ def _run(
     except ValueError as error:
         # By the name that the caller knows.
         raise ValueError(str(error).replace(": log_decay:", f": {decays}:")) from None
+    # Callers take views of outputs, which kernels write as they are taken, and torch's own operations, under transforms, do not.
     if not output_final_state:
-        return _token_major(result, dtype), None
+        return result.transpose(1, 2).to(dtype).contiguous(), None
     out, after = result
     numbers = _dispatch.as_tensors(operation, after).numbers
-    return _token_major(out, dtype), numbers[..., : width * columns].unflatten(2, (width, columns))
-
-
-def _token_major(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """As callers lay it out, who take views of it: kernels write it so, torch's own operations, under transforms, do not."""
-    return out.transpose(1, 2).to(dtype).contiguous()
+    return out.transpose(1, 2).to(dtype).contiguous(), numbers[..., : width * columns].unflatten(2, (width, columns))

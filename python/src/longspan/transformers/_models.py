@@ -127,13 +127,10 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
             For arguments that are not known.
         """
         folder = Path(pretrained_model_name_or_path)
-        device = device_map
-        if isinstance(device_map, dict):
-            device = device_map.get("") if len(device_map) == 1 else None
-        if device is None and device_map is not None:
+        places = list(device_map.values()) if isinstance(device_map, dict) else [device_map]
+        if len(places) != 1:
             raise ValueError(f"{cls.__name__}.from_pretrained: device_map: expected one device for all of the model, got {device_map}")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if places[0] == "auto" else places[0]
         kwargs = {name: value for name, value in kwargs.items() if name not in _OF_HUBS}
         dtype = kwargs.pop("torch_dtype", dtype)
         if config is None:
