@@ -232,13 +232,29 @@ def test_short_convolution(taps):
         near(apart[one, :, :end], expected[one, :, :end])
 
 
+def test_outputs_under_transforms_lie_as_callers_expect():
+    # Models take views of them, with the last axes in one.
+    q, k, v, beta, state = inputs(5, 2, 4)
+    calls = [
+        (lambda q: fla.chunk_gated_delta_rule(q, k, v, -beta, beta)[0], q),
+        (lambda q: fla.chunk_gla(q, k, v[:, :, :2], -q.square(), initial_state=state[:, :2], output_final_state=True)[0], q),
+        (lambda x: fla.mamba_chunk_scan_combined(x, beta, -torch.ones(4), q[:, :, :1], k[:, :, :1], D=torch.ones(4)), v),
+    ]
+    for call, x in calls:
+        several = torch.func.vmap(lambda x, call=call: call(x).view(2, 5, -1))(torch.stack([x, 2 * x]))
+        for out, given in zip(several, (x, 2 * x)):
+            near(out, call(given).flatten(2))
+
+
 def test_what_is_wrong_is_named():
     q, k, v, beta, state = inputs(5, 2, 4)
     g, one, x = -torch.rand(v.shape[:3]), torch.ones(1), torch.ones(1, 5, 2, 3)
     rule, scan, convolve, update = fla.chunk_gated_delta_rule, fla.mamba_chunk_scan_combined, fla.causal_conv1d_fn, fla.causal_conv1d_update
     given = {"x": x, "dt": x[..., 0], "A": -torch.ones(2), "B": x, "C": x}
     wrong = [
-        (rule, (q, k, v, -g, beta), {}, "log_decay: expected numbers that are at most 0"),
+        (rule, (q, k, v, -g, beta), {}, "chunk_gated_delta_rule: g: expected numbers that are at most 0"),
+        (rule, (q[:1], k[:1], v[:1], -g[:1], beta[:1]), {"cu_seqlens": [0, 2, 5], "output_final_state": True}, "rule: g: expected numbers that"),
+        (fla.chunk_simple_gla, (q, k, v), {"g_gamma": torch.ones(4)}, "chunk_simple_gla: g_gamma: expected numbers that are at most 0"),
         (rule, (q, k, v, g, beta + 2), {}, "beta: expected numbers from 0 to 2"),
         (rule, (q, k, v[:, :, :3], g[:, :, :3], beta[:, :, :3]), {}, "v: expected a multiple of the 2 heads of keys, got 3"),
         (rule, (q, k, v, g[:, :4], beta), {}, "g: expected shape"),
@@ -253,6 +269,7 @@ def test_what_is_wrong_is_named():
         (rule, (q, k.to(torch.complex64), v, g, beta), {}, "k: expected floating-point numbers, got torch.complex64"),
         (convolve, (torch.ones(1, 2, 3).long(), torch.ones(2, 2)), {}, "causal_conv1d_fn: x: expected floating-point numbers"),
         (convolve, (torch.ones(1, 2, 3), torch.ones(2, 2), None, [[0, 0, 1]]), {}, r"seq_idx: expected a tensor of shape \(1, 3\), got list"),
+        (convolve, (torch.ones(1, 2, 3), torch.ones(2, 0)), {}, "causal_conv1d_fn: weight: expected 1 to 64 taps, got 0"),
         (convolve, (torch.ones(1, 2, 3), torch.ones(2, 2)), {"activation": "relu"}, "activation: expected None, 'silu' or 'swish'"),
         (fla.chunk_kda, (q, k, v[:, :, :2], torch.zeros(2, 5, 2, 16), None), {}, "beta: expected a tensor of 3 axes, got NoneType"),
         (fla.chunk_gla, (q, k, v, None), {}, "chunk_gla: g: expected a tensor of 4 axes, got NoneType"),
@@ -266,6 +283,9 @@ def test_what_is_wrong_is_named():
         *((scan, (), {**given, name: wrong}, f"scan_combined: {name}: expected shape") for name, wrong in (
             ("dt", x[..., :1, 0]), ("A", -one), ("C", x[:, :, :1]), ("D", one), ("D", torch.ones(2, 1)), ("dt_bias", one), ("D", 3.0),
             ("z", x.expand(3, -1, -1, -1)), ("z", [1.0]), ("initial_states", torch.ones(1, 2, 2, 3)))),
+        (scan, (), {**given, "A": torch.ones(2)}, r"scan_combined: dt \* A: expected numbers that are at most 0, got 1"),
+        (scan, (), {**given, "B": x.repeat(1, 1, 2, 1)[:, :, :3], "C": x.repeat(1, 1, 2, 1)[:, :, :3]}, "scan_combined: B: expected groups"),
+        (scan, (), {**given, "dt_limit": (0.1,)}, "scan_combined: dt_limit: expected two numbers"),
         (scan, (), {**given, "A": -1.0}, "scan_combined: A: expected a tensor of 1 axes, got float"),
         (scan, (), {**given, "seq_idx": torch.zeros(1, 5), "return_final_states": True}, "seq_idx: expected None with states or cu_seqlens"),
     ]  # fmt: skip

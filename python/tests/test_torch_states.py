@@ -207,6 +207,9 @@ WRONG = [
     (ValueError, "state", lambda q, k, v, s: dict(initial_state=s.select([0]))),
     (TypeError, "initial_state: expected a state of float64 like q, got float32", lambda q, k, v, s: dict(
         initial_state=TensorState(s.mechanism, s.options, s.parts, s.numbers.float()))),
+    # Fourier's positions, counted in it, were those of other tokens from 2,049 on.
+    *((TypeError, f"TensorState: numbers: expected float32 or float64, got {kind}", lambda q, k, v, s, kind=kind: dict(initial_state=s.to(kind)))
+      for kind in (torch.float16, torch.bfloat16)),
     (ValueError, "state", lambda q, k, v, s: dict(initial_state=TensorState("shaw", s.options, s.parts, s.numbers))),
     (ValueError, "numbers", lambda q, k, v, s: dict(initial_state=TensorState(s.mechanism, s.options, s.parts, s.numbers[..., 1:]))),
 ]  # fmt: skip

@@ -97,10 +97,17 @@ def test_several_continuations_of_a_prompt():
 @torch.no_grad()
 def test_a_compiled_model_wants_a_mask():
     llama, ids = model(), torch.randint(2, 50, (2, 9))
-    compiled = torch.compile(llama, backend="aot_eager")
-    torch.testing.assert_close(compiled(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits, llama(ids).logits)
+    compiled = torch.compile(llama, backend="aot_eager", fullgraph=True)
+    exported = torch.export.export(llama, (), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}).module()
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    for mask in (torch.ones_like(ids), padded):
+        expected = llama(ids, attention_mask=mask).logits[mask.bool()]
+        for way in (compiled, exported):
+            got = way(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="a compiled or exported model has to be given an attention_mask"):
-        compiled(ids, use_cache=False)
+        torch.compile(llama, backend="aot_eager")(ids, use_cache=False)
 
 
 def test_it_learns():

@@ -225,6 +225,18 @@ def test_padding_on_the_left(attention):
 
 
 @torch.no_grad()
+def test_an_exported_model_takes_any_mask():
+    model = causal(attention="shaw")
+    ids = torch.randint(4, 30, (2, 9))
+    mask = torch.ones_like(ids)
+    exported = torch.export.export(model, (ids, mask)).module()
+    mask = mask.clone()
+    mask[0, :4] = 0
+    got, expected = (way(ids, mask).logits[mask.bool()] for way in (exported, model))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 def test_padding_behind_a_cache():
     """Tokens that come with ignored ones stand after those of the cache, where a model counts positions."""
     model, ids, mask = causal(attention="softmax"), torch.randint(4, 30, (2, 9)), torch.ones(2, 9, dtype=torch.long)
@@ -376,6 +388,13 @@ def test_what_is_refused(tmp_path):
         LongspanForSeq2SeqLM.from_pretrained(tmp_path)
     with pytest.raises(TypeError, match="from_pretrained: expected settings of LongspanConfig, got depth"):
         LongspanForCausalLM.from_pretrained(tmp_path, depth=3)
+    for place in ("meta", {"": "meta"}):
+        placed = LongspanForCausalLM.from_pretrained(tmp_path, device_map=place, low_cpu_mem_usage=True)
+        assert {(weight.device.type, weight.dtype) for weight in placed.parameters()} == {("meta", torch.float32)}
+    placed = LongspanForCausalLM.from_pretrained(tmp_path, device_map="cpu", dtype="bfloat16")
+    assert {(weight.device.type, weight.dtype) for weight in placed.parameters()} == {("cpu", torch.bfloat16)}
+    with pytest.raises(ValueError, match="device_map: expected one device for all of the model, got {'model.embedding': 0, 'model.blocks': 1}"):
+        LongspanForCausalLM.from_pretrained(tmp_path, device_map={"model.embedding": 0, "model.blocks": 1})
     weights = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights[:50])
     with pytest.raises(ValueError, match="model.safetensors: damaged"):

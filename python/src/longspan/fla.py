@@ -159,7 +159,8 @@ def chunk_simple_gla(
         _expect("chunk_simple_gla", ("v", v, 4))
         _expect("chunk_simple_gla", ("g_gamma", g_gamma, v.shape[2:3]))
         g = g_gamma.expand(v.shape[:3])
-    return _run("chunk_simple_gla", "gated", q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
+    return _run("chunk_simple_gla", "gated", q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens,
+                "g" if g_gamma is None else "g_gamma")  # fmt: skip
 
 
 # One token at a time or many: the kernels are the same.
@@ -233,6 +234,11 @@ def mamba_chunk_scan_combined(
         ("D", D, (heads, width) if isinstance(D, Tensor) and D.dim() == 2 else (heads,)), ("z", z, x.shape),
         ("dt_bias", dt_bias, (heads,)), ("initial_states", initial_states, (several, heads, width, B.shape[3])),
     )  # fmt: skip
+    groups = B.shape[2]
+    if not groups or heads % groups:
+        raise ValueError(f"{operation}: B: expected groups of which each has as many of the {heads} heads, got {groups}")
+    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
+        raise TypeError(f"{operation}: dt_limit: expected two numbers, the least and the largest, got {dt_limit!r}")
     if seq_idx is not None:
         if initial_states is not None or return_final_states or cu_seqlens is not None:
             raise ValueError(f"{operation}: seq_idx: expected None with states or cu_seqlens, got both; a model wants use_cache=False")
@@ -244,7 +250,7 @@ def mamba_chunk_scan_combined(
     before = None if initial_states is None else initial_states.transpose(2, 3)
     out, after = _run(
         operation, "gated", C.to(wide), B, x.to(wide) * dt[..., None], dt * A.to(wide), None, 1.0, before, return_final_states, False,
-        cu_seqlens,
+        cu_seqlens, "dt * A",
     )  # fmt: skip
     if D is not None:
         out = out + x * (D if D.dim() == 2 else D[:, None])
@@ -388,6 +394,8 @@ def _expect_convolution(operation: str, x: Tensor, weight: Tensor, bias: Tensor 
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"{operation}: activation: expected None, 'silu' or 'swish', got {activation!r}")
     _expect(operation, ("weight", weight, (x.shape[1], weight.shape[1])), ("bias", bias, (x.shape[1],)))
+    if not 1 <= weight.shape[1] <= 64:
+        raise ValueError(f"{operation}: weight: expected 1 to 64 taps, got {weight.shape[1]}")
 
 
 def _expect(operation: str, *given: tuple[str, Any, int | Sequence[int]]) -> None:
@@ -408,7 +416,7 @@ def _expect(operation: str, *given: tuple[str, Any, int | Sequence[int]]) -> Non
 
 def _run(
     operation: str, mechanism: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float | None,
-    initial_state: Tensor | None, output_final_state: bool, l2_norm: bool, cu_seqlens: Tensor | None,
+    initial_state: Tensor | None, output_final_state: bool, l2_norm: bool, cu_seqlens: Tensor | None, decays: str = "g",
 ) -> Result:  # fmt: skip
     _expect(operation, ("q", q, 4), ("k", k, 4), ("v", v, 4))
     batch, tokens, heads, width = k.shape
@@ -435,7 +443,7 @@ def _run(
         for n, (start, end) in enumerate(list(zip(bounds, bounds[1:])) or [(0, 0)]):
             pieces: Any = [None if x is None else x[:, start:end] for x in (q, k, v, g, beta)]
             before = initial_state[n : n + 1] if initial_state is not None and states[0] else None
-            found.append(_run(operation, mechanism, *pieces, scale, before, True, l2_norm, None))  # type: ignore[call-arg]
+            found.append(_run(operation, mechanism, *pieces, scale, before, True, l2_norm, None, decays))  # type: ignore[call-arg]
         outs, afters = zip(*found)
         return torch.cat(outs, dim=1), torch.cat(afters)[: states[0]] if output_final_state else None
     dtype = q.dtype
@@ -451,12 +459,17 @@ def _run(
             rest = initial_state.new_zeros(batch, value_heads, sum(kind[2]) - width * columns)
             numbers = torch.cat([initial_state.flatten(2), rest], dim=2).to(wide)
             state = TensorState(*kind, numbers)
-    result = _dispatch.attend(
-        operation, mechanism, options, q, k, v, gates, is_causal=True, cu_seqlens=cu_seqlens, initial_state=state,
-        output_final_state=output_final_state, token_major=True,
-    )  # fmt: skip
+    try:
+        result = _dispatch.attend(
+            operation, mechanism, options, q, k, v, gates, is_causal=True, cu_seqlens=cu_seqlens, initial_state=state,
+            output_final_state=output_final_state, token_major=True,
+        )  # fmt: skip
+    except ValueError as error:
+        # By the name that the caller knows.
+        raise ValueError(str(error).replace(": log_decay:", f": {decays}:")) from None
+    # Callers take views of outputs, which kernels write as they are taken, and torch's own operations, under transforms, do not.
     if not output_final_state:
-        return result.transpose(1, 2).to(dtype), None
+        return result.transpose(1, 2).to(dtype).contiguous(), None
     out, after = result
     numbers = _dispatch.as_tensors(operation, after).numbers
-    return out.transpose(1, 2).to(dtype), numbers[..., : width * columns].unflatten(2, (width, columns))
+    return out.transpose(1, 2).to(dtype).contiguous(), numbers[..., : width * columns].unflatten(2, (width, columns))

@@ -60,6 +60,11 @@ class TensorState:
     parts: tuple[int, ...]
     numbers: Tensor
 
+    def __post_init__(self) -> None:
+        # Beside sums it counts tokens, which narrower types do beyond some thousand by steps.
+        if self.numbers.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"TensorState: numbers: expected float32 or float64, got {self.numbers.dtype}")
+
     @classmethod
     def of(cls, state: State) -> TensorState:
         """The same numbers, as a tensor of their own.

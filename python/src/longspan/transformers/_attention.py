@@ -126,7 +126,8 @@ def register(name: str = "longspan", mechanism: str = "kernelized", **options: A
         if attention_mask is not None and tuple(attention_mask.shape) != (batch_size, kv_length):
             raise ValueError(f"{name}: attention_mask: expected shape {(batch_size, kv_length)}, tokens that a cache holds included, "
                              f"got {tuple(attention_mask.shape)}")  # fmt: skip
-        if attention_mask is None or bool(attention_mask.all()):
+        # What a compiler traces cannot depend on the mask's numbers.
+        if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
             attention_mask = torch.ones(batch_size, 0, device=None if attention_mask is None else attention_mask.device)
         return attention_mask.bool().to(torch.int8 if mask_function is causal_mask_function else torch.uint8)
 

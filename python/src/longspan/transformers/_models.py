@@ -35,7 +35,7 @@ from ._config import LongspanConfig, never
 
 #: Arguments of `transformers` about files elsewhere, which a folder has no use for.
 _OF_HUBS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "use_safetensors", "weights_only",
-            "trust_remote_code", "code_revision", "adapter_kwargs", "subfolder", "_from_auto", "_from_pipeline")  # fmt: skip
+            "trust_remote_code", "low_cpu_mem_usage", "code_revision", "adapter_kwargs", "subfolder", "_from_auto", "_from_pipeline")  # fmt: skip
 #: What `transformers` calls a cache: ``cache`` from 5.24 on, which warns of the name before.
 _CACHE = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 #: What a call may say that changes nothing here.
@@ -62,7 +62,8 @@ def _ignored(model: Any, name: str, mask: Tensor | None, tokens: Tensor, past: A
         raise ValueError(f"{type(model).__name__}: {name}: expected ignored tokens at the end alone, because the model counts "
                          "positions from the first, got some before others; pad on the right")  # fmt: skip
     counts = counts[:, counts.shape[1] - tokens.shape[1] :]
-    return None if bool(counts.all()) else ~counts
+    # What a compiler traces cannot depend on the mask's numbers.
+    return None if not torch.compiler.is_compiling() and bool(counts.all()) else ~counts
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
@@ -97,7 +98,7 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *, config: LongspanConfig | None = None,
-        dtype: torch.dtype | str | None = None, **kwargs: Any,
+        dtype: torch.dtype | str | None = None, device_map: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Reads the folder of a run that ``longspan train`` made, or one that `save_pretrained` wrote.
 
@@ -109,6 +110,8 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
             Its configuration, if it has been read already.
         dtype
             That of the parameters; float32, that of the file, by default.
+        device_map
+            The device of all parameters, by itself or as ``{"": device}``; ``"auto"`` is a GPU where there is one.
         kwargs
             Settings to change, such as ``dropout``.
 
@@ -124,6 +127,10 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
             For arguments that are not known.
         """
         folder = Path(pretrained_model_name_or_path)
+        places = list(device_map.values()) if isinstance(device_map, dict) else [device_map]
+        if len(places) != 1:
+            raise ValueError(f"{cls.__name__}.from_pretrained: device_map: expected one device for all of the model, got {device_map}")
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if places[0] == "auto" else places[0]
         kwargs = {name: value for name, value in kwargs.items() if name not in _OF_HUBS}
         dtype = kwargs.pop("torch_dtype", dtype)
         if config is None:
@@ -138,9 +145,8 @@ class _Longspan(PreTrainedModel):  # type: ignore[misc]
         _weights.load_weights(model.model, folder / "model.safetensors")
         if (folder / "generation_config.json").exists() and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(folder)
-        if dtype not in (None, "auto"):
-            model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-        return model.eval()
+        dtype = None if dtype == "auto" else dtype
+        return model.to(device=device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype).eval()
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, state_dict: dict[str, Tensor] | None = None,
