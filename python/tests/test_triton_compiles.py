@@ -27,7 +27,7 @@ CALLS = {
     "plain": ((torch.bfloat16, 128, 128), {}),
     "both directions": (OF_FLOAT32, {"CAUSAL": False}),
     "delta": (OF_FLOAT32, {"MAP": "identity", "KEYS": False, "STRICT": True, "NORMALIZE": False, "DECAY": True, "GATED": True, "INITIAL": True}),
-    "packed, undivided": (SMALL, {"MAP": "softplus", "PACKED": True, "NORMALIZE": False, "DECAY": True}),
+    "packed, undivided": ((torch.bfloat16, 64, 64), {"MAP": "softplus", "PACKED": True, "NORMALIZE": False, "DECAY": True}),
     "exp with gates": (SMALL, {"MAP": "exp", "DECAY": True, "GATED": True, "INITIAL": True, "END": True, "IGNORED": True, "GROUP": 2, "segments": 4}),
     "fourier with exp": (SMALLER, {"TURN": "each", "BLOCKS": 3, "SUMMED": 3, "MAP": "exp", "DECAY": True, "INITIAL": True, "END": True, "GROUP": 2}),
     "rotary in both directions": (SMALLER, {"TURN": "pairs", "BLOCKS": 4, "SUMMED": 2, "CAUSAL": False}),

@@ -387,7 +387,7 @@ fn info_says_how_a_file_is_read_or_what_mends_it() {
         check(&arguments.split(' ').collect::<Vec<_>>(), contents, part);
     }
     place.write("two.json", format!("{{\"a\": {objects}, \"b\": {objects}}}").as_bytes());
-    place.fails(&["info", "two.json"], &["two.json: an object with several lists of objects, such as `a` and `b`"]);
+    place.fails(&["info", "two.json"], &["two.json: an object with several tables, such as `a` and `b`"]);
     let swapped: String = (0..40).map(|n| format!("{}\twords of message {n}\n", ["ham", "spam"][n % 2])).collect();
     place.write("swapped.tsv", swapped.as_bytes());
     place.fails(
