@@ -57,7 +57,7 @@ pub fn line(text: &str) -> Result<Value, String> {
 }
 
 /// The first value of a text, and how many bytes it takes.
-fn first(text: &str) -> serde_json::Result<(Value, usize)> {
+pub fn first(text: &str) -> serde_json::Result<(Value, usize)> {
     if text.trim_start().starts_with('{') {
         let mut all = Deserializer::from_str(text).into_iter::<Object>();
         let object = all.next().transpose()?.map_or(Value::Null, |object| Value::Object(object.0));

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 use super::columns::is_time;
-use super::{Table, is_comment, value};
+use super::{Row, Table, is_comment, value};
 use crate::terminal::notes::note;
 
 /// Lines before the one that names the columns, at most.
@@ -16,7 +16,7 @@ pub fn as_csv(text: &str) -> Option<String> {
     let mut lines = text.lines().filter(|line| !line.trim().is_empty() && !is_comment(line));
     let first = lines.next()?;
     let is_rule = |line: &str| line.contains("--") && line.trim().chars().all(|c| "|+-:= ".contains(c));
-    if is_rule(first) || first.contains('|') && lines.next().is_some_and(is_rule) {
+    if is_rule(first) && first.contains('+') || first.contains('|') && lines.next().is_some_and(is_rule) {
         let cells = |line: &str| {
             let line = line.trim();
             let cells = line.strip_prefix('|').unwrap_or(line);
@@ -81,9 +81,16 @@ impl Table {
         let Some(&width) = widths.last() else { return self };
         let first = widths.iter().position(|count| *count == width).unwrap_or(0);
         let is_table = widths[first..].iter().all(|count| *count == width) && widths.len() > first + 2;
-        let names = self.rows[first].cells.iter().filter_map(Value::as_str).filter(|text| value(text).is_none());
-        if (1..BEFORE).contains(&first) && is_table && 2 * names.count() >= width.min(4) {
-            let line = self.rows[first].line;
+        let ends_open = self.rows[first..].iter().all(|row| row.cells.last().is_some_and(|cell| cell == ""));
+        if !(1..BEFORE).contains(&first) || !is_table || ends_open && widths[0] + 1 == width {
+            return self;
+        }
+        let Row { line, cells } = &self.rows[first];
+        let names = cells.iter().filter_map(Value::as_str).filter(|text| !is_time(text)).count();
+        if first == 1 && widths[0] > 1 && widths[0] + 1 == width && names < width {
+            // R leaves the column of its rows' names without one.
+            self.rows[0].cells.insert(0, "".into());
+        } else if 2 * names >= width.min(4) {
             note(format_args!("{}: line {line} names the columns; those before it are left out", self.name));
             self.rows.drain(..first);
         }
@@ -130,7 +137,7 @@ mod tests {
 
     fn read(text: &str) -> (usize, Vec<String>, Vec<String>) {
         let table = Table::read(text, Form::Csv, "f").unwrap().unwrap();
-        let cells = |row: &crate::tasks::table::Row| format!("{} {}", row.line, row.titles().join("|"));
+        let cells = |row: &Row| format!("{} {}", row.line, row.titles().join("|"));
         (table.line, table.header.clone(), table.rows.iter().map(cells).collect())
     }
 
@@ -179,6 +186,11 @@ mod tests {
         let (line, header, rows) = read("Source,World,\n\nUpdated,2024\n\nname,code,2000,2001\na,b,1,2\nc,d,3,4\n");
         assert_eq!((line, header.join("|")), (5, "name|code|2000|2001".into()));
         assert_eq!(rows, ["6 a|b|1|2", "7 c|d|3|4"]);
+        let (_, header, rows) = read("Bank of A,statement\n\ndate,x,y\n2020-01-01,1,2\n2020-01-02,3,4\n");
+        assert_eq!((header.join("|"), rows.len()), ("date|x|y".into(), 2));
+        let (_, header, rows) = read("x,y\n\"a\",b,2\nc,d,4\ne,f,6\n");
+        assert_eq!((header.join("|"), &*rows[0]), ("|x|y".into(), "2 a|b|2"), "names of rows as R writes them");
+        assert_eq!(read("x,y\na,b,\nc,d,\ne,f,\n").1.join("|"), "x|y");
         // Not where the table itself is uneven, or has no names.
         assert!(Table::read("x\na,b\n1,2\n3\n", Form::Csv, "f").is_err());
         assert!(Table::read("x\n1,2\n3,4\n5,6\n", Form::Csv, "f").is_err());

@@ -59,17 +59,36 @@ pub fn as_objects(text: &str, name: &str) -> Result<Option<(String, String)>> {
     if found.is_empty() {
         within(&whole, &table, &mut found);
     }
-    let (key, rows) = match &found[..] {
+    let (key, value, rows) = match &found[..] {
         [] => return Ok(None),
         [one] => one,
-        [(one, _), (other, _), ..] => {
+        [(one, ..), (other, ..), ..] => {
             bail!("{name}: an object with several tables, such as `{one}` and `{other}`; give a file with one of them")
         }
     };
-    // The line in which it begins.
-    let before = text.find(&Value::from(*key).to_string()).map_or("", |at| &text[..at]);
-    let lines = vec![1 + before.matches('\n').count(); rows.len()];
+    let lines = starts(text, key, value, rows.len());
     Ok(Some((in_lines(rows, lines), read(rows, &format!("`{key}`, and nothing beside it, ")))))
+}
+
+/// The lines in which so many rows begin, the last of the items of this entry of an object; of what is no list, its own.
+fn starts(text: &str, key: &str, value: &Value, rows: usize) -> Vec<usize> {
+    let quoted = Value::from(key).to_string();
+    let place = text.match_indices(&quoted).find_map(|(at, _)| {
+        let rest = text[at + quoted.len()..].trim_start().strip_prefix(':')?.trim_start();
+        let (_, read) = json::first(rest).ok().filter(|(found, _)| found == value)?;
+        Some((text.len() - rest.len(), &rest[..read]))
+    });
+    let (begin, own) = place.unwrap_or((0, ""));
+    let before = text[..begin].matches('\n').count();
+    let mut lines = Vec::new();
+    if value.is_array() {
+        // It has been read before.
+        let _ = json::each(own, "", |_, line| {
+            lines.push(before + line);
+            Ok(())
+        });
+    }
+    if lines.len() < rows { vec![before + 1; rows] } else { lines.split_off(lines.len() - rows) }
 }
 
 fn in_lines(rows: &[Object], lines: Vec<usize>) -> String {
@@ -87,11 +106,11 @@ fn in_lines(rows: &[Object], lines: Vec<usize>) -> String {
 fn within<'a>(
     object: &'a Object,
     read: &impl Fn(&Value, &Object) -> Option<Vec<Object>>,
-    found: &mut Vec<(&'a str, Vec<Object>)>,
+    found: &mut Vec<(&'a str, &'a Value, Vec<Object>)>,
 ) {
     for (key, value) in object {
         match (read(value, object), value) {
-            (Some(rows), _) => found.push((key, rows)),
+            (Some(rows), _) => found.push((key, value, rows)),
             (None, Value::Object(inner)) => within(inner, read, found),
             _ => {}
         }
@@ -270,6 +289,12 @@ mod tests {
         let rows = "\n{\"column 1\":\"a\",\"column 2\":\"b\"} \n{\"column 1\":\"c\",\"column 2\":\"d\"} \n{\"column 1\":\"e\",\"column 2\":\"f\"} ";
         assert_eq!(objects, rows);
         assert_eq!(said, "f: read as a table of 3 rows with the columns `column 1`, `column 2`");
+        for (text, own) in [
+            ("{\"n\":\"rows\",\n\"rows\":[\n{\"a\":1},\n\n{\"a\":2}]}", "\n\n{\"a\":1} \n\n{\"a\":2} "),
+            ("{\"of\":[\"a\"],\n\"rows\":[[1],\n[2]]}", "\n{\"a\":1} \n{\"a\":2} "),
+        ] {
+            assert_eq!(as_objects(text, "f").unwrap().unwrap().0, own);
+        }
         let counts: String = (0..12).map(|n| format!("\"{n}\":{n},")).collect();
         let values = found(&format!("{{\"x\":{{{}}}}}", counts.trim_end_matches(','))).unwrap();
         assert!(values.iter().enumerate().all(|(n, row)| row["x"] == n && row.as_object().unwrap().len() == 1));
