@@ -97,7 +97,7 @@ impl Table {
         self
     }
 
-    /// The same where pandas wrote names of columns in several lines, the last of which names the rows alone: each with all of its names
+    /// The same where pandas wrote names of columns in two lines and more, and the name of the rows alone in another: each with all of its names
     /// that differ.
     pub fn with_one_line_of_names(mut self) -> Self {
         let is_empty = |cell: &Value| cell == "";
@@ -113,7 +113,10 @@ impl Table {
         };
         let are_names =
             |row: &[Value]| row[1..].iter().all(|cell| cell.as_str().is_some_and(|name| value(name).is_none()));
-        if !(1..self.header.len()).any(is_number) || !self.rows[..last].iter().all(|row| are_names(&row.cells)) {
+        if last == 0
+            || !(1..self.header.len()).any(is_number)
+            || !self.rows[..last].iter().all(|row| are_names(&row.cells))
+        {
             return self;
         }
         let mut lines: Vec<Vec<String>> = vec![std::mem::take(&mut self.header)];
@@ -204,9 +207,9 @@ mod tests {
         assert_eq!(named("Price,Close,Close\nTicker,AA,BB\nDate,,"), "Date|AA|BB");
         let several = read("Price,Close,Close,High\nTicker,AA,BB,AA\nDate,,,\n2020-01-01,1,2,3\n2020-01-02,4,5,6\n").1;
         assert_eq!(several.join("|"), "Date|Close AA|Close BB|High AA");
-        assert_eq!(named(",Close,High\nDate,,"), "Date|Close|High");
         assert_eq!(read(&format!("Price,Close,High\nTicker,AA,AA\nDate,,\n{rows}")).2[0], "4 2020-01-01|1|2");
         // A day without values is none.
         assert_eq!(named("Date,a,b\n2019-01-01,,"), "Date|a|b");
+        assert_eq!(named("name,a,b\nAruba,,"), "name|a|b");
     }
 }

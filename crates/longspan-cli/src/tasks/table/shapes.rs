@@ -192,7 +192,8 @@ fn object(object: &Object) -> Option<Vec<Object>> {
     if let [(_, first), _, ..] = columns[..] {
         let is_table = columns.iter().all(|(_, cells)| cells.len() == first.len() && cells.iter().all(is_scalar));
         let is_alone = object.values().all(|value| value.is_array() || is_scalar(value));
-        if first.len() < 2 || !is_table || !is_alone || object.contains_key("values") {
+        let is_row = OWN.iter().any(|key| object.get(*key).is_some_and(is_scalar)) || object.contains_key("values");
+        if first.len() < 2 || !is_table || !is_alone || is_row {
             return None;
         }
         let row = |n: usize| columns.iter().map(|(key, cells)| ((*key).clone(), cells[n].clone())).collect();
@@ -319,6 +320,7 @@ mod tests {
         for text in [
             "{\"times\":[1,2],\"values\":[[1,2],[3,4]]}",
             "{\"values\":[1,2],\"label\":\"a\"}",
+            "{\"text\":\"a\",\"x\":[1,2],\"y\":[3,4]}",
             "{\"source\":\"a\",\"target\":[\"b\",\"c\"]}",
             "{\"a\":1}\n{\"a\":2}",
             "[{\"a\":[1,2]}]",
