@@ -377,6 +377,7 @@ fn info_says_how_a_file_is_read_or_what_mends_it() {
         "shares.csv --wide | name,2000,2001,2002\na,1,2%,3\n => \"2%\" in the column `2001` is no number",
         "days.tsv | 2024-01-01\t5\t6\n2024-01-02\t7\t8\n => 1 series of 2 points and 2 channels",
         "wide.tsv --wide | name\t2000\t2001\na\t1\t2\nb\t3\t4\n => 2 series of 2 points and 1 channel",
+        "pairs.jsonl | {\"instruction\": \"do\", \"input\": \"\", \"output\": \"b\"}\n => no column `source` among `input`, `instruction`, `output`",
         "clock.csv | time,x\n09:00,1\n09:10,2\n => put the day before a time of the day",
         "units.csv | time,x\n0,60 kg\n1,61\n => line 3: \"61\" in the column `x` is no number; others of it are written otherwise",
         "nested.jsonl | {\"time\": 0, \"main\": {\"t\": 1}}\n => as pandas' json_normalize does",
@@ -411,11 +412,10 @@ fn what_a_file_may_mean_otherwise_is_said() {
         &format!(
             "unknown.csv | date,x\n1900-01-01,1\n{dates} => 1900-01-01 is further from all other dates than those are from one another"
         ),
-        "rest.json | {\"count\": 1, \"results\": [\n{\"date\": \"2024-01-01\", \"x\": 1}]} => of the list `results` are read",
+        "rest.json | {\"count\": 1, \"results\": [\n{\"date\": \"2024-01-01\", \"x\": 1}]} => rest.json: read `results`, and nothing beside it, as a table of 1 row",
         "quoted.tsv | \"text\"\t\"label\"\n\"a b\"\t\"x\"\n => fields in double quotes are read without them",
         "some.tsv | \"a \"\"b\"\"\"\tx\nc d\ty\n => double quotes are read as they stand",
         "wide.csv | id,text,label,target\n1,a b,x,y\n => columns: text `text`, label `label`; not read: `id`, `target`; --text-column and --label decide otherwise",
-        "pairs.jsonl | {\"instruction\": \"do\", \"input\": \"a\", \"output\": \"b\"}\n => columns: source `input`, target `output`; not read: `instruction`; --source and --target decide otherwise",
     ] {
         let ((name, contents), part) = case.split_once(" => ").map(|(a, b)| (a.split_once(" | ").unwrap(), b)).unwrap();
         place.write(name, contents.as_bytes());
