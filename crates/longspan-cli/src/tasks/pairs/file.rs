@@ -158,6 +158,12 @@ mod tests {
             let found: Vec<(String, String)> = texts(bytes, ending).into_iter().map(|(_, a, b)| (a, b)).collect();
             assert_eq!(found, [("a".to_string(), "b".to_string())]);
         }
+        // To predict for, in a run that learned from such a file.
+        let columns = Columns { text: Some("column 2".into()), ..Columns::default() };
+        for text in ["a\tb\tc\nd\te\tf\n", "a\tb\nc\td\n"] {
+            let asked = Table::of_texts(text, Form::Tabs, "x", &[&SOURCE], &columns).unwrap().unwrap();
+            assert_eq!((asked.find("column 2"), asked.rows.len()), (Some(1), 2));
+        }
         assert!(message(b"date,fr\n2020-01-01,b\n", "csv").contains("no column `source`"));
         let columns = Columns { source: Some("en".into()), target: Some("fr".into()), ..Columns::default() };
         assert_eq!(parse(b"fr,de,en\nb,x,a\n", "csv", "x", &columns).unwrap().0[0].source, "a");

@@ -166,7 +166,8 @@ impl Table {
             return table.with_even_rows().map(Some);
         }
         let width = titles.len();
-        if expected.len() == 2 && width > 2 && table.rows.iter().all(|row| row.cells.len() == width) {
+        let is_wide = expected.len() == 2 && width > 2 || columns.named().any(|titles| are_counted(titles));
+        if is_wide && table.rows.iter().all(|row| row.cells.len() == width) {
             table.header = counted_names(width);
             note(table.is_headless());
             return Ok(Some(table));
@@ -212,11 +213,6 @@ impl Table {
     /// The same if its first line names the columns, else with that line as a row, and what is said of it: where it has nothing but numbers,
     /// beside dates, or something that comes again and again in the rows below, or where a person or the run names columns by their numbers.
     pub fn headed(self, columns: &Columns) -> (Self, Option<String>) {
-        // Several names may be one time.
-        let are_counted = |titles: &&String| {
-            let is_count = |title: &str| title.strip_prefix("column ").is_some_and(|n| n.parse::<usize>().is_ok());
-            titles.split(',').all(|title| is_count(title.trim())) && self.find(titles).is_none()
-        };
         // As pandas numbers the columns of a frame without names.
         let titles = || self.header.iter().skip_while(|title| title.is_empty());
         let count_up = titles().enumerate().all(|(n, title)| *title == n.to_string());
@@ -231,12 +227,12 @@ impl Table {
             let may_name = is_missing(&self.header[place]) || numbers > 1 && is_number(&&self.header[place]);
             !may_name && count > 1 && count * 10 >= self.rows.len()
         };
-        let is_row = match columns.named().find(are_counted) {
-            Some(_) => true,
-            None if are_numbers() => {
-                !count_up || self.header.len() < 4 && (0..self.header.len()).all(|place| self.numbers(place).is_ok())
-            }
-            None => !count_up && (0..self.header.len()).any(comes_again),
+        let is_row = if columns.named().any(|titles| are_counted(titles) && self.find(titles).is_none()) {
+            true
+        } else if are_numbers() {
+            !count_up || self.header.len() < 4 && (0..self.header.len()).all(|place| self.numbers(place).is_ok())
+        } else {
+            !count_up && (0..self.header.len()).any(comes_again)
         };
         if self.keys || !is_row {
             return (self, None);
@@ -490,6 +486,12 @@ fn parts_of_time(titles: &[String], are_clocks: bool) -> Option<(&'static str, V
 /// What columns without names are called.
 pub fn counted_names(count: usize) -> Vec<String> {
     (1..=count).map(|n| format!("column {n}")).collect()
+}
+
+/// Whether these are such names, perhaps several of one time.
+fn are_counted(titles: &str) -> bool {
+    let is_count = |title: &str| title.strip_prefix("column ").is_some_and(|n| n.parse::<usize>().is_ok());
+    titles.split(',').all(|title| is_count(title.trim()))
 }
 
 /// Whether a text looks like the name of a column: one word of letters, digits and `_`, which begins with a letter.

@@ -161,7 +161,8 @@ fn lists(items: &[Value], beside: &Object) -> Option<Vec<Object>> {
         let titles = texts(&rows[0])?;
         let is_number = |cell: &Value| cell.as_str().map_or(!cell.is_boolean(), is_time);
         let below = &rows[1..rows.len().min(LOOKED_AT)];
-        let names = |n: usize| !is_time(&titles[n]) && below.iter().all(|row| is_number(&row[n]));
+        let has_numbers = |n: usize| below.iter().any(|row| row[n].is_number());
+        let names = |n: usize| below.iter().all(|row| is_number(&row[n])) && (!is_time(&titles[n]) || has_numbers(n));
         let is_header =
             titles.iter().any(|title| OWN.contains(&title.to_lowercase().as_str())) || (0..width).any(names);
         is_header.then(|| {
@@ -285,6 +286,8 @@ mod tests {
         ] {
             assert_eq!(by_time(text).as_deref(), Some(expected), "{text}");
         }
+        // A year in quotes above numbers.
+        assert_eq!(found("[[\"2019\",\"of\"],[1,\"a\"],[2,\"b\"]]").unwrap().len(), 2);
         // Rows keep their lines, and those with numbers their order.
         let (objects, said) = as_objects("[\n[\"a\", \"b\"],\n[\"c\",\n\"d\"], [\"e\", \"f\"]]", "f").unwrap().unwrap();
         let rows = "\n{\"column 1\":\"a\",\"column 2\":\"b\"} \n{\"column 1\":\"c\",\"column 2\":\"d\"} \n{\"column 1\":\"e\",\"column 2\":\"f\"} ";
