@@ -826,7 +826,10 @@ impl TextColumn {
                 None if ["[", "{", "[{"].contains(&line.trim()) => {
                     format!("JSON, of which the column `{}`", wanted.map_or(self.key, String::as_str))
                 }
-                None if line.contains('\t') => "columns with tabs between them, of which the first".into(),
+                None if line.contains('\t') => {
+                    let which = wanted.map_or("the first".into(), |name| format!("`{name}`"));
+                    format!("columns with tabs between them, of which {which}")
+                }
                 None => return Ok(None),
             };
             note(format_args!("{name}: read as {found} is predicted for"));
