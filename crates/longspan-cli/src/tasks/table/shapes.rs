@@ -1,6 +1,6 @@
 //! Tables in JSON that are no objects, one for each row: lists of lists, a list for each column, objects of objects, dictionaries.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 
 use anyhow::{Result, bail};
 use serde_json::{Map, Value};
@@ -135,8 +135,8 @@ fn is_scalar(value: &Value) -> bool {
     !value.is_array() && !value.is_object()
 }
 
-fn are_times<'a>(mut keys: impl Iterator<Item = &'a String>) -> bool {
-    keys.by_ref().take(LOOKED_AT).all(|key| is_time(key))
+fn are_times<'a>(keys: impl Iterator<Item = &'a String>) -> bool {
+    keys.take(LOOKED_AT).all(|key| is_time(key))
 }
 
 /// Rows of lists, or of numbers alone. Their columns are named by a list of texts beside them, by the first of them, or counted.
@@ -208,16 +208,15 @@ fn object(object: &Object) -> Option<Vec<Object>> {
     }
     // Rows have numbers or dates, columns names.
     match (are_times(object.keys()), are_times(of_rows.keys())) {
-        (true, _) => Some(with_keys(in_order(object).map(|(key, row)| (key.clone(), row.as_object().cloned())))),
+        (true, _) => Some(with_keys(object)),
         (false, true) => {
-            let mut rows: HashMap<&String, Object> = HashMap::new();
+            let mut rows = Object::new();
             for (title, column) in inner {
                 for (key, cell) in column {
-                    rows.entry(key).or_default().insert(title.clone(), cell.clone());
+                    rows.entry(key).or_insert_with(|| Object::new().into())[title] = cell.clone();
                 }
             }
-            let keys: Object = rows.keys().map(|key| ((*key).clone(), Value::Null)).collect();
-            Some(with_keys(in_order(&keys).map(|(key, _)| (key.clone(), rows.get(key).cloned()))))
+            Some(with_keys(&rows))
         }
         _ => None,
     }
@@ -231,18 +230,16 @@ fn in_order(object: &Object) -> impl Iterator<Item = (&String, &Value)> {
     entries.into_iter()
 }
 
-/// Rows with their keys in a column, unless those count them.
-fn with_keys(rows: impl Iterator<Item = (String, Option<Object>)>) -> Vec<Object> {
-    let rows: Vec<(String, Object)> = rows.map(|(key, row)| (key, row.unwrap_or_default())).collect();
-    let are_counts = rows.iter().enumerate().all(|(n, (key, _))| *key == n.to_string());
+/// The objects of an object as rows, with their keys in a column, unless those count them.
+fn with_keys(object: &Object) -> Vec<Object> {
+    let mut rows: Vec<(&String, Object)> =
+        in_order(object).filter_map(|(key, row)| Some((key, row.as_object()?.clone()))).collect();
+    let are_counts = rows.iter().enumerate().all(|(n, (key, _))| **key == n.to_string());
     let title = if rows.iter().any(|(_, row)| row.contains_key("time")) { "index" } else { "time" };
-    let with_key = |(key, mut row): (String, Object)| {
-        if !are_counts {
-            row.insert(title.into(), key.into());
-        }
-        row
-    };
-    rows.into_iter().map(with_key).collect()
+    for (key, row) in rows.iter_mut().filter(|_| !are_counts) {
+        row.insert(title.into(), key.as_str().into());
+    }
+    rows.into_iter().map(|(_, row)| row).collect()
 }
 
 #[cfg(test)]
