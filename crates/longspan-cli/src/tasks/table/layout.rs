@@ -1,7 +1,5 @@
 //! Tables that are laid out for the eye: columns with spaces or bars between them, lines before the names, several lines of names.
 
-use std::collections::BTreeSet;
-
 use serde_json::Value;
 
 use super::columns::is_time;
@@ -106,14 +104,13 @@ impl Table {
             is_name && cells.len() > 1 && cells[1..].iter().all(is_empty)
         };
         let Some(last) = self.rows.iter().take(4).position(|row| names_rows(&row.cells)) else { return self };
-        let is_number = |place: usize| {
-            let cells: BTreeSet<&str> =
-                self.rows[last + 1..].iter().filter_map(|row| row.cells[place].as_str()).collect();
-            !cells.is_empty() && cells.iter().all(|cell| value(cell).is_some())
-        };
+        let below = &self.rows[last + 1..];
+        let is_number =
+            |place: usize| below.iter().all(|row| row.cells[place].as_str().is_none_or(|cell| value(cell).is_some()));
         let are_names =
             |row: &[Value]| row[1..].iter().all(|cell| cell.as_str().is_some_and(|name| value(name).is_none()));
         if last == 0
+            || below.is_empty()
             || !(1..self.header.len()).any(is_number)
             || !self.rows[..last].iter().all(|row| are_names(&row.cells))
         {
